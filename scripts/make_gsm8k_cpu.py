@@ -1,0 +1,283 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Makes a small model of real text for `train_configs/gsm8k_cpu.toml`.
+
+    python scripts/make_gsm8k_cpu.py --train path/to/gsm8k/train.jsonl --output outputs/gsm8k_cpu
+
+reads GSM8K's JSONL (https://github.com/openai/grade-school-math; columns `question` and
+`answer`) and writes `model/`, a Hugging Face directory with a BPE tokenizer and a Qwen3 of
+3.8 M parameters, and `train.jsonl` and `heldout.jsonl`, the rows short enough for it, in
+GSM8K's own form. It takes about three minutes on two cores.
+
+The model is briefly taught to continue `Question: ...\\nAnswer:` with a worked answer. Half of
+its lessons end in GSM8K's last line, `#### <number>`, and half stop short of it, so that a
+reward for this line has room to rise. Such a model writes readable sentences of the right
+kind; it cannot reason, and its numbers are seldom right.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, EOS = "<pad>", "<eos>"
+TEMPLATE = "Question: {prompt}\nAnswer:"
+"""What `prompts.template` must be when the model is trained further."""
+IGNORED = -100
+"""Target of positions that carry no loss."""
+
+Row = dict[str, str]
+Lesson = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of its answer with the end-of-sequence token."""
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """How the model is taught."""
+
+    max_prompt_tokens: int = 96
+    max_answer_tokens: int = 80
+    """Rows with more tokens than these are left out."""
+    with_last_line: float = 0.5
+    """Share of the lessons that end in `#### <number>`."""
+    batch_size: int = 16
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    num_steps: int = 400
+
+
+def read_rows(path: Path) -> list[Row]:
+    """GSM8K's rows, checked.
+
+    Raises:
+        ValueError: if a row lacks `question` or `answer`, or the file has no row.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        row = json.loads(line)
+        if not {"question", "answer"} <= row.keys():
+            raise ValueError(
+                f"{path}, line {number}: needs the columns question and answer, got "
+                f"{sorted(row)}. Pass GSM8K's train.jsonl."
+            )
+        rows.append({"question": row["question"], "answer": row["answer"]})
+    if not rows:
+        raise ValueError(f"{path} must hold at least one row. Pass GSM8K's train.jsonl.")
+    return rows
+
+
+def plain_answer(answer: str) -> str:
+    """The answer without GSM8K's calculator annotations, `<<48/2=24>>`."""
+    return re.sub(r"<<[^>]*>>", "", answer)
+
+
+def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, every digit a token of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(PAD, special=True), AddedToken(EOS, special=True)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (
+        f"{TEMPLATE.format(prompt=row['question'])} {plain_answer(row['answer'])}" for row in rows
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Qwen3 in small: 4 layers, grouped-query attention, 3.8 M parameters, fp32."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def short_rows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, lessons: Lessons) -> list[Row]:
+    """The rows whose prompt and answer keep within the lessons' lengths."""
+
+    def fits(row: Row) -> bool:
+        prompt = tokenizer.encode(TEMPLATE.format(prompt=row["question"]))
+        answer = tokenizer.encode(f" {plain_answer(row['answer'])}")
+        return (
+            len(prompt) <= lessons.max_prompt_tokens
+            and len(answer) + 1 <= lessons.max_answer_tokens
+        )
+
+    return [row for row in rows if fits(row)]
+
+
+def draw_lesson(
+    row: Row, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, rng: random.Random
+) -> Lesson:
+    """One lesson; whether it ends in the `####` line is drawn anew each time."""
+    answer = f" {plain_answer(row['answer'])}"
+    if rng.random() >= lessons.with_last_line:
+        answer = answer[: answer.rindex("####")].rstrip()
+    prompt = tokenizer.encode(TEMPLATE.format(prompt=row["question"]))
+    return prompt, [*tokenizer.encode(answer), tokenizer.eos_token_id]
+
+
+def collate(batch: list[Lesson], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and shifted targets, both [batch, seq] int64, padded on the right.
+
+    Questions are learned too: they are most of the English that the model ever sees.
+    """
+    width = max(len(prompt) + len(answer) for prompt, answer in batch)
+    tokens = torch.full((len(batch), width), pad_id)
+    targets = torch.full((len(batch), width), IGNORED)
+    for row, (prompt, answer) in enumerate(batch):
+        ids = torch.tensor(prompt + answer)
+        tokens[row, : len(ids)] = ids
+        targets[row, : len(ids) - 1] = ids[1:]
+    return tokens, targets
+
+
+def batches(rows: list[Row], lessons: Lessons, rng: random.Random) -> list[list[Row]]:
+    """``lessons.num_steps`` batches of rows of like length, epoch after epoch."""
+    ordered = sorted(rows, key=lambda row: len(row["question"]) + len(row["answer"]))
+    size = lessons.batch_size
+    epoch = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    plan: list[list[Row]] = []
+    while len(plan) < lessons.num_steps:
+        rng.shuffle(epoch)
+        plan.extend(epoch)
+    return plan[: lessons.num_steps]
+
+
+def teach(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[Row],
+    lessons: Lessons,
+    rng: random.Random,
+) -> None:
+    """Supervised learning with a linearly falling learning rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))
+
+    def scale(step: int) -> float:
+        return min((step + 1) / lessons.warmup_steps, 1.0 - step / lessons.num_steps)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+    for step, batch in enumerate(batches(rows, lessons, rng), start=1):
+        drawn = [draw_lesson(row, tokenizer, lessons, rng) for row in batch]
+        tokens, targets = collate(drawn, tokenizer.pad_token_id)
+        logits = model(input_ids=tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 25 == 0:
+            print(f"step {step} of {lessons.num_steps}: loss {loss.item():.3f}", flush=True)
+
+
+def print_samples(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
+) -> None:
+    """Sampled answers at temperature 1, as the first training step will see them."""
+    model.eval()
+    for row in rows:
+        prompt = TEMPLATE.format(prompt=row["question"])
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=96, do_sample=True, top_k=0)
+        print("-" * 40)
+        print(tokenizer.decode(output[0]))
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_model(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # The class name that transformers before version 5 knows as well.
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make a small model of GSM8K's text.")
+    parser.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--heldout-rows", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=Lessons.num_steps)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="another number, other bytes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    options = parse_arguments(arguments)
+    started = time.monotonic()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    lessons = Lessons(num_steps=options.steps)
+
+    rows = read_rows(options.train)
+    tokenizer = train_tokenizer(rows)
+    short = short_rows(rows, tokenizer, lessons)
+    rng.shuffle(short)
+    heldout, train = short[: options.heldout_rows], short[options.heldout_rows :]
+    if len(train) < lessons.batch_size:
+        raise ValueError(
+            f"{options.train} must leave at least {lessons.batch_size} short rows to learn from "
+            f"after {options.heldout_rows} held-out ones, got {len(train)}. Pass the whole file."
+        )
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_jsonl(options.output / "train.jsonl", train)
+    write_jsonl(options.output / "heldout.jsonl", heldout)
+
+    model = build_model(tokenizer)
+    print(f"{model.num_parameters():,} parameters, {len(train)} rows to learn from", flush=True)
+    teach(model, tokenizer, train, lessons, rng)
+    write_model(options.output / "model", model, tokenizer)
+    print_samples(model, tokenizer, heldout[:4])
+    print(f"{options.output}: done in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

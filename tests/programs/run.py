@@ -1,0 +1,22 @@
+"""Runs one program of this folder on every rank; see the fixture `run_ranks`."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from torchtitan.grpo.device import settle_device
+
+if __name__ == "__main__":
+    settle_device()
+    import torch.distributed as dist
+
+    name, output, arguments = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = module.main(json.loads(arguments))
+    Path(output, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()

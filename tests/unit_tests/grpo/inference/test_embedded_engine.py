@@ -1,0 +1,302 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The embedded engine against plain transformers forwards, in one process."""
+
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from torchtitan.grpo.inference.embedded.engine import Engine, EngineError
+from torchtitan.grpo.inference.embedded.model import ModelRunner
+from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.sampling import SamplingParams
+from torchtitan.grpo.inference.embedded.weights import WeightTable
+
+VOCAB = 53
+TIMEOUT = 60.0
+
+
+def make_model(kind: str, seed: int = 0) -> Any:
+    """A tiny random model with weights large enough to make logits differ."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.3,
+    }
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**sizes)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
+    """[completion] logprobs of a finished request by one forward without a cache."""
+    ids = torch.tensor([request.token_ids])
+    attention = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0].float()
+    model.config._attn_implementation = attention
+    start = len(request.prompt_ids) - 1
+    temperature = request.sampling.temperature or 1.0
+    logprobs = torch.log_softmax(logits[start:-1] / temperature, -1)
+    return logprobs.gather(-1, torch.tensor(request.output_ids).unsqueeze(-1)).squeeze(-1)
+
+
+class Harness:
+    """An engine and the news of its requests."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.model = model
+        self.news: queue.Queue[tuple[Request, int, bool]] = queue.Queue()
+        slots = options.pop("max_slots", 4)
+        self.runner = ModelRunner(model, slots, options.pop("max_length", 300))
+        self.engine = Engine(self.runner, self._report, **options)
+        self.engine.start()
+        self.count = 0
+
+    def _report(self, events: list[tuple[Request, int, bool]]) -> None:
+        for event in events:
+            self.news.put(event)
+
+    def submit(self, prompt: list[int], stream: bool = False, **sampling: Any) -> Request:
+        self.count += 1
+        params = SamplingParams(**sampling)
+        request = Request(
+            f"request-{self.count}", prompt, params, params.stop_token_ids, stream, lambda *_: None
+        )
+        self.engine.submit([request]).result(TIMEOUT)
+        return request
+
+    def finish(self, requests: list[Request]) -> None:
+        waiting = {id(r) for r in requests}
+        while waiting:
+            request, _, finished = self.news.get(timeout=TIMEOUT)
+            if finished:
+                waiting.discard(id(request))
+
+    def wait_for_tokens(self, request: Request, count: int) -> None:
+        """``request`` must stream."""
+        while True:
+            told, num_tokens, finished = self.news.get(timeout=TIMEOUT)
+            if told is request and num_tokens >= count:
+                assert not finished
+                return
+
+
+@contextmanager
+def harness(model: Any, **options: Any) -> Iterator[Harness]:
+    made = Harness(model, **options)
+    try:
+        yield made
+    finally:
+        assert made.engine.close(10.0)
+
+
+def random_prompt(rng: random.Random, low: int = 1, high: int = 40) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_logprobs_equal_a_plain_forward_while_requests_join_and_leave(kind: str) -> None:
+    model = make_model(kind)
+    rng = random.Random(1)
+    with harness(model, max_slots=5, max_prefill_tokens=64) as h:
+        requests = []
+        for i in range(24):
+            prompt = requests[-1].prompt_ids if i % 4 == 3 else random_prompt(rng)
+            temperature = rng.choice([0.0, 0.7, 1.0])
+            requests.append(
+                h.submit(prompt, max_new_tokens=rng.randint(1, 30), temperature=temperature)
+            )
+        h.finish(requests)
+    for request in requests:
+        assert len(request.output_ids) == request.sampling.max_new_tokens
+        torch.testing.assert_close(
+            torch.tensor(request.logprobs), reference_logprobs(model, request), atol=1e-4, rtol=0
+        )
+
+
+def test_a_sequence_longer_than_the_first_allocation_stays_exact() -> None:
+    model = make_model("qwen3")
+    with harness(model, max_slots=40) as h:
+        requests = [h.submit([3, 1, 4], max_new_tokens=200)]
+        requests += [h.submit([i], max_new_tokens=20) for i in range(39)]
+        h.finish(requests)
+    for request in requests:
+        torch.testing.assert_close(
+            torch.tensor(request.logprobs), reference_logprobs(model, request), atol=1e-4, rtol=0
+        )
+
+
+def test_a_group_shares_the_prefill_of_its_prompt() -> None:
+    with harness(make_model("qwen3"), max_slots=8) as h:
+        h.engine.pause("retract").result(TIMEOUT)
+        group = [h.submit([5, 6, 7], max_new_tokens=4) for _ in range(8)]
+        h.engine.resume().result(TIMEOUT)
+        h.finish(group)
+    assert [r.shared_prompt_tokens for r in group] == [0] + [3] * 7
+    assert len({tuple(r.output_ids) for r in group}) > 1
+
+
+def test_greedy_takes_the_likeliest_token_and_stops_at_a_stop_token() -> None:
+    model = make_model("llama")
+    with harness(model) as h:
+        free = h.submit([1, 2, 3], max_new_tokens=12, temperature=0.0)
+        h.finish([free])
+        stop = free.output_ids[5]
+        first = free.output_ids.index(stop)
+        stopped = h.submit(
+            [1, 2, 3], max_new_tokens=12, temperature=0.0, stop_token_ids=frozenset({stop})
+        )
+        h.finish([stopped])
+    assert stopped.output_ids == free.output_ids[: first + 1]
+    assert stopped.finish_reason == {"type": "stop", "matched": stop}
+    assert free.finish_reason == {"type": "length", "length": 12}
+
+
+def test_a_seeded_request_repeats_whatever_runs_beside_it() -> None:
+    with harness(make_model("qwen3"), max_slots=8) as h:
+        alone = h.submit([9, 8], max_new_tokens=20, sampling_seed=7)
+        h.finish([alone])
+        others = [h.submit([i, 2], max_new_tokens=15) for i in range(6)]
+        again = h.submit([9, 8], max_new_tokens=20, sampling_seed=7)
+        other_seed = h.submit([9, 8], max_new_tokens=20, sampling_seed=8)
+        h.finish([*others, again, other_seed])
+    assert again.output_ids == alone.output_ids != other_seed.output_ids
+
+
+def swap_to(h: Harness, other: Any, version: str) -> None:
+    tensors = {k: v.clone() for k, v in other.state_dict().items()}
+    table = WeightTable(h.model)
+    h.engine.swap_weights(lambda: table.load(tensors), version).result(TIMEOUT)
+
+
+@pytest.mark.parametrize("pause", [None, "retract"])
+def test_new_weights_in_flight_renew_the_cache_and_start_a_segment(pause: Any) -> None:
+    old, new = make_model("qwen3", seed=1), make_model("qwen3", seed=2)
+    served = make_model("qwen3", seed=1)
+    with harness(served) as h:
+        requests = [h.submit([i, 7, 9], max_new_tokens=250) for i in range(3)]
+        watched = h.submit([11, 12], stream=True, max_new_tokens=250)
+        h.wait_for_tokens(watched, 5)
+        if pause is not None:
+            h.engine.pause(pause).result(TIMEOUT)
+        swap_to(h, new, "v2")
+        h.engine.resume().result(TIMEOUT)
+        h.finish([*requests, watched])
+    for request in [*requests, watched]:
+        (first, start), (second, cut) = request.segments
+        assert (first, start, second) == ("default", 0, "v2")
+        assert 5 <= cut < 250
+        served_logprobs = torch.tensor(request.logprobs)
+        before = reference_logprobs(old, request)
+        after = reference_logprobs(new, request)
+        torch.testing.assert_close(served_logprobs[:cut], before[:cut], atol=1e-4, rtol=0)
+        torch.testing.assert_close(served_logprobs[cut:], after[cut:], atol=1e-4, rtol=0)
+
+
+def test_in_place_goes_on_over_the_old_cache() -> None:
+    new = make_model("qwen3", seed=2)
+    with harness(make_model("qwen3", seed=1)) as h:
+        request = h.submit([11, 12], stream=True, max_new_tokens=250)
+        h.wait_for_tokens(request, 5)
+        h.engine.pause("in_place").result(TIMEOUT)
+        swap_to(h, new, "v2")
+        assert h.engine.num_recomputed == 0
+        h.engine.resume().result(TIMEOUT)
+        h.finish([request])
+    cut = request.segments[1][1]
+    difference = torch.tensor(request.logprobs) - reference_logprobs(new, request)
+    assert difference[cut:].abs().max() > 1e-3
+
+
+def test_a_paused_engine_keeps_requests_and_samples_nothing() -> None:
+    with harness(make_model("qwen3")) as h:
+        request = h.submit([1], stream=True, max_new_tokens=250)
+        h.wait_for_tokens(request, 3)
+        h.engine.pause("retract").result(TIMEOUT)
+        tokens, steps = len(request.output_ids), h.engine.num_steps
+        late = h.submit([2], max_new_tokens=2)
+        h.engine.run(lambda: None).result(TIMEOUT)
+        assert (len(request.output_ids), h.engine.num_steps) == (tokens, steps)
+        assert h.engine.num_waiting == 1
+        h.engine.resume().result(TIMEOUT)
+        h.finish([request, late])
+    assert request.finish_reason == {"type": "length", "length": 250}
+
+
+def test_abort_ends_by_prefix_and_the_rest_stays_exact() -> None:
+    model = make_model("llama")
+    with harness(model, max_slots=16) as h:
+        h.engine.pause("retract").result(TIMEOUT)
+        requests = [h.submit([i, i + 1], stream=True, max_new_tokens=280) for i in range(12)]
+        h.engine.resume().result(TIMEOUT)
+        h.wait_for_tokens(requests[0], 4)
+        # request-1, request-10, request-11 and request-12
+        assert h.engine.abort("request-1").result(TIMEOUT) == 4
+        h.finish(requests)
+    ended = [r for r in requests if r.finish_reason and r.finish_reason["type"] == "abort"]
+    assert [r.request_id for r in ended] == ["request-1"] + [f"request-{i}" for i in (10, 11, 12)]
+    for request in requests:
+        assert len(request.output_ids) >= 1
+        torch.testing.assert_close(
+            torch.tensor(request.logprobs), reference_logprobs(model, request), atol=1e-4, rtol=0
+        )
+
+
+def test_logits_that_are_not_finite_abort_the_request() -> None:
+    model = make_model("qwen3")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with harness(model) as h:
+        request = h.submit([1, 2], max_new_tokens=5)
+        h.finish([request])
+    assert request.finish_reason is not None
+    assert "not finite" in request.finish_reason["message"]
+
+
+def test_a_failed_engine_tells_the_cause_to_all_who_wait(caplog: Any) -> None:
+    h = Harness(make_model("qwen3"))
+    h.engine.pause("retract").result(TIMEOUT)
+    request = h.submit([1], max_new_tokens=5)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        h.engine.run(fail).result(TIMEOUT)
+    h.finish([request])
+    assert request.finish_reason is not None and "out of memory" in request.finish_reason["message"]
+    with pytest.raises(EngineError, match="out of memory"):
+        h.engine.resume().result(TIMEOUT)
+    assert h.engine.close(TIMEOUT) and not h.engine.is_alive
+    assert "engine's thread has failed" in caplog.text
+
+
+def test_close_aborts_what_runs_and_ends_the_thread() -> None:
+    h = Harness(make_model("qwen3"))
+    request = h.submit([1], stream=True, max_new_tokens=290)
+    h.wait_for_tokens(request, 1)
+    assert h.engine.close(TIMEOUT)
+    h.finish([request])
+    assert all(t.name != "embedded-engine" for t in threading.enumerate())
+
+
+def test_sliding_window_models_are_refused_by_name() -> None:
+    model = make_model("qwen3")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="qwen3 has .*sliding_attention"):
+        ModelRunner(model, 2, 16)

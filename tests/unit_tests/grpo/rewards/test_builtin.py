@@ -1,0 +1,70 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+import pytest
+
+from torchtitan.grpo.rewards.builtin import (
+    boxed_math,
+    exact_match,
+    final_answer,
+    partial_match,
+    think_answer_tags,
+)
+
+
+def test_exact_match_ignores_white_space_around_the_answer():
+    assert exact_match(["q"] * 3, [" 42\n", "42.", "4"], answer=["42", "42", 4]) == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [("4321", 1.0), ("4329", 0.75), ("43", 0.5), ("432100", 4 / 6), ("1234", 0.0), ("", 0.0)],
+)
+def test_partial_match_counts_equal_positions_over_the_longer_length(completion, expected):
+    assert partial_match(["q"], [completion], answer=["4321"]) == [pytest.approx(expected)]
+
+
+def test_partial_match_of_two_empty_texts_is_one():
+    assert partial_match(["q"], [""], answer=[""]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"first \boxed{3}, no: \boxed{4}", "4", 1.0),
+        ("we get\n#### 1,234", "Tom has 1000+234.\n#### 1234", 1.0),
+        ("the answer is 4", "4", 0.0),
+        (r"\boxed{5}", "4", 0.0),
+        (r"\boxed{unfinished", "4", 0.0),
+        ("", "4", 0.0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+    ],
+)
+def test_boxed_math_compares_final_answers_as_mathematics(completion, answer, expected):
+    assert boxed_math(["q"], [completion], answer=[answer]) == [expected]
+
+
+def test_final_answer_keeps_nested_braces():
+    assert final_answer(r"\boxed{\sqrt{2}}") == r"\sqrt{2}"
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>a\nb</think>\n<answer>c</answer>\n", 1.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> done", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_think_answer_tags_wants_the_whole_form(completion, expected):
+    assert think_answer_tags(["q"], [completion]) == [expected]
+
+
+def test_conversational_completions_are_read_too():
+    completion = [{"role": "assistant", "content": "42"}]
+    assert exact_match(["q"], [completion], answer=["42"]) == [1.0]

@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.rewards.builtin import exact_match
+from torchtitan.grpo.rewards.loading import call_function, load_function, short_names
+
+
+def test_bare_name_is_a_builtin():
+    assert load_function("exact_match") is exact_match
+
+
+@pytest.mark.parametrize("path", ["os.path:join", "os.path.join"])
+def test_dotted_path_is_imported(path: str):
+    import os.path
+
+    assert load_function(path) is os.path.join
+
+
+def test_file_is_run(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def reward(prompts, completions, **kw):\n    return [0.5] * len(prompts)\n")
+    assert load_function(f"{file}:reward")(["a"], ["b"]) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("exact_mach", "built-in boxed_math, exact_match"),
+        ("no_such_module:reward", "importing no_such_module failed with ModuleNotFoundError"),
+        ("os.path:no_such", "os.path has no 'no_such'"),
+        ("os.path:sep", "must be callable, got a str"),
+        ("missing/file.py:reward", "there is no file"),
+        ("os.path:", "must be package.module:function"),
+    ],
+)
+def test_path_that_cannot_be_loaded_is_refused_by_name(path: str, message: str):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_function(path)
+    assert repr(path) in str(caught.value)
+
+
+def test_file_that_fails_while_it_runs_is_refused_with_its_error(tmp_path: Path):
+    file = tmp_path / "broken.py"
+    file.write_text("1 / 0\n")
+    with pytest.raises(ValueError, match="ZeroDivisionError: division by zero"):
+        load_function(f"{file}:reward")
+
+
+def test_file_with_a_syntax_error_is_refused_with_its_error(tmp_path: Path):
+    file = tmp_path / "broken.py"
+    file.write_text("def reward(:\n")
+    with pytest.raises(ValueError, match="SyntaxError"):
+        load_function(f"{file}:reward")
+
+
+def test_only_accepted_keywords_are_passed():
+    def narrow(completions, answer):
+        return [completions, answer]
+
+    def wide(completions, **kwargs):
+        return sorted(kwargs)
+
+    columns = {"answer": ["x"], "other": [1]}
+    assert call_function(narrow, ["p"], ["c"], [[1]], columns) == [["c"], ["x"]]
+    assert call_function(wide, ["p"], ["c"], [[1]], columns) == [
+        "answer",
+        "completion_ids",
+        "other",
+        "prompts",
+    ]
+
+
+def test_names_for_metrics_are_short_unless_two_are_equal():
+    assert short_names(["exact_match", "a.b:f"]) == ["exact_match", "f"]
+    assert short_names(["a.b:f", "c:f"]) == ["a.b:f", "c:f"]

@@ -1,0 +1,217 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Real worker processes, and real functions that hang, crash, print and lie."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from torchtitan.grpo.rewards.pool import RewardError, RewardPool, ScoringFailed
+from torchtitan.grpo.types import Prompt
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+
+def length(completions, **kw):
+    return [float(len(c)) for c in completions]
+
+def by_completion(completions, **kw):
+    c = completions[0]
+    if c == "hang":
+        subprocess.Popen(["sleep", "98765.4321"])
+        while True:
+            time.sleep(1)
+    if c == "nan":
+        return [float("nan")] * len(completions)
+    if c == "count":
+        return [1.0]
+    if c == "none":
+        return [None] * len(completions)
+    if c == "type":
+        return ["good"] * len(completions)
+    if c == "scalar":
+        return 1.0
+    if c == "raise":
+        raise KeyError("no such thing")
+    if c == "exit":
+        os._exit(3)
+    if c == "print":
+        print("hello from a reward function", flush=True)
+        os.write(1, b"raw bytes on stdout")
+        return [float(len(sys.stdin.read()))] * len(completions)
+    return [1.0] * len(completions)
+
+def nan_at_once(completions, **kw):
+    return [float("nan")] * len(completions)
+
+def columns(prompts, completions, answer, completion_ids):
+    assert prompts == ["2+2="] * 2 and completion_ids == [[1], [2, 3]], (prompts, completion_ids)
+    return [float(a == c) for a, c in zip(answer, completions)]
+
+def roles(prompts, completions, **kw):
+    return [float(c[0]["role"] == "assistant" and p[0]["role"] == "user")
+            for p, c in zip(prompts, completions)]
+"""
+
+PROMPT = Prompt(0, "2+2=", np.array([1], np.int32), {"answer": "4"})
+IDS = [[1], [2, 3]]
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+def run_with_pool(
+    names: list[str],
+    body: Callable[[RewardPool], Awaitable[None]],
+    timeout_seconds: float = 20.0,
+    max_consecutive_failures: int = 8,
+) -> None:
+    async def run() -> None:
+        pool = RewardPool(
+            names,
+            num_workers=1,
+            timeout_seconds=timeout_seconds,
+            max_consecutive_failures=max_consecutive_failures,
+        )
+        try:
+            await pool.start()
+            await body(pool)
+        finally:
+            await pool.close()
+        left = [c for c in psutil.Process().children(recursive=True) if "worker" in c.cmdline()]
+        assert not left, "a worker outlived its pool"
+
+    asyncio.run(run())
+
+
+def test_functions_get_lists_of_columns_and_ids(functions: str):
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(PROMPT, ["4", "5"], IDS) == [[1.0, 0.0], [1.0, 1.0]]
+
+    run_with_pool([f"{functions}:columns", f"{functions}:length"], body)
+
+
+def test_conversational_prompts_give_conversational_completions(functions: str):
+    async def body(pool: RewardPool) -> None:
+        chat = Prompt(0, [{"role": "user", "content": "2+2="}], PROMPT.token_ids, {})
+        assert await pool.score(chat, ["4", "5"], IDS) == [[1.0, 1.0]]
+
+    run_with_pool([f"{functions}:roles"], body)
+
+
+def test_printing_and_reading_stdin_do_not_disturb_the_channel(functions: str):
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(PROMPT, ["print", "b"], IDS) == [[0.0, 0.0]]
+        assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
+
+    run_with_pool([f"{functions}:by_completion"], body)
+
+
+def test_none_means_not_applicable(functions: str):
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(PROMPT, ["none", "b"], IDS) == [[None, None]]
+
+    run_with_pool([f"{functions}:by_completion"], body)
+
+
+@pytest.mark.parametrize(
+    ("completion", "message"),
+    [
+        ("nan", "must return finite numbers, got nan"),
+        ("count", "one number for each of 2 completions, got 1"),
+        ("type", "must return numbers .* got 'good' of type str"),
+        ("scalar", "must return a list of 2 numbers, got a float"),
+        ("raise", "raised KeyError: 'no such thing'"),
+        ("exit", "ended with exit code 3"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_a_failure_of_one_group(
+    functions: str, completion: str, message: str
+):
+    async def body(pool: RewardPool) -> None:
+        with pytest.raises(ScoringFailed, match=message):
+            await pool.score(PROMPT, [completion, "b"], IDS)
+        assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
+        assert sum(pool.failures.values()) == 1
+
+    run_with_pool([f"{functions}:by_completion"], body)
+
+
+def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(functions: str):
+    async def body(pool: RewardPool) -> None:
+        before = psutil.Process().children(recursive=True)
+        with pytest.raises(ScoringFailed, match="reward.timeout_seconds = 2"):
+            await pool.score(PROMPT, ["hang", "b"], IDS)
+        assert not any(process.is_running() for process in before)
+        sleepers = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
+        assert not [p for p in sleepers if p.info["cmdline"] == ["sleep", "98765.4321"] and _ours(p)]
+        assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
+
+    run_with_pool([f"{functions}:by_completion"], body, timeout_seconds=2)
+
+
+def _ours(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
+    async def body(pool: RewardPool) -> None:
+        for _ in range(2):
+            with pytest.raises(ScoringFailed):
+                await pool.score(PROMPT, ["nan", "b"], IDS)
+        await pool.score(PROMPT, ["a", "b"], IDS)
+        for _ in range(2):
+            with pytest.raises(ScoringFailed):
+                await pool.score(PROMPT, ["nan", "b"], IDS)
+        with pytest.raises(RewardError, match="3 groups in a row .*raised KeyError"):
+            await pool.score(PROMPT, ["raise", "b"], IDS)
+
+    run_with_pool([f"{functions}:by_completion"], body, max_consecutive_failures=3)
+
+
+def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
+    async def body(pool: RewardPool) -> None:
+        odd = Prompt(0, "2+2=", PROMPT.token_ids, {"answer": object()})
+        with pytest.raises(ScoringFailed, match="columns cannot be handed to the reward functions"):
+            await pool.score(odd, ["a", "b"], IDS)
+
+    run_with_pool([f"{functions}:length"], body)
+
+
+def test_function_that_cannot_be_imported_is_refused_at_the_start():
+    async def body(pool: RewardPool) -> None:
+        raise AssertionError("the pool must not start")
+
+    with pytest.raises(RewardError, match="importing no_such_module failed"):
+        run_with_pool(["no_such_module:f"], body)
+
+
+def test_import_that_hangs_is_refused_at_the_start(tmp_path: Path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(1000)\n")
+
+    async def body(pool: RewardPool) -> None:
+        raise AssertionError("the pool must not start")
+
+    with pytest.raises(RewardError, match=r"took longer than reward.timeout_seconds = 2"):
+        run_with_pool([f"{file}:reward"], body, timeout_seconds=2)
+
+
+def test_check_refuses_a_function_that_returns_nan(functions: str):
+    async def body(pool: RewardPool) -> None:
+        with pytest.raises(RewardError, match="finite numbers, got nan.*checked before training"):
+            await pool.check(PROMPT)
+
+    run_with_pool([f"{functions}:nan_at_once"], body)

@@ -1,0 +1,179 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The staleness bound: no consumed group is older than it, and nothing deadlocks."""
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.grpo.rollout.admission import Admission
+
+
+def make(groups_per_batch: int, max_staleness: int, start_version: int = 0) -> Admission:
+    return Admission(
+        groups_per_batch=groups_per_batch,
+        max_staleness=max_staleness,
+        group_size=4,
+        max_concurrent_rollouts=1_000_000,
+        start_version=start_version,
+    )
+
+
+def test_synchronous_training_starts_one_batch_of_groups_for_each_version():
+    admission = make(groups_per_batch=2, max_staleness=0)
+    for group_id in range(2):
+        assert admission.may_start(0, 0)
+        admission.start(group_id, 0)
+    assert not admission.may_start(0, 0)
+    assert admission.finish(0, oldest_version=0)
+    assert admission.take_batch() is None
+    assert admission.finish(1, oldest_version=0)
+    assert admission.take_batch() == [0, 1]
+    assert not admission.may_start(0, 0), "version 0 is too old for batch 1"
+    assert admission.may_start(1, 0)
+
+
+def test_batch_waits_where_a_later_batch_could_not_hold_all_that_is_due():
+    admission = make(groups_per_batch=1, max_staleness=2)
+    for group_id in range(3):
+        admission.start(group_id, 0)
+    admission.finish(0, oldest_version=0)
+    assert admission.take_batch() == [0]
+    admission.start(3, 1)
+    admission.finish(3, oldest_version=1)
+    assert admission.take_batch() is None, "groups 1 and 2 are both due in batch 2"
+    admission.finish(2, oldest_version=0)
+    assert admission.take_batch() == [2]
+
+
+def test_closed_group_makes_room_for_another():
+    admission = make(groups_per_batch=1, max_staleness=0)
+    admission.start(0, 0)
+    assert not admission.may_start(0, 0)
+    admission.close(0)
+    assert admission.may_start(0, 0)
+
+
+def test_group_that_is_older_than_attested_is_closed():
+    admission = make(groups_per_batch=1, max_staleness=1, start_version=5)
+    admission.start(0, 5)
+    assert not admission.finish(0, oldest_version=4)
+    assert admission.num_open == 0
+
+
+def test_completions_in_flight_are_bounded():
+    admission = Admission(
+        groups_per_batch=8, max_staleness=1, group_size=4, max_concurrent_rollouts=10
+    )
+    assert admission.may_start(0, 6)
+    assert not admission.may_start(0, 7)
+
+
+def test_resumed_run_counts_its_earlier_batches_as_consumed():
+    admission = make(groups_per_batch=2, max_staleness=1, start_version=7)
+    assert not admission.may_start(5, 0)
+    assert admission.may_start(6, 0)
+    admission.start(0, 6)
+    admission.start(1, 6)
+    assert not admission.may_start(6, 0)
+    assert admission.may_start(7, 0)
+
+
+@dataclass
+class Simulation:
+    """Servers of random speed, lag and mortality around one admission."""
+
+    admission: Admission
+    rng: random.Random
+    num_servers: int
+    trained_versions: int = 0
+    versions: list[int | None] = field(default_factory=list)
+    running: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    oldest: dict[int, int] = field(default_factory=dict)
+    next_id: int = 0
+
+    def __post_init__(self) -> None:
+        self.trained_versions = self.admission.next_batch
+        self.versions = [self.trained_versions] * self.num_servers
+
+    def advance(self, stalled: bool) -> None:
+        """One random event; where ``stalled``, only such as must happen some day."""
+        action = self.rng.choice(["start", "end", "push", "train", "die", "start", "end"])
+        if action == "die" and not stalled:
+            self.versions[self.rng.randrange(self.num_servers)] = None
+        elif action == "push":
+            self.versions[self.rng.randrange(self.num_servers)] = self.trained_versions
+        elif action == "start":
+            self.start()
+        elif action == "end" and self.running:
+            self.end(self.rng.choice(list(self.running)), stalled)
+        elif action == "train":
+            self.train()
+
+    def start(self) -> None:
+        server = self.rng.randrange(self.num_servers)
+        version = self.versions[server]
+        if version is not None and self.admission.may_start(version, 0):
+            self.admission.start(self.next_id, version)
+            self.running[self.next_id] = (server, version, self.trained_versions)
+            self.next_id += 1
+
+    def end(self, group_id: int, stalled: bool) -> None:
+        server, version, _ = self.running.pop(group_id)
+        if not stalled and (self.versions[server] is None or self.rng.random() < 0.1):
+            self.admission.close(group_id)
+            return
+        # The server may have been updated before it wrote the first token, or restarted.
+        oldest = self.rng.choice([version, max(version, self.versions[server] or 0)])
+        if not stalled and self.rng.random() < 0.1:
+            oldest = version - 1
+        if self.admission.finish(group_id, oldest):
+            self.oldest[group_id] = oldest
+
+    def train(self) -> bool:
+        step = self.trained_versions
+        batch = self.admission.take_batch()
+        if batch is None:
+            return False
+        assert len(batch) == len(set(batch)) == self.admission.groups_per_batch
+        for group_id in batch:
+            age = step - self.oldest.pop(group_id)
+            assert 0 <= age <= self.admission.max_staleness, f"age {age} in batch {step}"
+        self.trained_versions += 1
+        return True
+
+
+def check_invariant(admission: Admission) -> None:
+    deadlines = sorted(group.deadline for group in admission._open.values())
+    for count, deadline in enumerate(deadlines, start=1):
+        assert count <= (deadline - admission.next_batch + 1) * admission.groups_per_batch
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    groups_per_batch=st.integers(1, 5),
+    max_staleness=st.integers(0, 4),
+    num_servers=st.integers(1, 4),
+    start_version=st.integers(0, 3),
+)
+def test_no_consumed_group_is_older_than_the_bound_and_no_run_deadlocks(
+    seed: int, groups_per_batch: int, max_staleness: int, num_servers: int, start_version: int
+):
+    simulation = Simulation(
+        make(groups_per_batch, max_staleness, start_version), random.Random(seed), num_servers
+    )
+    for _ in range(400):
+        simulation.advance(stalled=False)
+        check_invariant(simulation.admission)
+    # From now on servers come back and all work ends: training must go on.
+    goal = simulation.trained_versions + 3
+    for _ in range(20_000):
+        if simulation.trained_versions >= goal:
+            return
+        simulation.advance(stalled=True)
+        check_invariant(simulation.admission)
+    raise AssertionError(f"deadlock: {simulation.admission.describe()}")

@@ -1,0 +1,340 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Reads, merges and checks a run's configuration.
+
+Command line over TOML over defaults, as in torchtitan, whose tables and command line
+parser are used. Added to that: a misspelt key names the nearest valid one, a value of the
+wrong type is refused with its key, and contradictions are found here, before any process
+group exists. Nothing in this module needs a device.
+"""
+
+import difflib
+import os
+import re
+import sys
+import tomllib
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torchtitan.config import ConfigManager, job_config
+
+from torchtitan.grpo import config as grpo_config
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message says which key, and what to do."""
+
+
+@dataclass
+class Model(job_config.Model):
+    """``[model]``: torchtitan's table; a Hugging Face directory says the rest."""
+
+    name: str = "huggingface"
+    """Always ``huggingface``: the architecture is read from ``hf_assets_path``."""
+
+    flavor: str = "directory"
+    """Always ``directory``: sizes are read from ``hf_assets_path``."""
+
+    hf_assets_path: str = ""
+    """Hugging Face directory with config.json, tokenizer.json and safetensors. Required."""
+
+
+@dataclass
+class JobConfig(job_config.JobConfig):
+    """Torchtitan's tables and those of `torchtitan/grpo/config.py`."""
+
+    model: Model = field(default_factory=Model)
+    grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
+    prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
+    rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)
+    inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
+    weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
+    reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
+    evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
+    observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
+
+
+class GRPOConfigManager(ConfigManager):
+    """Torchtitan's manager with stricter reading of the TOML file."""
+
+    def __init__(self) -> None:
+        super().__init__(config_cls=JobConfig)
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any] | None:
+        try:
+            values = super()._maybe_load_toml(args)
+        except FileNotFoundError as error:
+            raise ConfigError(f"--job.config_file must exist, got {error.filename}.") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--job.config_file is not valid TOML: {error}.") from error
+        return values
+
+    def _dict_to_dataclass(self, cls, data: dict[str, Any]) -> Any:
+        check_keys(cls, data)
+        try:
+            return msgspec.convert(data, type=cls)
+        except msgspec.ValidationError as error:
+            message = re.sub(r"`\$\.(.*)`", r"\1", str(error))
+            raise ConfigError(f"{message}. Change the value in the TOML file.") from error
+
+    def _validate_config(self) -> None:
+        """Upstream's checks are about its own assets; ours stand in :func:`validate`."""
+
+
+def load_config(args: list[str]) -> JobConfig:
+    """Parses command line and TOML, and checks the result.
+
+    Raises:
+        ConfigError: With one clear message.
+    """
+    config = GRPOConfigManager().parse_args(args)
+    validate(config)
+    return config
+
+
+def check_keys(cls: type, data: dict[str, Any], prefix: str = "") -> None:
+    """Refuses keys that no table has, naming the nearest that one has."""
+    known = {f.name: f for f in fields(cls)}
+    for key, value in data.items():
+        if key not in known:
+            everywhere = _all_keys(JobConfig)
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"Did you mean {prefix}{near[0]}?" if near else _elsewhere(key, everywhere)
+            raise ConfigError(f"Unknown key {prefix}{key} in the TOML file. {hint}")
+        table = known[key].type
+        if is_dataclass(table) and isinstance(value, dict):
+            check_keys(table, value, f"{prefix}{key}.")
+
+
+def _elsewhere(key: str, keys: list[str]) -> str:
+    same_name = [k for k in keys if k.rsplit(".", 1)[-1] == key]
+    if same_name:
+        return f"There is {same_name[0]}: is it in the wrong table?"
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+    return f"The nearest key is {near[0]}."
+
+
+def _all_keys(cls: type, prefix: str = "") -> list[str]:
+    keys = []
+    for f in fields(cls):
+        if is_dataclass(f.type):
+            keys += _all_keys(f.type, f"{prefix}{f.name}.")
+        else:
+            keys.append(prefix + f.name)
+    return keys
+
+
+def validate(config: JobConfig) -> None:
+    """Refuses what cannot work, with the keys that contradict each other.
+
+    Raises:
+        ConfigError: The first problem found.
+    """
+    for check in (_check_required, _check_ranges, _check_inference, _check_layout):
+        check(config)
+
+
+def _check_required(config: JobConfig) -> None:
+    _require(
+        bool(config.model.hf_assets_path),
+        "model.hf_assets_path must name a Hugging Face model directory, got nothing.",
+    )
+    _require(
+        (config.model.name, config.model.flavor) == ("huggingface", "directory"),
+        f"model.name and model.flavor are not used: the model is read from "
+        f"model.hf_assets_path. Remove them (got {config.model.name!r}, {config.model.flavor!r}).",
+    )
+    _require(bool(config.prompts.path), "prompts.path must name the prompts, got nothing.")
+    _require(
+        bool(config.reward.functions), "reward.functions must name at least one function, got none."
+    )
+    weights = config.reward.weights
+    _require(
+        not weights or len(weights) == len(config.reward.functions),
+        f"reward.weights must have one entry for each of the {len(config.reward.functions)} "
+        f"reward.functions, got {len(weights)}.",
+    )
+
+
+_MINIMA = {
+    "grpo.group_size": (2, "advantages are relative to the group"),
+    "grpo.prompts_per_step": (1, "a step needs a prompt"),
+    "grpo.kl_coef": (0, "a negative penalty would reward drifting away"),
+    "grpo.hf_export_interval": (0, "0 exports at the end only"),
+    "rollout.max_head_offpolicyness": (0, "0 is synchronous training"),
+    "rollout.max_new_tokens": (1, "a completion needs a token"),
+    "rollout.max_consecutive_failures": (1, "some failure must be the last"),
+    "reward.num_workers": (1, "somebody must score"),
+    "reward.max_consecutive_failures": (1, "some failure must be the last"),
+    "inference.num_servers": (1, "somebody must generate"),
+    "weight_sync.num_slots": (2, "one is being sent, one is being filled"),
+    "weight_sync.bucket_bytes": (1, "a bucket needs room"),
+    "evaluation.num_prompts": (0, "0 evaluates all rows"),
+    "evaluation.interval": (0, "0 evaluates before and after the run only"),
+    "observe.samples_per_step": (0, "0 writes none"),
+    "training.steps": (1, "a run needs a step"),
+    "training.local_batch_size": (1, "a microbatch needs a row"),
+}
+_POSITIVE = (
+    "grpo.clip_high",
+    "grpo.importance_cap",
+    "grpo.advantage_eps",
+    "grpo.stop_timeout_seconds",
+    "rollout.temperature",
+    "rollout.request_timeout_seconds",
+    "rollout.batch_timeout_seconds",
+    "inference.startup_timeout_seconds",
+    "inference.control_timeout_seconds",
+    "weight_sync.timeout_seconds",
+    "reward.timeout_seconds",
+)
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for key, (minimum, reason) in _MINIMA.items():
+        value = _get(config, key)
+        _require(value >= minimum, f"{key} must be at least {minimum} ({reason}), got {value}.")
+    for key in _POSITIVE:
+        value = _get(config, key)
+        _require(value > 0, f"{key} must be above 0, got {value}.")
+    clip_low, top_p = config.grpo.clip_low, config.rollout.top_p
+    _require(0 <= clip_low < 1, f"grpo.clip_low must be in [0, 1), got {clip_low}.")
+    _require(0 < top_p <= 1, f"rollout.top_p must be in (0, 1], got {top_p}.")
+    concurrent = config.rollout.max_concurrent_rollouts
+    _require(
+        concurrent >= config.grpo.group_size,
+        f"rollout.max_concurrent_rollouts must be at least grpo.group_size "
+        f"({config.grpo.group_size}), or no group could ever start, got {concurrent}.",
+    )
+    _require(
+        config.rollout.max_new_tokens < config.training.seq_len,
+        f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) must leave room for a prompt "
+        f"in training.seq_len ({config.training.seq_len}). Raise the one or lower the other.",
+    )
+
+
+def _check_inference(config: JobConfig) -> None:
+    inference = config.inference
+    _require(
+        inference.launch != bool(inference.urls),
+        "Set either inference.launch = true or inference.urls, "
+        + ("got both." if inference.launch else "got neither."),
+    )
+    for url in inference.urls:
+        _require(
+            re.fullmatch(r"https?://[^/\s]+:\d+/?", url) is not None,
+            f"inference.urls must look like http://host:port, got {url!r}.",
+        )
+    needs_python = inference.launch and inference.kind != "embedded"
+    _require(
+        not needs_python or inference.python is not None,
+        f"inference.launch with inference.kind = {inference.kind!r} needs inference.python, the "
+        f"interpreter of its environment: run `bash scripts/install_{inference.kind}.sh` and set "
+        f"inference.python = '.venv-{inference.kind}/bin/python'.",
+    )
+    python = inference.python
+    _require(
+        python is None or os.access(python, os.X_OK),
+        f"inference.python must be an executable file, got {python}.",
+    )
+
+
+def _check_layout(config: JobConfig) -> None:
+    """The GRPO loss is proven equal under FSDP2 and HSDP; the rest is refused until it is."""
+    parallelism = config.parallelism
+    for key in (
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    ):
+        degree = getattr(parallelism, key)
+        _require(
+            degree == 1,
+            f"parallelism.{key} must be 1, got {degree}: the GRPO loss runs under FSDP2 and HSDP "
+            "(parallelism.data_parallel_shard_degree, data_parallel_replicate_degree) so far.",
+        )
+    replicate, shard = (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+    )
+    _require(
+        replicate == 1 or shard != 1,
+        "parallelism.data_parallel_replicate_degree above 1 needs data_parallel_shard_degree "
+        f"above 1 or -1 (HSDP), got {shard}: plain replication divides gradients differently.",
+    )
+    _require(
+        config.training.global_batch_size == -1,
+        f"training.global_batch_size must be left at -1, got {config.training.global_batch_size}: "
+        "a step's size is grpo.prompts_per_step * grpo.group_size.",
+    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if shard != -1:
+        _require(
+            shard * replicate == world_size,
+            f"parallelism.data_parallel_shard_degree * data_parallel_replicate_degree = "
+            f"{shard} * {replicate} must be the number of ranks, {world_size}.",
+        )
+    _require(
+        world_size % replicate == 0,
+        f"parallelism.data_parallel_replicate_degree must divide the {world_size} ranks, "
+        f"got {replicate}.",
+    )
+
+
+def _get(config: JobConfig, key: str) -> Any:
+    table, name = key.split(".")
+    return getattr(getattr(config, table), name)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def is_dry_run(args: list[str]) -> bool:
+    """Takes ``--dry-run`` out of the arguments; True where it was there."""
+    if "--dry-run" not in args:
+        return False
+    args.remove("--dry-run")
+    return True
+
+
+def describe(config: JobConfig) -> str:
+    """The resolved configuration as TOML-like lines, and the planned layout."""
+    lines = []
+    for table, values in config.to_dict().items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {value!r}" for key, value in values.items()]
+        lines.append("")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    replicate = config.parallelism.data_parallel_replicate_degree
+    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
+    lines += [
+        "Layout",
+        f"  ranks: {world_size} = {replicate} replicas x {world_size // replicate} shards",
+        f"  global batch: {config.grpo.prompts_per_step} prompts x {config.grpo.group_size} "
+        f"rollouts = {rollouts}, packed into rows of {config.training.seq_len} tokens",
+        f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
+        f"  servers: {_describe_servers(config)}",
+    ]
+    return "\n".join(lines)
+
+
+def _describe_servers(config: JobConfig) -> str:
+    inference = config.inference
+    if inference.launch:
+        return f"{inference.num_servers} x {inference.kind}, launched on this machine"
+    return f"{inference.kind} at {', '.join(inference.urls)}"
+
+
+def resolve_path(path: str) -> Path:
+    """A path as given, absolute."""
+    return Path(path).expanduser().resolve()
+
+
+if __name__ == "__main__":
+    print(describe(load_config(sys.argv[1:])))

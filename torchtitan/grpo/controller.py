@@ -1,0 +1,128 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Rank 0's dealings with the rollout process: start, batches, evaluation, samples."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.data.plan import StepPlan, plan_step
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.observe.report import SampleLog
+from torchtitan.grpo.rollout.link import EvaluationResult, RolloutLink, ServerInfo
+from torchtitan.grpo.weight_sync.build import client_for
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """A planned step, with what is to be logged of its rollouts."""
+
+    plan: StepPlan
+    metrics: dict[str, float]
+
+
+class RolloutController:
+    """Owns the link and what comes over it. Exists on rank 0 alone.
+
+    Args:
+        config: Of the run.
+        model: What is trained.
+        start_version: Optimizer steps already taken.
+        prompt_position: Prompts already used up.
+        should_stop: Ends every wait when it turns true.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        model: HFModel,
+        *,
+        start_version: int,
+        prompt_position: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.config = config
+        self.prompt_position = prompt_position
+        self._should_stop = should_stop
+        folder = Path(config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.samples = SampleLog(
+            folder / "samples.jsonl", config.observe.samples_per_step, append=start_version > 0
+        )
+        self.link = RolloutLink(_process_config(config, model, start_version, prompt_position))
+        self.servers: list[ServerInfo] = []
+
+    def start(self) -> None:
+        """Starts the rollout process; returns when servers, prompts and rewards are there."""
+        self.link.start()
+        self.servers = self.link.wait_ready(self.config.inference.startup_timeout_seconds + 60)
+
+    def next_step(self, version: int, num_ranks: int) -> NextStep | None:
+        """The batch that ``version`` is trained on, planned. None when asked to stop."""
+        batch = self.link.next_batch(
+            version, self.config.rollout.batch_timeout_seconds, self._should_stop
+        )
+        if batch is None:
+            return None
+        self.prompt_position = batch.prompt_position
+        self.samples.write(version + 1, batch.groups)
+        plan = plan_step(
+            batch.groups,
+            version=version,
+            num_ranks=num_ranks,
+            row_len=self.config.training.seq_len,
+            local_batch_size=self.config.training.local_batch_size,
+            advantage_eps=self.config.grpo.advantage_eps,
+        )
+        return NextStep(plan, batch.metrics | plan.metrics)
+
+    def evaluate(self, version: int) -> EvaluationResult | None:
+        """Scores the held-out prompts under ``version``. None when asked to stop."""
+        return self.link.evaluate(
+            version, self.config.rollout.batch_timeout_seconds, self._should_stop
+        )
+
+    def served_version(self) -> int:
+        """The lowest version that the servers themselves say they serve."""
+
+        async def ask() -> int:
+            versions = []
+            for server in self.servers:
+                client = client_for(self.config.inference, server)
+                try:
+                    version = await client.version()
+                    versions.append(-1 if version is None else version)
+                finally:
+                    await client.close()
+            return min(versions)
+
+        return asyncio.run(ask())
+
+    def close(self) -> None:
+        self.samples.close()
+        self.link.close()
+
+
+def _process_config(
+    config: JobConfig, model: HFModel, start_version: int, prompt_position: int
+) -> RolloutProcessConfig:
+    return RolloutProcessConfig(
+        grpo=config.grpo,
+        prompts=config.prompts,
+        rollout=config.rollout,
+        inference=config.inference,
+        reward=config.reward,
+        evaluation=config.evaluation,
+        hf_assets_path=str(model.path),
+        vocab_size=model.vocab_size,
+        eos_token_ids=list(model.eos_token_ids),
+        seq_len=config.training.seq_len,
+        seed=config.debug.seed or 0,
+        dump_folder=config.job.dump_folder,
+        start_version=start_version,
+        prompt_position=prompt_position,
+    )

@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Hands each rank its rows, from rank 0.
+
+Rank 0 talks to the rollout process and plans; everybody else learns from one small
+header what comes: a step, or the end. Tensors travel as they are, over a gloo group of
+the feed's own, so that nothing is pickled and the training groups stay undisturbed.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.data.plan import StepPlan
+from torchtitan.grpo.data.rows import TrainRows
+
+_INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask")
+_FLOAT_FIELDS = ("generator_logprobs", "advantages")
+
+
+class Signal(IntEnum):
+    """What a header announces."""
+
+    READY = 0
+    """Servers, prompts and rewards are there: training begins."""
+    STEP = 1
+    STOP = 2
+    """Asked to stop: end in order, and keep a checkpoint."""
+    FAIL = 3
+    """Rank 0 failed and says why itself: leave at once."""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One rank's share of a step.
+
+    Attributes:
+        rows: This rank's rows; every data-parallel rank has the same number.
+        num_trained_tokens: Over all ranks; the loss is divided by it.
+        num_tokens: Over all ranks.
+        publish_slot: Snapshot slot into which the step's weights go.
+    """
+
+    rows: TrainRows
+    num_trained_tokens: int
+    num_tokens: int
+    publish_slot: int
+
+
+class Feed:
+    """The scatter of plans; see the module's docstring.
+
+    Args:
+        batch_rank: This rank's index among the data-parallel ranks.
+        row_len: ``training.seq_len``.
+        timeout_seconds: How long a rank waits for rank 0's next header.
+    """
+
+    def __init__(self, batch_rank: int, row_len: int, timeout_seconds: float) -> None:
+        self.row_len = row_len
+        self.group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc="grpo_feed"
+        )
+        self.rank = dist.get_rank()
+        batch_ranks = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        dist.all_gather_into_tensor(batch_ranks, torch.tensor([batch_rank]), group=self.group)
+        self.batch_rank_of: list[int] = batch_ranks.tolist()
+
+    def send_step(self, plan: StepPlan, publish_slot: int) -> TrainBatch:
+        """Rank 0: announces the step and scatters its rows."""
+        num_rows = plan.rows_of_rank[0].num_rows
+        header = [
+            Signal.STEP, num_rows, plan.num_trained_tokens, plan.num_tokens, publish_slot,
+        ]  # fmt: skip
+        self._broadcast_header(header)
+        shares = [_stack(plan.rows_of_rank[b]) for b in self.batch_rank_of]
+        ints, floats = self._scatter(num_rows, shares)
+        return _batch(header, ints, floats)
+
+    def send_signal(self, signal: Signal) -> None:
+        """Rank 0: announces the end."""
+        self._broadcast_header([signal, 0, 0, 0, 0])
+
+    def receive(self) -> TrainBatch | Signal:
+        """Other ranks: waits for rank 0's next word."""
+        header = self._broadcast_header(None)
+        if header[0] != Signal.STEP:
+            return Signal(header[0])
+        ints, floats = self._scatter(header[1], None)
+        return _batch(header, ints, floats)
+
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums a CPU tensor over all ranks, in place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+    def _broadcast_header(self, header: list[int] | None) -> list[int]:
+        tensor = torch.tensor(header or [0] * 5, dtype=torch.int64)
+        dist.broadcast(tensor, src=0, group=self.group)
+        return tensor.tolist()
+
+    def _scatter(
+        self, num_rows: int, shares: list[tuple[torch.Tensor, torch.Tensor]] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (num_rows, self.row_len)
+        ints = torch.empty(len(_INT_FIELDS), *shape, dtype=torch.int32)
+        floats = torch.empty(len(_FLOAT_FIELDS), *shape, dtype=torch.float32)
+        for out, part in ((ints, 0), (floats, 1)):
+            scattered = [share[part] for share in shares] if shares is not None else None
+            dist.scatter(out, scattered, src=0, group=self.group)
+        return ints, floats
+
+
+def _stack(rows: TrainRows) -> tuple[torch.Tensor, torch.Tensor]:
+    ints = torch.stack([getattr(rows, name).to(torch.int32) for name in _INT_FIELDS])
+    return ints, torch.stack([getattr(rows, name) for name in _FLOAT_FIELDS])
+
+
+def _batch(header: list[int], ints: torch.Tensor, floats: torch.Tensor) -> TrainBatch:
+    fields = {name: ints[i].to(torch.int64) for i, name in enumerate(_INT_FIELDS)}
+    fields["loss_mask"] = fields["loss_mask"].bool()
+    fields |= {name: floats[i] for i, name in enumerate(_FLOAT_FIELDS)}
+    return TrainBatch(
+        rows=TrainRows(**fields),
+        num_trained_tokens=header[2],
+        num_tokens=header[3],
+        publish_slot=header[4],
+    )

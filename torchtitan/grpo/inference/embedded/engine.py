@@ -1,0 +1,410 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The engine: one thread that schedules requests, samples tokens and swaps weights.
+
+Each turn of its loop carries out the calls other threads left (submit, abort, pause, swap
+weights), then, unless paused, prefills waiting requests into free rows and decodes one
+token for every row. Calls run between two steps only, therefore
+
+    - a token is sampled under one version of the weights, whole;
+    - a pause is complete when its future is;
+    - new weights never meet keys and values of old ones, except after an ``in_place``
+      pause, which asks for exactly that: every running request goes back to the front of
+      the queue and its prompt and tokens are computed again.
+
+Rows stay dense (see kv_cache.py): finished rows become holes, new requests fill them, and
+the last rows move into those that are left.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Literal, TypeVar
+
+import torch
+
+from torchtitan.grpo.inference.embedded.model import ModelRunner
+from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+Events = list[tuple[Request, int, bool]]
+"""``(request, num_tokens, finished)`` of every request there is news of."""
+
+_T = TypeVar("_T")
+
+
+class EngineError(RuntimeError):
+    """The engine's thread has ended, by an error or by :meth:`Engine.close`."""
+
+
+class Engine:
+    """Continuous batching over a :class:`ModelRunner`.
+
+    All public methods may be called from any thread, and none waits for the engine's
+    thread but :meth:`close`: they return futures.
+
+    Args:
+        runner: The model; the engine's thread alone uses it from :meth:`start` on.
+        report: Called on the engine's thread with the news of each step.
+        seed: Of the random numbers of requests without a seed of their own.
+        max_prefill_tokens: Bound of one prefill's padded tokens (a longer prompt goes
+            alone), so that running requests do not wait long for new ones.
+        version: The weights' version at the start.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        report: Callable[[Events], None],
+        *,
+        seed: int = 0,
+        max_prefill_tokens: int = 4096,
+        version: str = "default",
+    ) -> None:
+        self._runner = runner
+        self._report = report
+        self._max_prefill_tokens = max_prefill_tokens
+        self._generator = torch.Generator(runner.device)
+        self._generator.manual_seed(seed)
+        self.version = version
+        self.pause_mode: PauseMode | None = None
+        self.failure: BaseException | None = None
+        self.num_tokens = 0
+        self.num_steps = 0
+        self.num_recomputed = 0
+        self.num_swaps = 0
+        self._waiting: deque[Request] = deque()
+        self._rows: list[Request | None] = []
+        self._holes: list[int] = []
+        self._events: Events = []
+        # Tensors of the current rows, rebuilt when the rows have changed.
+        self._batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingBatch] | None = None
+        self._calls: deque[tuple[Callable[[], object], Future]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
+
+    # -- called from any thread -------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self, timeout_seconds: float = 1.0) -> bool:
+        """Ends the thread and aborts what is left; returns whether it ended in time."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """False once requests can no longer be served."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._rows) - len(self._holes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    def submit(self, requests: Iterable[Request]) -> "Future[None]":
+        """Queues requests; their listeners hear of their tokens."""
+        batch = list(requests)
+        return self._call(lambda: self._enqueue(batch))
+
+    def abort(self, prefix: str | None, reason: str = "Aborted by request.") -> "Future[int]":
+        """Ends the requests whose id starts with ``prefix``, all where None; counts them."""
+        return self._call(lambda: self._abort(prefix, reason))
+
+    def abort_request(self, request: Request) -> "Future[None]":
+        """Ends exactly this request; harmless when it has finished."""
+        return self._call(lambda: self._finish(request, "The client went away."))
+
+    def pause(self, mode: PauseMode) -> "Future[None]":
+        """Stops after the current step; see the module's docstring for the modes."""
+        return self._call(lambda: self._pause(mode))
+
+    def resume(self) -> "Future[None]":
+        """Undoes :meth:`pause`; harmless when not paused."""
+        return self._call(self._resume)
+
+    def set_version(self, version: str) -> "Future[None]":
+        """Renames the version that tokens are attributed to from here on."""
+        return self._call(lambda: self._set_version(version))
+
+    def swap_weights(
+        self, swap: Callable[[], None], version: str | None, *, abort_all: bool = False
+    ) -> "Future[None]":
+        """Runs ``swap`` between two steps and renews what was computed with old weights.
+
+        Args:
+            swap: Writes the parameters. It must not fail halfway.
+            version: The new version's name; None keeps the old one.
+            abort_all: End all requests instead of computing them again.
+        """
+        return self._call(lambda: self._swap_weights(swap, version, abort_all))
+
+    def run(self, function: Callable[[], _T]) -> "Future[_T]":
+        """Runs ``function`` on the engine's thread between two steps."""
+        return self._call(function)
+
+    def _call(self, function: Callable[[], _T]) -> "Future[_T]":
+        future: Future[_T] = Future()
+        with self._wake:
+            if self.failure is not None or self._closing:
+                future.set_exception(EngineError(self._why_ended()))
+                return future
+            self._calls.append((function, future))
+            self._wake.notify()
+        return future
+
+    def _why_ended(self) -> str:
+        if self.failure is not None:
+            return f"The engine has failed: {self.failure!r}. Restart the server; see its log."
+        return "The server is shutting down."
+
+    # -- the thread -------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while self._carry_out_calls():
+                if self._has_work():
+                    self._step()
+                self._flush_events()
+        except BaseException as error:
+            # The boundary of the thread: everyone who waits is told the cause.
+            logger.exception("The engine's thread has failed; requests are answered 500.")
+            self.failure = error
+        finally:
+            self._end()
+
+    def _has_work(self) -> bool:
+        return self.pause_mode is None and bool(self._waiting or self.num_running)
+
+    def _carry_out_calls(self) -> bool:
+        """Waits while there is nothing to do; returns False when closing."""
+        with self._wake:
+            while not (self._calls or self._closing or self._has_work()):
+                self._wake.wait()
+            if self._closing:
+                return False
+            calls, self._calls = self._calls, deque()
+        while calls:
+            function, future = calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever asked has gone
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                self._refuse(calls, f"The engine has failed: {error!r}.")
+                raise
+        return True
+
+    def _refuse(self, calls: Iterable[tuple[object, Future]], reason: str) -> None:
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError(reason))
+
+    def _end(self) -> None:
+        with self._wake:
+            self._closing = True
+            calls, self._calls = self._calls, deque()
+        self._refuse(calls, self._why_ended())
+        self._abort(None, self._why_ended())
+        self._flush_events()
+
+    def _flush_events(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._report(events)
+
+    # -- calls ------------------------------------------------------------------------
+
+    def _enqueue(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.start_segment(self.version)
+            seed = request.sampling.sampling_seed
+            if seed is not None:
+                generator = torch.Generator(self._runner.device)
+                generator.manual_seed(seed)
+                request.generator = generator
+            self._waiting.append(request)
+
+    def _abort(self, prefix: str | None, reason: str) -> int:
+        everyone = [r for r in self._rows if r is not None] + list(self._waiting)
+        chosen = [r for r in everyone if prefix is None or r.request_id.startswith(prefix)]
+        for request in chosen:
+            self._finish(request, reason)
+        return len(chosen)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = {"type": "abort", "message": reason}
+        if request.row is not None:
+            self._vacate(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        self._events.append((request, len(request.output_ids), True))
+
+    def _vacate(self, request: Request) -> None:
+        assert request.row is not None, "only running requests hold a row"
+        self._rows[request.row] = None
+        self._holes.append(request.row)
+        request.row = None
+        self._batch = None
+
+    def _pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._abort(None, "Aborted by pause_generation.")
+        self.pause_mode = mode
+
+    def _resume(self) -> None:
+        self.pause_mode = None
+
+    def _set_version(self, version: str) -> None:
+        self.version = version
+        for request in (*self._rows, *self._waiting):
+            if request is not None:
+                request.start_segment(version)
+
+    def _swap_weights(self, swap: Callable[[], None], version: str | None, abort: bool) -> None:
+        if abort:
+            self._abort(None, "Aborted by a weight update.")
+        swap()
+        self.num_swaps += 1
+        if version is not None:
+            self._set_version(version)
+        if self.pause_mode != "in_place":
+            self._requeue_running()
+
+    def _requeue_running(self) -> None:
+        running = [r for r in self._rows if r is not None]
+        for request in running:
+            request.row = None
+        self.num_recomputed += len(running)
+        self._waiting.extendleft(reversed(running))
+        self._rows, self._holes, self._batch = [], [], None
+
+    # -- one step ---------------------------------------------------------------------
+
+    def _step(self) -> None:
+        if self._waiting and self.num_running < self._runner.max_slots:
+            self._prefill()
+        self._close_holes()
+        if self._rows:
+            self._decode()
+        self.num_steps += 1
+
+    def _prefill(self) -> None:
+        """Computes as many waiting requests as there are rows and budget for.
+
+        Equal token sequences (the prompt of a group) are computed once.
+        """
+        unique: dict[tuple[int, ...], int] = {}
+        requests: list[Request] = []
+        sources: list[int] = []
+        longest = 0
+        num_free = self._runner.max_slots - self.num_running
+        while self._waiting and len(requests) < num_free:
+            tokens = tuple(self._waiting[0].token_ids)
+            if tokens not in unique:
+                padded = (len(unique) + 1) * max(longest, len(tokens))
+                if unique and padded > self._max_prefill_tokens:
+                    break
+                longest = max(longest, len(tokens))
+            request = self._waiting.popleft()
+            if tokens in unique and not request.output_ids:
+                request.shared_prompt_tokens = len(request.prompt_ids)
+            sources.append(unique.setdefault(tokens, len(unique)))
+            requests.append(request)
+        slots = [self._take_row(request) for request in requests]
+        self._batch = None
+        logits = self._runner.prefill(
+            [list(tokens) for tokens in unique],
+            slots,
+            None if len(unique) == len(requests) else sources,
+        )
+        sampling = self._sampling_of(requests)
+        self._take_tokens(requests, *sample(logits, sampling, self._generator))
+
+    def _take_row(self, request: Request) -> int:
+        if self._holes:
+            request.row = self._holes.pop()
+            self._rows[request.row] = request
+        else:
+            request.row = len(self._rows)
+            self._rows.append(request)
+        return request.row
+
+    def _close_holes(self) -> None:
+        """Moves the last rows into the holes, so that rows are dense again."""
+        if not self._holes:
+            return
+        while self._rows and self._rows[-1] is None:
+            self._rows.pop()
+        sources, targets, longest = [], [], 0
+        for hole in sorted(self._holes):
+            if hole >= len(self._rows):
+                break
+            request = self._rows.pop()
+            assert request is not None and request.row is not None, "the last row is taken"
+            sources.append(request.row)
+            targets.append(hole)
+            longest = max(longest, request.length)
+            request.row = hole
+            self._rows[hole] = request
+            while self._rows and self._rows[-1] is None:
+                self._rows.pop()
+        self._holes.clear()
+        if targets:
+            self._runner.cache.move(sources, targets, longest)
+
+    def _decode(self) -> None:
+        requests = [r for r in self._rows if r is not None]
+        if self._batch is None:
+            device = self._runner.device
+            self._batch = (
+                torch.tensor([r.output_ids[-1] for r in requests], device=device),
+                torch.arange(len(requests), device=device),
+                torch.tensor([r.length - 1 for r in requests], device=device),
+                self._sampling_of(requests),
+            )
+        ids, rows, positions, sampling = self._batch
+        logits = self._runner.decode(ids, rows, positions, max(r.length for r in requests))
+        ids, logprobs = sample(logits, sampling, self._generator)
+        self._batch = (ids, rows, positions + 1, sampling)
+        self._take_tokens(requests, ids, logprobs)
+
+    def _sampling_of(self, requests: list[Request]) -> SamplingBatch:
+        return SamplingBatch.build(
+            [r.sampling for r in requests], [r.generator for r in requests], self._runner.device
+        )
+
+    def _take_tokens(
+        self, requests: list[Request], ids: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        for request, token_id, logprob in zip(
+            requests, ids.tolist(), logprobs.tolist(), strict=True
+        ):
+            finished = request.append(token_id, logprob)
+            if finished:
+                self._vacate(request)
+            if finished or request.stream:
+                self._events.append((request, len(request.output_ids), finished))
+        self.num_tokens += len(requests)

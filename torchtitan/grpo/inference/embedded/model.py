@@ -1,0 +1,206 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The transformers model: loading, and prefill and decode over the slots."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = "grouped_sdpa"
+
+
+def _grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention that never copies keys and values for each query head of a group.
+
+    ``attention_mask`` is None (causal, whole sequences) or [rows, 1, 1, length] additive
+    (one token a row): the heads of a group then attend as so many query positions.
+    """
+    rows, num_heads, seq_len, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    if attention_mask is not None:
+        query = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=scaling,
+        is_causal=attention_mask is None,
+        enable_gqa=attention_mask is None and num_heads != num_kv_heads,
+    )
+    output = output.reshape(rows, num_heads, seq_len, value.shape[-1])
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_ATTENTION, _grouped_sdpa)
+
+
+class ModelRunner:
+    """A causal language model with its slots.
+
+    Used by one thread only, the engine's, once it runs.
+
+    Args:
+        model: On its device, in its dtype.
+        max_slots: Most rows at once.
+        max_length: Longest sequence, prompt and completion together.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_slots: int, max_length: int) -> None:
+        _check_attention(model)
+        model.config._attn_implementation = _ATTENTION
+        self.model = model.eval().requires_grad_(False)
+        self.device = model.device
+        self.dtype = model.dtype
+        self.vocab_size: int = model.config.vocab_size
+        self.max_slots = max_slots
+        self.max_length = max_length
+        self.cache = SlotCache(max_slots, max_length)
+
+    def prefill(
+        self, sequences: list[list[int]], slots: list[int], sources: list[int] | None
+    ) -> torch.Tensor:
+        """Computes whole sequences and stores their keys and values.
+
+        Args:
+            sequences: Token ids, each at least one.
+            slots: Where each new row goes.
+            sources: For each slot its index in ``sequences``; None is the identity.
+
+        Returns:
+            [len(slots), vocab] logits after each row's last token.
+        """
+        lengths = [len(tokens) for tokens in sequences]
+        longest = max(lengths)
+        # Padded on the right: under a causal mask no real token sees the padding.
+        padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
+        picked = None if sources is None else torch.tensor(sources, device=self.device)
+        self.cache.plan_prefill(torch.tensor(slots, device=self.device), picked, longest)
+        hidden = self.model.model(
+            input_ids=torch.tensor(padded, device=self.device),
+            position_ids=torch.arange(longest, device=self.device).unsqueeze(0),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        rows = torch.arange(len(sequences), device=self.device)
+        last = hidden[rows, torch.tensor(lengths, device=self.device) - 1]
+        logits = self.model.lm_head(last)
+        return logits if picked is None else logits[picked]
+
+    def decode(
+        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """Computes one token of each row.
+
+        Args:
+            ids: [rows] long, each row's newest token.
+            rows: [rows] long, ``0 .. num_rows``.
+            positions: [rows] long, that token's position.
+            longest: Largest position plus 1.
+
+        Returns:
+            [rows, vocab] logits.
+        """
+        self.cache.plan_decode(rows, positions, longest)
+        hidden_from = torch.arange(longest, device=self.device) > positions.unsqueeze(1)
+        mask = torch.zeros(hidden_from.shape, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill_(hidden_from, float("-inf"))[:, None, None, :]
+        hidden = self.model.model(
+            input_ids=ids.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=positions.unsqueeze(1),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self.model.lm_head(hidden[:, 0])
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    """Refuses what the slots cannot hold, by name."""
+    config = model.config
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise ValueError(
+            f"The embedded server needs full attention in every layer; {config.model_type} has "
+            f"{sorted(layer_types)}. Serve this model with vLLM or SGLang."
+        )
+    # Logits are taken as lm_head(hidden): whatever a model does to them afterwards is lost.
+    altered = [
+        name
+        for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+        if getattr(config, name, None) is not None
+    ]
+    if altered or not hasattr(model, "lm_head") or not hasattr(model, "model"):
+        raise ValueError(
+            f"The embedded server needs `model` and a plain `lm_head`, as Qwen3 and Llama have; "
+            f"{type(model).__name__} differs {altered}. Serve this model with vLLM or SGLang."
+        )
+
+
+def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
+    """Loads a Hugging Face directory; nothing is downloaded.
+
+    Args:
+        path: Directory with config.json and safetensors.
+        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` is CUDA where there is a GPU.
+        dtype: ``auto``, ``float32`` or ``bfloat16``; ``auto`` is float32 on CPU, bfloat16
+            on CUDA.
+
+    Raises:
+        ValueError: The directory holds no model that can be served.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"--model-path must be a Hugging Face directory: no config.json in {path}."
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=AutoConfig.from_pretrained(path, local_files_only=True),
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa",
+        local_files_only=True,
+    )
+    return model.to(torch.device(device))
+
+
+def load_tokenizer(path: str) -> Tokenizer | None:
+    """The directory's tokenizer.json, or None: answers then carry no text."""
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        logger.info("No tokenizer.json in %s: answers carry no text.", path)
+        return None
+    return Tokenizer.from_file(str(file))
+
+
+def read_eos_ids(path: str) -> frozenset[int]:
+    """End-of-sequence ids of config.json and generation_config.json together."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = Path(path) / name
+        if file.is_file():
+            eos = json.loads(file.read_text()).get("eos_token_id")
+            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(found)

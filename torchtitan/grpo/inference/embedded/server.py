@@ -1,0 +1,413 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The HTTP routes, in SGLang's dialect.
+
+The event loop never waits for the model or for a trainer: generation is told of by the
+engine's thread, and whatever blocks (joining a group, receiving a chunk, reading a
+checkpoint, checksums) runs on a thread of its own. A control call therefore carries on to
+its end when its client has gone; a generation is aborted.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from torchtitan.grpo.inference.client import BucketSpec
+from torchtitan.grpo.inference.embedded.auth import AuthLevel, is_allowed
+from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
+from torchtitan.grpo.inference.embedded.protocol import (
+    GenerateBody,
+    ModelFacts,
+    body_field,
+    format_answer,
+    parse_generate,
+    stop_ids_of,
+)
+from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
+from torchtitan.grpo.inference.embedded.weights import WeightTable
+
+logger = logging.getLogger(__name__)
+
+DIALECT_VERSION = "0.5.23"
+"""The SGLang version whose routes and shapes these are."""
+
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+_T = TypeVar("_T")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def run_in_thread(name: str, function: Callable[[], _T]) -> _T:
+    """Runs ``function`` on a daemon thread: one that hangs cannot keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def target() -> None:
+        result, caught = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            # The boundary of the thread; raised again where it is awaited.
+            caught = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, caught)
+
+    threading.Thread(target=target, name=f"embedded-{name}", daemon=True).start()
+    return await future
+
+
+class EmbeddedServer:
+    """Ties the engine and the updater to HTTP.
+
+    Args:
+        engine_factory: Makes the engine, given where it reports its news.
+        updater_factory: Makes the updater for that engine.
+        table: The model's parameters, for checksums.
+        facts: What requests are checked against.
+        info: Constant facts for ``/model_info`` and ``/server_info``.
+    """
+
+    def __init__(
+        self,
+        engine_factory: Callable[[Callable[[Events], None]], Engine],
+        updater_factory: Callable[[Engine], WeightUpdater],
+        table: WeightTable,
+        facts: ModelFacts,
+        info: Mapping[str, Any],
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.engine = engine_factory(self._report)
+        self.updater = updater_factory(self.engine)
+        self._table = table
+        self._facts = facts
+        self._info = dict(info)
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key
+        self._active_ids: set[str] = set()
+
+    def make_app(self) -> web.Application:
+        """The aiohttp application; serve it with ``handler_cancellation=True``."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        open_, normal, control = AuthLevel.OPEN, AuthLevel.NORMAL, AuthLevel.CONTROL
+        routes: list[tuple[str, str, _Handler, AuthLevel]] = [
+            ("GET", "/health", self._health, open_),
+            ("GET", "/ready", self._ready, open_),
+            ("GET", "/model_info", self._model_info, normal),
+            ("GET", "/get_model_info", self._model_info, normal),
+            ("GET", "/server_info", self._server_info, normal),
+            ("GET", "/get_server_info", self._server_info, normal),
+            ("POST", "/generate", self._generate, normal),
+            ("POST", "/abort_request", self._abort_request, control),
+            ("POST", "/pause_generation", self._pause, control),
+            ("POST", "/continue_generation", self._continue, control),
+            ("*", "/flush_cache", self._flush_cache, control),
+            ("POST", "/init_weights_update_group", self._init_group, control),
+            ("POST", "/destroy_weights_update_group", self._destroy_group, control),
+            ("POST", "/begin_weight_update", self._begin_update, control),
+            ("POST", "/update_weights_from_distributed", self._receive, control),
+            ("POST", "/update_weights_from_disk", self._load_from_disk, control),
+            ("POST", "/end_weight_update", self._end_update, control),
+            ("POST", "/update_weight_version", self._update_version, control),
+            ("*", "/weights_checker", self._weights_checker, control),
+        ]
+        for method, path, handler, level in routes:
+            app.router.add_route(method, path, self._guarded(handler, level))
+        return app
+
+    def _guarded(self, handler: _Handler, level: AuthLevel) -> _Handler:
+        """Adds the key check, and turns our errors into answers."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            authorization = request.headers.get("Authorization")
+            if not is_allowed(level, authorization, self._api_key, self._admin_api_key):
+                return _error(401, "Unauthorized: send 'Authorization: Bearer KEY'.")
+            try:
+                return await handler(request)
+            except (ValueError, UpdateError) as error:
+                return _error(400, str(error))
+            except EngineError as error:
+                return _error(500, str(error))
+
+        return guarded
+
+    # -- generation -------------------------------------------------------------------
+
+    def _report(self, events: Events) -> None:
+        """On the engine's thread: one call into the loop a step, however many requests."""
+        self._loop.call_soon_threadsafe(_tell_listeners, events)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = parse_generate(await _json_body(http), self._facts)
+        async with self._submitted(body) as (requests, news):
+            if body.stream:
+                return await self._stream(http, body, requests, news)
+            answers: list[dict[str, Any]] = [{}] * len(requests)
+            for _ in requests:
+                index, num_tokens, _ = await news.get()
+                answers[index] = self._answer(body, requests[index], num_tokens, True)
+        return web.json_response(answers if body.is_list else answers[0])
+
+    @asynccontextmanager
+    async def _submitted(
+        self, body: GenerateBody
+    ) -> AsyncIterator[tuple[list[Request], asyncio.Queue[tuple[int, int, bool]]]]:
+        """The body's requests on the engine; those unfinished at the exit are aborted."""
+        taken = self._active_ids.intersection(body.request_ids)
+        if taken or len(set(body.request_ids)) < len(body.request_ids):
+            raise ValueError(f"rid must be unique among running requests: {sorted(taken)[:3]}.")
+        news: asyncio.Queue[tuple[int, int, bool]] = asyncio.Queue()
+
+        def listener_of(index: int) -> Callable[[int, bool], None]:
+            return lambda num_tokens, finished: news.put_nowait((index, num_tokens, finished))
+
+        requests = [
+            Request(
+                request_id=request_id,
+                prompt_ids=prompt,
+                sampling=sampling,
+                stop_ids=stop_ids_of(sampling, self._facts),
+                stream=body.stream,
+                listener=listener_of(i),
+            )
+            for i, (request_id, prompt, sampling) in enumerate(
+                zip(body.request_ids, body.prompts, body.sampling, strict=True)
+            )
+        ]
+        self._active_ids.update(body.request_ids)
+        try:
+            await asyncio.wrap_future(self.engine.submit(requests))
+            yield requests, news
+        finally:
+            self._active_ids.difference_update(body.request_ids)
+            for request in requests:
+                if request.finish_reason is None:
+                    self.engine.abort_request(request)
+
+    async def _stream(
+        self,
+        http: web.Request,
+        body: GenerateBody,
+        requests: list[Request],
+        news: "asyncio.Queue[tuple[int, int, bool]]",
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        num_open = len(requests)
+        while num_open:
+            index, num_tokens, finished = await news.get()
+            num_open -= finished
+            answer: dict[str, Any]
+            try:
+                answer = self._answer(body, requests[index], num_tokens, finished)
+            except EngineError as error:
+                # The status line has gone out: SGLang's form of an error in a stream.
+                answer = {"error": {"message": str(error), "code": 500}}
+            if body.is_list:
+                answer["index"] = index
+            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _answer(
+        self, body: GenerateBody, request: Request, num_tokens: int, finished: bool
+    ) -> dict[str, Any]:
+        reason = request.finish_reason if finished else None
+        if reason is not None and reason["type"] == "abort" and self.engine.failure is not None:
+            raise EngineError(reason["message"])
+        return format_answer(
+            request, num_tokens, finished, self._facts, return_logprob=body.return_logprob
+        )
+
+    async def _abort_request(self, http: web.Request) -> web.Response:
+        body = await _json_body(http)
+        rid = body_field(body, "rid", str, "")
+        if not rid and not body_field(body, "abort_all", bool, False):
+            raise ValueError("abort_request needs a rid (a prefix), or abort_all: true.")
+        prefix = None if body.get("abort_all") else rid
+        count = await asyncio.wrap_future(self.engine.abort(prefix))
+        return _success(f"Aborted {count} requests.", num_aborted=count)
+
+    # -- state ------------------------------------------------------------------------
+
+    async def _health(self, http: web.Request) -> web.Response:
+        if self.engine.is_alive:
+            return _success("Healthy.")
+        return _error(503, f"The engine is not running: {self.engine.failure!r}.")
+
+    async def _ready(self, http: web.Request) -> web.Response:
+        if not self.engine.is_alive or self.engine.pause_mode is not None:
+            return _error(503, "The engine is paused or has ended.")
+        return _success("Ready.")
+
+    async def _model_info(self, http: web.Request) -> web.Response:
+        return web.json_response({**self._info, "weight_version": self.engine.version})
+
+    async def _server_info(self, http: web.Request) -> web.Response:
+        engine = self.engine
+        return web.json_response(
+            {
+                **self._info,
+                "version": DIALECT_VERSION,
+                "embedded": True,
+                "tp_size": 1,
+                "pp_size": 1,
+                "dp_size": 1,
+                "weight_version": engine.version,
+                "pause_mode": engine.pause_mode,
+                "num_running": engine.num_running,
+                "num_waiting": engine.num_waiting,
+                "num_tokens": engine.num_tokens,
+                "num_steps": engine.num_steps,
+                "num_recomputed": engine.num_recomputed,
+                "num_swaps": engine.num_swaps,
+            }
+        )
+
+    async def _weights_checker(self, http: web.Request) -> web.Response:
+        body = await _json_body(http)
+        if body_field(body, "action", str, "checksum") != "checksum":
+            raise ValueError("weights_checker knows the action 'checksum' only.")
+        # On the engine's thread: no swap can fall between two parameters.
+        checksums = await asyncio.wrap_future(self.engine.run(self._table.checksums))
+        return _success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
+
+    # -- control ----------------------------------------------------------------------
+
+    async def _pause(self, http: web.Request) -> web.Response:
+        mode = body_field(await _json_body(http), "mode", str, "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            raise ValueError(f"mode must be abort, retract or in_place, got {mode!r}.")
+        await asyncio.wrap_future(self.engine.pause(mode))
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, http: web.Request) -> web.Response:
+        await asyncio.wrap_future(self.engine.resume())
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, http: web.Request) -> web.Response:
+        # Nothing is kept from one request to the next, and the keys and values of running
+        # ones are renewed with the weights.
+        return web.Response(text="Cache flushed.\n")
+
+    async def _init_group(self, http: web.Request) -> web.Response:
+        body = await _json_body(http)
+        arguments = {
+            "master_address": body_field(body, "master_address", str),
+            "master_port": body_field(body, "master_port", int),
+            "rank": body_field(body, "rank_offset", int),
+            "world_size": body_field(body, "world_size", int),
+            "group_name": body_field(body, "group_name", str, "weight_update_group"),
+            "backend": body_field(body, "backend", str, "nccl"),
+        }
+        await run_in_thread("join-group", lambda: self.updater.init_group(**arguments))
+        return _success("Joined the group.")
+
+    async def _destroy_group(self, http: web.Request) -> web.Response:
+        name = body_field(await _json_body(http), "group_name", str, "weight_update_group")
+        await run_in_thread("leave-group", lambda: self.updater.destroy_group(name))
+        return _success("Left the group.")
+
+    async def _begin_update(self, http: web.Request) -> web.Response:
+        self.updater.begin()
+        return _success("Weight update begun.")
+
+    async def _receive(self, http: web.Request) -> web.Response:
+        try:
+            bucket, arguments = _parse_chunk(await _json_body(http))
+        except ValueError as error:
+            self.updater.fail(str(error))
+            raise
+        await run_in_thread("receive", lambda: self.updater.receive(bucket, **arguments))
+        return _success("Succeeded to receive the weights; end_weight_update serves them.")
+
+    async def _load_from_disk(self, http: web.Request) -> web.Response:
+        body = await _json_body(http)
+        path = body_field(body, "model_path", str)
+        version = body_field(body, "weight_version", str, None)
+        abort_all = body_field(body, "abort_all_requests", bool, False)
+        await run_in_thread("load", lambda: self.updater.load_from_disk(path, version, abort_all))
+        return _success("Succeeded to update the weights.", num_paused_requests=0)
+
+    async def _end_update(self, http: web.Request) -> web.Response:
+        return _success(await run_in_thread("commit", self.updater.end))
+
+    async def _update_version(self, http: web.Request) -> web.Response:
+        body = await _json_body(http)
+        version = body_field(body, "new_version", str)
+        if body_field(body, "abort_all_requests", bool, True):
+            await asyncio.wrap_future(self.engine.abort(None, "Aborted by update_weight_version."))
+        await asyncio.wrap_future(self.engine.set_version(version))
+        return _success(f"Weight version updated to {version}", new_version=version)
+
+
+def _tell_listeners(events: Events) -> None:
+    for request, num_tokens, finished in events:
+        request.listener(num_tokens, finished)
+
+
+def _parse_chunk(body: Mapping[str, Any]) -> tuple[BucketSpec, dict[str, Any]]:
+    """What a chunk holds, and the further arguments of the updater's ``receive``."""
+    load_format = body.get("load_format")
+    if load_format not in (None, "flattened_bucket"):
+        raise ValueError(f"load_format must be null or 'flattened_bucket', got {load_format!r}.")
+    names, dtypes, shapes = (body_field(body, key, list) for key in ("names", "dtypes", "shapes"))
+    if not all(type(entry) is str for entry in (*names, *dtypes)):
+        raise ValueError("names and dtypes must be lists of strings.")
+    if not all(type(s) is list and all(type(dim) is int for dim in s) for s in shapes):
+        raise ValueError("shapes must be a list of lists of integers.")
+    return BucketSpec(tuple(names), tuple(dtypes), tuple(tuple(s) for s in shapes)), {
+        "group_name": body_field(body, "group_name", str, "weight_update_group"),
+        "flattened": load_format is not None,
+        "version": body_field(body, "weight_version", str, None),
+        "abort_all": body_field(body, "abort_all_requests", bool, False),
+    }
+
+
+async def _json_body(http: web.Request) -> dict[str, Any]:
+    text = await http.text()
+    try:
+        body = json.loads(text) if text.strip() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"The body must be JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"The body must be a JSON object, got {type(body).__name__}.")
+    return body
+
+
+def _success(message: str, **more: Any) -> web.Response:
+    return web.json_response({"success": True, "message": message, **more})
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response(
+        {"success": False, "message": message, "error": {"message": message, "code": status}},
+        status=status,
+    )
+
+
+def write_port_file(path: str, port: int) -> None:
+    """Writes the port, whole or not at all, for whoever started us on port 0."""
+    partial = f"{path}.partial"
+    with open(partial, "w") as file:
+        file.write(f"{port}\n")
+    os.replace(partial, path)

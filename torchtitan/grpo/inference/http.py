@@ -1,0 +1,160 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""JSON over HTTP with keys, timeouts and errors that name the server and the route."""
+
+import asyncio
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from torchtitan.grpo.inference.client import ServerError
+
+_EXCERPT_CHARS = 600
+
+
+class RouteError(ServerError):
+    """A route answered with a status that its caller did not accept.
+
+    Attributes:
+        status: The HTTP status; None where no answer came.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer.
+
+    Attributes:
+        status: HTTP status.
+        body: The parsed JSON; the text itself where it is not JSON; None where empty.
+    """
+
+    status: int
+    body: Any
+
+
+class HttpConnection:
+    """One server's base URL, keys and session.
+
+    The session belongs to the event loop of the first request.
+
+    Args:
+        url: Base URL, ``http://host:port``.
+        api_key: Bearer key of generation routes, and of control routes without their own.
+        admin_key: Bearer key of control routes.
+        timeout_seconds: Bound of a request that names no other.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None, admin_key: str | None, timeout_seconds: float
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_seconds = timeout_seconds
+        self._keys = {"generation": api_key, "control": admin_key or api_key}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, route: str, **options: Any) -> Answer:
+        """GETs a control route, see :meth:`request`."""
+        return await self.request("GET", route, **options)
+
+    async def post(self, route: str, body: Any = None, **options: Any) -> Answer:
+        """POSTs JSON to a control route, see :meth:`request`."""
+        return await self.request("POST", route, body, **options)
+
+    async def request(
+        self,
+        method: Literal["GET", "POST"],
+        route: str,
+        body: Any = None,
+        *,
+        scope: Literal["generation", "control"] = "control",
+        timeout_seconds: float | None = None,
+        accept: Collection[int] = (),
+    ) -> Answer:
+        """Makes one request.
+
+        Args:
+            method: HTTP method.
+            route: Path and query, beginning with a slash.
+            body: Sent as JSON; None sends no body.
+            scope: Which key is presented.
+            timeout_seconds: Bound of the whole exchange; None is the connection's own.
+            accept: Statuses that are answers to the caller, besides 2xx.
+
+        Raises:
+            RouteError: No answer in time, no connection, or another status.
+        """
+        timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        key = self._keys[scope]
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with self._open_session().request(
+                method,
+                self.url + route,
+                json=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout),
+            ) as response:
+                text = await response.text()
+                status = response.status
+        except asyncio.TimeoutError as error:
+            raise RouteError(
+                f"{method} {self.url}{route} was not answered within {timeout:.1f} s."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise RouteError(
+                f"{method} {self.url}{route} failed: {type(error).__name__}: {error}. "
+                "Is the server up, and is its URL right?"
+            ) from error
+        if not 200 <= status < 300 and status not in accept:
+            raise RouteError(_status_message(method, self.url + route, status, text), status)
+        return Answer(status, _parse(text))
+
+    async def close(self) -> None:
+        """Closes the session; a later request opens a new one."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # The number of requests in flight is the dispatcher's business: no limit here.
+            # A connection for each request: servers close idle ones after some seconds, and
+            # any after an internal error, and what is then being written to it is lost.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            # No proxy from the environment either: servers are addressed directly.
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        return self._session
+
+
+def excerpt(value: Any) -> str:
+    """The beginning of an answer, for an error message."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
+
+
+def _parse(text: str) -> Any:
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _status_message(method: str, address: str, status: int, text: str) -> str:
+    hint = ""
+    if status in (401, 403):
+        hint = (
+            " Check inference.api_key and inference.admin_key"
+            " (TORCHTITAN_GRPO_API_KEY, TORCHTITAN_GRPO_ADMIN_KEY)."
+        )
+    return f"{method} {address} answered {status}: {excerpt(text)}{hint}"

@@ -1,0 +1,330 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Starts inference servers on this machine, as children that end with the run."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.light_start import LIGHT_PYTHON
+from torchtitan.grpo.types import ServerKind
+
+_HOST = "127.0.0.1"
+_POLL_SECONDS = 0.25
+_LOG_TAIL_BYTES = 4000
+_SGLANG_CPU_MAIN = Path(__file__).with_name("sglang_cpu.py")
+# SGLang on CPU would otherwise take 15 GB for its KV cache.
+_SGLANG_CPU_MAX_TOKENS = 32768
+
+# What torchrun told our parent about its own ranks would be taken for the server's.
+_LAUNCHER_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
+    "ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+).split()
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What one server is started with.
+
+    Attributes:
+        kind: Kind of server.
+        model_path: Hugging Face directory.
+        port: Port to listen on.
+        device: ``cpu`` or ``cuda``.
+        dtype: ``float32`` or ``bfloat16``.
+        max_model_len: Longest prompt plus completion, in tokens.
+        max_running_requests: Completions that it may write at once.
+        python: Interpreter of the server's environment; None is ours.
+        host: Address to listen on.
+        api_key: Key that the server asks for on generation routes.
+        admin_key: Key that SGLang asks for on control routes.
+        extra_args: Appended; where an option is given twice, the last one counts.
+    """
+
+    kind: ServerKind
+    model_path: str
+    port: int
+    device: str
+    dtype: str
+    max_model_len: int
+    max_running_requests: int
+    python: str | None = None
+    host: str = _HOST
+    api_key: str | None = None
+    admin_key: str | None = None
+    extra_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LaunchedServer:
+    """A server that was started here.
+
+    Attributes:
+        kind: Kind of server.
+        url: Base URL.
+        process: The child; its session holds the server's own workers.
+        log_file: Its output.
+    """
+
+    kind: ServerKind
+    url: str
+    process: subprocess.Popen
+    log_file: Path
+
+    def stop(self, grace_seconds: float = 3.0) -> None:
+        """Ends the server with all its workers. Harmless when it has ended."""
+        stop_children([self.process], grace_seconds)
+
+    def log_tail(self) -> str:
+        """The end of the log, for an error message."""
+        try:
+            with self.log_file.open("rb") as file:
+                file.seek(max(0, self.log_file.stat().st_size - _LOG_TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError as error:
+            return f"(log not readable: {error})"
+
+
+def server_command(
+    spec: ServerSpec, environ: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment that start a server.
+
+    Args:
+        spec: The server.
+        environ: Our own environment. What it sets wins over the defaults here.
+
+    Raises:
+        ValueError: The kind is unknown.
+    """
+    commands = {"embedded": _embedded, "sglang": _sglang, "vllm": _vllm}
+    if spec.kind not in commands:
+        raise ValueError(f"inference.kind must be one of {sorted(commands)}, got {spec.kind!r}.")
+    command, defaults = commands[spec.kind](spec)
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    # Without bytecode files, each start would compile the server's sources for a minute.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    if spec.device == "cpu":
+        defaults["OMP_NUM_THREADS"] = "1"  # the cores belong to the trainer, too
+    return command + list(spec.extra_args), {**defaults, **kept}
+
+
+def _embedded(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
+    interpreter = [spec.python or LIGHT_PYTHON[0], *LIGHT_PYTHON[1:]]
+    command = [*interpreter, "torchtitan.grpo.inference.embedded"]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--device", spec.device, "--dtype", spec.dtype]
+    command += ["--max-model-len", str(spec.max_model_len)]
+    command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += _keys(spec)
+    return command, {"HF_HUB_OFFLINE": "1"}
+
+
+def _sglang(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
+    python = spec.python or sys.executable
+    command = [python, "-m", "sglang.launch_server"]
+    if spec.device == "cpu":
+        command = [python, str(_SGLANG_CPU_MAIN), "--attention-backend", "torch_native"]
+        wanted = spec.max_running_requests * spec.max_model_len
+        max_tokens = max(spec.max_model_len, min(wanted, _SGLANG_CPU_MAX_TOKENS))
+        command += ["--max-total-tokens", str(max_tokens)]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--device", spec.device, "--dtype", spec.dtype]
+    command += ["--context-length", str(spec.max_model_len)]
+    command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += _keys(spec)
+    return command, {"HF_HUB_OFFLINE": "1"}
+
+
+def _vllm(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
+    # Not the console script: it fails in the CPU package.
+    command = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
+    command += ["--max-num-seqs", str(spec.max_running_requests)]
+    # Token ids in and out, with the weight version of each token; see VLLMClient.
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
+    if spec.api_key:
+        command += ["--api-key", spec.api_key]
+    defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if spec.device == "cpu":
+        command += ["--enforce-eager"]
+        # GiB of KV cache. Threads are not pinned: the trainer's would be on the same cores.
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return command, defaults
+
+
+def _keys(spec: ServerSpec) -> list[str]:
+    keys = ["--api-key", spec.api_key] if spec.api_key else []
+    return keys + (["--admin-api-key", spec.admin_key] if spec.admin_key else [])
+
+
+def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> list[ServerSpec]:
+    """What ``[inference]`` asks for; the ports are free ones of now."""
+    inference = config.inference
+    device = inference.device if inference.device != "auto" else _default_device(environ)
+    dtype = inference.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return [
+        ServerSpec(
+            kind=inference.kind,
+            # The server runs in another directory.
+            model_path=str(Path(config.hf_assets_path).resolve()),
+            port=port,
+            device=device,
+            dtype=dtype,
+            max_model_len=inference.max_model_len or config.seq_len,
+            max_running_requests=-(-config.rollout.max_concurrent_rollouts // len(ports)),
+            python=inference.python,
+            api_key=inference.api_key or environ.get("TORCHTITAN_GRPO_API_KEY"),
+            admin_key=inference.admin_key or environ.get("TORCHTITAN_GRPO_ADMIN_KEY"),
+            extra_args=tuple(inference.extra_args),
+        )
+        for ports in [free_ports(inference.num_servers)]
+        for port in ports
+    ]
+
+
+def start_servers(config: RolloutProcessConfig) -> list[LaunchedServer]:
+    """Starts ``inference.num_servers`` servers and returns at once; they are not up yet.
+
+    Call it from the main thread: the children end with the thread that started them.
+
+    Raises:
+        ValueError: ``inference.python`` cannot be run.
+    """
+    specs = server_specs(config, os.environ)
+    folder = Path(config.dump_folder).resolve() / "servers"
+    servers: list[LaunchedServer] = []
+    try:
+        for index, spec in enumerate(specs):
+            servers.append(start_server(spec, folder / f"{spec.kind}-{index}.log"))
+    except BaseException:
+        stop_servers(servers)
+        raise
+    return servers
+
+
+def start_server(spec: ServerSpec, log_file: Path) -> LaunchedServer:
+    """Starts one server; see :func:`start_servers`."""
+    command, environ = server_command(spec, os.environ)
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    log_file.unlink(missing_ok=True)  # of an earlier run: its last words are not this one's
+    try:
+        # Another directory than ours: `-m` would make the overlay's folder importable.
+        process = start_child(command, env=environ, log_file=log_file, cwd=str(log_file.parent))
+    except OSError as error:
+        raise ValueError(
+            f"inference.python must be an interpreter with {spec.kind} in it, got "
+            f"{spec.python!r}: {error}. See scripts/install_{spec.kind}.sh."
+        ) from error
+    return LaunchedServer(spec.kind, f"http://{spec.host}:{spec.port}", process, log_file)
+
+
+async def wait_until_up(
+    clients: Sequence[InferenceClient],
+    servers: Sequence[LaunchedServer],
+    timeout_seconds: float,
+) -> None:
+    """Returns when every server answers that it is up.
+
+    Args:
+        clients: All servers, launched or not.
+        servers: The launched ones among them, found by their URL.
+        timeout_seconds: ``inference.startup_timeout_seconds``.
+
+    Raises:
+        RuntimeError: A launched server has ended; the message holds the end of its log.
+        TimeoutError: One did not come up in time.
+    """
+    launched = {server.url: server for server in servers}
+    deadline = time.monotonic() + timeout_seconds
+    async with asyncio.TaskGroup() as tasks:
+        waits = [
+            tasks.create_task(_settle(_wait_for_one(c, launched.get(c.url), deadline)))
+            for c in clients
+        ]
+        # The first failure ends the other waits; it is raised by itself, not in a group.
+        for wait in asyncio.as_completed(waits):
+            error = await wait
+            if error is not None:
+                for other in waits:
+                    other.cancel()
+                break
+    for wait in waits:
+        if not wait.cancelled() and (error := wait.result()) is not None:
+            raise error
+
+
+async def _settle(wait) -> Exception | None:
+    try:
+        await wait
+    except (RuntimeError, TimeoutError) as error:
+        return error
+    return None
+
+
+async def _wait_for_one(
+    client: InferenceClient, server: LaunchedServer | None, deadline: float
+) -> None:
+    while True:
+        try:
+            async with asyncio.timeout_at(
+                asyncio.get_running_loop().time() + deadline - time.monotonic()
+            ):
+                await client.health()
+            return
+        except (ServerError, TimeoutError) as error:
+            last = error
+        if server is not None and server.process.poll() is not None:
+            raise RuntimeError(
+                f"The {server.kind} server {server.url} ended with exit status "
+                f"{server.process.returncode} before it was up. The end of its log "
+                f"{server.log_file}:\n{server.log_tail()}"
+            )
+        if time.monotonic() >= deadline:
+            log = f" The end of its log:\n{server.log_tail()}" if server is not None else ""
+            raise TimeoutError(
+                f"The server {client.url} was not up within "
+                f"inference.startup_timeout_seconds. Last answer: {last}{log}"
+            ) from last
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:
+    """Ends all servers at once, with their workers."""
+    stop_children([server.process for server in servers], grace_seconds)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nothing listens on just now."""
+    sockets = [socket.create_server((_HOST, 0)) for _ in range(count)]
+    try:
+        return [listener.getsockname()[1] for listener in sockets]
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+def _default_device(environ: Mapping[str, str]) -> str:
+    # Not torch.cuda: this module is used where torch is not imported.
+    hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"

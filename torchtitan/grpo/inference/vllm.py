@@ -1,0 +1,286 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Client of vLLM servers (0.32), with this project's weight transfer engine in them.
+
+The server must run with ``--enable-scale-out`` (its token-in-token-out route reports the
+weight version of every token, which the OpenAI routes do not), with
+``VLLM_SERVER_DEV_MODE=1`` (the RL routes), with ``--weight-transfer-config
+'{"backend": "torchtitan_grpo"}'`` and with ``--logprobs-mode processed_logprobs``.
+`launch.py` and `scripts/serve_vllm.sh` set all of them.
+"""
+
+import asyncio
+import logging
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+from torchtitan.grpo.inference.answers import (
+    UPDATING_LABEL,
+    checked_generation,
+    version_or_none,
+)
+from torchtitan.grpo.inference.client import (
+    BucketSpec,
+    InferenceClient,
+    ServerError,
+    WeightGroupInfo,
+)
+from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.types import GenerateRequest, Generation
+
+logger = logging.getLogger(__name__)
+
+GENERATE_ROUTE = "/inference/v1/generate"
+# The server puts this before the id that it was given, and aborts by the whole.
+_REQUEST_ID_PREFIX = "generate-tokens-"
+# At this temperature every token is as likely as any other.
+_FLAT_TEMPERATURE = 1e6
+_FLAT_TOLERANCE = 1e-2
+
+
+class VLLMClient(InferenceClient):
+    """See :class:`InferenceClient`.
+
+    Requests running at :meth:`pause` are kept. :meth:`commit_update` throws their KV away
+    together with the prefix cache, so that :meth:`resume` computes it anew under the new
+    weights: what they write after an update is the new policy's.
+
+    Args:
+        http: The server's address, keys and control timeout.
+        request_timeout_seconds: Bound of one completion.
+    """
+
+    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
+        self.url = http.url
+        self._http = http
+        self._request_timeout_seconds = request_timeout_seconds
+        self._group: WeightGroupInfo | None = None
+        self._scaled_logprobs: asyncio.Task[None] | None = None
+        self._update_marked = False
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if request.temperature not in (0.0, 1.0):
+            await self._require_scaled_logprobs(request.prompt_ids)
+        try:
+            answer = await self._http.post(
+                GENERATE_ROUTE,
+                generate_body(request),
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
+            )
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort_quietly(request.request_id))
+            raise
+        except RouteError as error:
+            if error.status is None:
+                await self._abort_quietly(request.request_id)
+            raise
+        return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, answer.body)
+
+    async def _require_scaled_logprobs(self, prompt_ids: list[int]) -> None:
+        """Finds out once what the server's logprobs are; requests wait for the answer."""
+        if self._scaled_logprobs is None or (
+            self._scaled_logprobs.done() and self._scaled_logprobs.exception() is not None
+        ):
+            self._scaled_logprobs = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
+        await asyncio.shield(self._scaled_logprobs)
+
+    async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
+        """Samples two tokens at a temperature at which logprobs after it are all alike.
+
+        The server's ``/server_info`` would tell as well, but it describes the whole
+        machine with it, which takes half a minute.
+        """
+        request = GenerateRequest(f"probe-{uuid.uuid4().hex}", prompt_ids, 2, _FLAT_TEMPERATURE)
+        body = generate_body(request)
+        body["sampling_params"] |= {"logprobs": 1, "ignore_eos": True}
+        answer = await self._http.post(
+            GENERATE_ROUTE,
+            body,
+            scope="generation",
+            timeout_seconds=self._request_timeout_seconds,
+        )
+        if not logprobs_are_flat(f"{self.url}{GENERATE_ROUTE}", answer.body):
+            raise ServerError(
+                f"{self.url}: rollout.temperature other than 1 needs logprobs after temperature, "
+                "but the server returns them before it. Start it with "
+                "--logprobs-mode processed_logprobs."
+            )
+
+    async def abort(self, request_id: str | None) -> None:
+        ids = [] if request_id is None else [_REQUEST_ID_PREFIX + request_id]
+        await self._http.post("/abort_requests", {"request_ids": ids})
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        try:
+            await self.abort(request_id)
+        except ServerError as error:
+            # The caller is already leaving with the error that matters.
+            logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    async def health(self) -> None:
+        await self._http.get("/health")
+
+    async def version(self) -> int | None:
+        answer = await self._http.get("/weight_info")
+        return version_or_none(_field(answer.body, "weight_version", f"{self.url}/weight_info"))
+
+    async def num_workers(self) -> int:
+        sizes = []
+        for include_dp in ("true", "false"):
+            route = f"/get_world_size?include_dp={include_dp}"
+            answer = await self._http.get(route)
+            sizes.append(int(_field(answer.body, "world_size", f"{self.url}{route}")))
+        if sizes[0] != sizes[1]:
+            raise ServerError(
+                f"{self.url}: weights can be pushed to vLLM without data parallelism only, got "
+                f"{sizes[0]} workers in replicas of {sizes[1]}. Start one server a replica."
+            )
+        return sizes[0]
+
+    async def pause(self) -> None:
+        await self._http.post("/pause?mode=keep")
+
+    async def resume(self) -> None:
+        await self._http.post("/resume")
+
+    async def join_weight_group(self, info: WeightGroupInfo) -> None:
+        await self._http.post(
+            "/init_weight_transfer_engine",
+            {"init_info": asdict(info)},
+            timeout_seconds=info.timeout_seconds,
+        )
+        self._group = info
+
+    async def leave_weight_group(self) -> None:
+        self._group = None
+        await self._abandon_update()
+        await self._http.post("/shutdown_weight_transfer_engine")
+
+    async def begin_update(self) -> None:
+        self._update_marked = False
+        answer = await self._http.post("/start_weight_update", accept=(400, 500))
+        if answer.status != 200:  # most likely, a predecessor left one open
+            await self._abandon_update()
+            await self._http.post("/start_weight_update")
+
+    async def _abandon_update(self) -> None:
+        """Gives the half-loaded layers their old weights back and ends the update."""
+        await self._http.post(
+            "/update_weights", {"update_info": {"action": "abandon"}}, accept=(400, 500)
+        )
+        # Refused where no update was open.
+        await self._http.post("/finish_weight_update", {"weight_version": None}, accept=(400, 500))
+
+    async def receive_bucket(self, bucket: BucketSpec, *, last: bool, version: int) -> None:
+        if self._group is None:
+            raise ServerError(f"{self.url} has not joined a weight group; join before pushing.")
+        info = {
+            "names": list(bucket.names),
+            "dtypes": list(bucket.dtypes),
+            "shapes": [list(shape) for shape in bucket.shapes],
+        }
+        if not self._update_marked:
+            # Wrong weights are refused while the old ones are still whole. From here on
+            # the label says that they are not, should the push break off: no token from
+            # half-updated weights can then pass for one of the old version.
+            await self._http.post("/update_weights", {"update_info": {"action": "check", **info}})
+            await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
+            self._update_marked = True
+        await self._http.post(
+            "/update_weights",
+            {"update_info": {"action": "receive", **info}},
+            timeout_seconds=self._group.timeout_seconds,
+        )
+
+    async def commit_update(self, version: int) -> None:
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)})
+        # Running requests are preempted: their KV, too, is of the old weights.
+        route = "/reset_prefix_cache?reset_running_requests=true"
+        answer = await self._http.post(route)
+        if _field(answer.body, "success", f"{self.url}{route}") is not True:
+            raise ServerError(
+                f"{self.url}{route}: the cache of the old weights must be thrown away after an "
+                f"update, got {excerpt(answer.body)}"
+            )
+
+    async def close(self) -> None:
+        if self._scaled_logprobs is not None:
+            self._scaled_logprobs.cancel()
+        await self._http.close()
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """Body of the token-in-token-out route.
+
+    Everything that shapes the distribution is stated, or the server would take defaults
+    from the model's ``generation_config.json``.
+    """
+    return {
+        "request_id": request.request_id,
+        "token_ids": request.prompt_ids,
+        "stream": False,
+        "sampling_params": {
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": max(request.top_k, 0),
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(request.stop_token_ids),
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        },
+    }
+
+
+def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
+    """A verified generation from the answer of the token-in-token-out route.
+
+    Raises:
+        ServerError: The answer lacks something, or its parts disagree.
+    """
+    try:
+        (choice,) = body["choices"]
+        return checked_generation(
+            source,
+            request,
+            token_ids=choice["token_ids"],
+            logprobs=[(e["logprob"], e["token_id"]) for e in choice["logprobs"]["content"]],
+            num_completion_tokens=body["usage"]["completion_tokens"],
+            finish_reason=choice["finish_reason"],
+            spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(
+            f"{source}: the answer must hold one choice with token_ids, logprobs, finish reason "
+            f"and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def logprobs_are_flat(source: str, body: Any) -> bool:
+    """Whether each sampled token's logprob is that of the likeliest token.
+
+    Raises:
+        ServerError: The answer does not tell.
+    """
+    try:
+        (choice,) = body["choices"]
+        return all(
+            abs(entry["logprob"] - candidate["logprob"]) < _FLAT_TOLERANCE
+            for entry in choice["logprobs"]["content"]
+            for candidate in entry["top_logprobs"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{source}: the answer must hold the likeliest tokens' logprobs "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def _field(body: Any, name: str, source: str) -> Any:
+    if not isinstance(body, dict) or name not in body:
+        raise ServerError(f"{source} must answer an object with {name}, got {excerpt(body)}")
+    return body[name]

@@ -1,0 +1,202 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Weights between a Hugging Face directory and a sharded torchtitan model.
+
+Reading and writing both go parameter by parameter through the model family's state-dict
+adapter, with full tensors, so that a layout has nothing to do but hold its shards.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.models.hf_config import ModelError
+
+INDEX_FILE = "model.safetensors.index.json"
+# Everything of the source directory that is not weights travels with an export.
+_ASSETS = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of all parts under their upstream names, each tied one once."""
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            # Activation checkpointing and compile wrap modules and leave a mark in names.
+            yield (
+                name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""),
+                parameter,
+            )
+
+
+def hf_meta(
+    adapter: BaseStateDictAdapter, name: str, parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors that one native parameter becomes, on the meta device."""
+    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return adapter.to_hf({name: meta})
+
+
+def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tensor]) -> torch.Tensor:
+    model_args = getattr(adapter, "model_args", None)
+    if getattr(model_args, "enable_weight_tying", False):
+        # With tied embeddings the adapter wants to see either end of the tie in each call.
+        hf.setdefault("lm_head.weight", torch.empty(0))
+        hf.setdefault("model.embed_tokens.weight", torch.empty(0))
+    return adapter.from_hf(hf)[name]
+
+
+def load_hf_weights(
+    model_parts: list[nn.Module], adapter: BaseStateDictAdapter, path: str | Path
+) -> None:
+    """Fills the sharded parameters from a directory's safetensors.
+
+    Raises:
+        ModelError: The directory has no safetensors, a tensor is missing, or a shape
+            differs from what ``config.json`` says.
+    """
+    reader = _SafetensorsReader(Path(path))
+    with torch.no_grad():
+        for name, parameter in named_parameters(model_parts):
+            hf = {
+                key: reader.read(key, meta.shape)
+                for key, meta in hf_meta(adapter, name, parameter).items()
+            }
+            _copy_full(parameter, _from_hf(adapter, name, hf))
+
+
+def _copy_full(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        full = full.to(device=parameter.device_mesh.device_type, dtype=parameter.dtype)
+        # Each rank has read the full tensor itself: nothing needs to be sent.
+        full = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(full)
+
+
+class _SafetensorsReader:
+    """Reads single tensors out of one or several safetensors files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file_of: dict[str, Path] = {}
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"model.hf_assets_path ({path}) must hold *.safetensors, found none.")
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    self.file_of |= dict.fromkeys(handle.keys(), file)
+            except Exception as error:  # safetensors raises a type of its own, unexported
+                raise ModelError(f"Reading {file} failed: {error}") from error
+
+    def read(self, key: str, shape: torch.Size) -> torch.Tensor:
+        if key not in self.file_of:
+            raise ModelError(f"The weights in {self.path} lack the tensor {key}.")
+        with safe_open(self.file_of[key], framework="pt") as handle:
+            tensor = handle.get_tensor(key)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{key} in {self.file_of[key]} must have shape {list(shape)} according to "
+                f"config.json, got {list(tensor.shape)}."
+            )
+        return tensor
+
+
+def export_hf(
+    model_parts: list[nn.Module],
+    adapter: BaseStateDictAdapter,
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    *,
+    is_writer: bool,
+    max_file_bytes: int = 4 * 1024**3,
+) -> None:
+    """Writes the model as a Hugging Face directory. All ranks call it, one writes.
+
+    Gathers over the training process groups, so it belongs on the training thread. The
+    directory appears under its name only when it is complete.
+
+    Args:
+        source: Directory whose config and tokenizer files are copied.
+        target: Directory to make; replaced where it exists.
+        is_writer: True on the one rank that writes.
+        max_file_bytes: Size at which a further safetensors file is begun.
+    """
+    partial = target.with_name(target.name + ".partial")
+    writer = _ShardWriter(partial, max_file_bytes) if is_writer else None
+    for name, tensor in full_hf_tensors(model_parts, adapter):
+        if writer is not None:
+            writer.add(name, tensor.to(device="cpu", dtype=dtype).contiguous())
+    if writer is not None:
+        writer.finish()
+        _copy_assets(source, partial, dtype)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+
+
+@torch.no_grad()
+def full_hf_tensors(
+    model_parts: list[nn.Module], adapter: BaseStateDictAdapter
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Gathers one parameter after another; yields Hugging Face names and full tensors."""
+    for name, parameter in named_parameters(model_parts):
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        yield from adapter.to_hf({name: full}).items()
+
+
+class _ShardWriter:
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.folder, self.max_file_bytes = folder, max_file_bytes
+        self.pending: dict[str, torch.Tensor] = {}
+        self.pending_bytes = self.total_bytes = 0
+        self.written: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.pending and self.pending_bytes + tensor.nbytes > self.max_file_bytes:
+            self._write()
+        self.pending[name] = tensor
+        self.pending_bytes += tensor.nbytes
+
+    def _write(self) -> None:
+        file = self.folder / f"part-{len(self.written)}.safetensors"
+        save_file(self.pending, file, metadata={"format": "pt"})
+        self.written.append(list(self.pending))
+        self.total_bytes += self.pending_bytes
+        self.pending, self.pending_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Gives the files the names that transformers expects, and writes the index."""
+        self._write()
+        count, weight_map = len(self.written), {}
+        for index, names in enumerate(self.written):
+            file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            (self.folder / f"part-{index}.safetensors").rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2))
+
+
+def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
+    for pattern in _ASSETS:
+        for file in source.glob(pattern):
+            if file.name != INDEX_FILE:
+                shutil.copy(file, target / file.name)
+    config = json.loads((target / "config.json").read_text())
+    # transformers 5 writes `dtype`, 4 wrote `torch_dtype`; a loader reads either.
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2))

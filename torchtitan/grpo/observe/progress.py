@@ -1,0 +1,69 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The live line of a run."""
+
+import sys
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """A bar on a terminal, a line a step elsewhere.
+
+    Args:
+        mode: ``observe.progress``.
+        num_steps: Of the whole run.
+    """
+
+    def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
+        if mode == "auto":
+            mode = "bar" if sys.stdout.isatty() else "lines"
+        self.mode, self.num_steps = mode, num_steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._bar: RichProgress | None = None
+        if mode == "bar":
+            self._bar = RichProgress(
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("waiting for the first rollouts", total=num_steps)
+            self._bar.start()
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        line = progress_line(metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=line)
+        elif self.mode == "lines":
+            self._console.print(f"step {step:>4}/{self.num_steps}  {line}")
+
+    def print(self, message: str) -> None:
+        """Prints above the bar."""
+        if self.mode != "none":
+            (self._bar.console if self._bar is not None else self._console).print(message)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def progress_line(metrics: dict[str, float]) -> str:
+    """Reward, staleness, throughput and the state of the weight push, in one line."""
+    version = int(metrics["policy_version"])
+    server = int(metrics["weight_sync/server_version"])
+    sync = f"v{server} synced" if server == version else f"v{server} -> v{version}"
+    return (
+        f"reward {metrics['reward/mean']:.3f}  "
+        f"stale {metrics['staleness/mean_steps']:.1f}/{metrics['staleness/max_steps']:.0f}  "
+        f"{metrics['time/tokens_per_second']:,.0f} tok/s  "
+        f"step {metrics['time/step_seconds']:.2f}s  "
+        f"kl {metrics['mismatch/kl']:.1e}  "
+        f"sync {sync}"
+    )

@@ -1,0 +1,146 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Held-out prompts, decoded greedily by the servers that also write the rollouts."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rewards.pool import RewardPool, ScoringFailed
+from torchtitan.grpo.rollout.dispatch import Dispatcher, Sampling, Server
+from torchtitan.grpo.rollout.scoring import prompt_text
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Generation, Prompt
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class HeldOutSample:
+    """One held-out prompt, for logs."""
+
+    prompt: str
+    completion: str
+    score: float
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """Mean of ``evaluation.function`` over ``num_prompts``; see ``link.EvaluationResult``."""
+
+    score: float
+    num_prompts: int
+    version: int
+    seconds: float
+    samples: list[HeldOutSample]
+
+
+class Evaluator:
+    """Evaluates one set of prompts, again and again.
+
+    Args:
+        prompts: Held-out prompts.
+        dispatcher: The servers.
+        pool: Scores.
+        function: Position of ``evaluation.function`` in the pool.
+        codec: The model's tokenizer.
+        sampling: Greedy.
+        max_in_flight: ``rollout.max_concurrent_rollouts``, rollouts included.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        dispatcher: Dispatcher,
+        pool: RewardPool,
+        function: int,
+        codec: TextCodec,
+        sampling: Sampling,
+        max_in_flight: int,
+    ) -> None:
+        self._prompts = prompts
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._function = function
+        self._codec = codec
+        self._sampling = sampling
+        self._max_in_flight = max_in_flight
+        self._room = asyncio.Event()
+        dispatcher.listeners.append(self._room.set)
+
+    async def evaluate(self, version: int) -> HeldOutScore:
+        """Scores the servers that serve ``version`` or a newer one.
+
+        Prompts without a score (failed twice on the servers, or not scorable) are left
+        out, with a warning.
+
+        Raises:
+            RuntimeError: No prompt got a score.
+        """
+        started = time.monotonic()
+        tasks: list[asyncio.Task[tuple[HeldOutSample, int] | None]] = []
+        try:
+            for prompt in self._prompts:
+                server = await self._wait_for_server(version)
+                completion = self._dispatcher.submit(prompt, server, self._sampling)
+                tasks.append(asyncio.create_task(self._sample(prompt, completion)))
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        found = [result for result in results if result is not None]
+        if not found:
+            raise RuntimeError(
+                f"None of the {len(results)} held-out prompts (evaluation.path) could be scored. "
+                f"Last server error: {self._dispatcher.last_error or 'none'}."
+            )
+        if len(found) < len(results):
+            logger.warning("%d held-out prompts got no score", len(results) - len(found))
+        samples = [sample for sample, _ in found]
+        return HeldOutScore(
+            score=sum(sample.score for sample in samples) / len(samples),
+            num_prompts=len(samples),
+            version=min(oldest for _, oldest in found),
+            seconds=time.monotonic() - started,
+            samples=samples,
+        )
+
+    def describe(self) -> str:
+        """What an evaluation that is being waited for may lack."""
+        versions = {url: server.version for url, server in self._dispatcher.servers.items()}
+        return f"evaluation: {self._dispatcher.in_flight} completions in flight; served: {versions}"
+
+    async def _wait_for_server(self, version: int) -> Server:
+        while True:
+            self._room.clear()
+            server = self._dispatcher.choose(lambda served: served >= version)
+            if server is not None and self._dispatcher.in_flight < self._max_in_flight:
+                return server
+            try:
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await self._room.wait()
+            except TimeoutError:
+                pass
+
+    async def _sample(
+        self, prompt: Prompt, completion: asyncio.Task[Generation]
+    ) -> tuple[HeldOutSample, int] | None:
+        try:
+            generation = await completion
+            ids = generation.token_ids.tolist()
+            text = self._codec.decode(ids)
+            values = await self._pool.score(prompt, [text], [ids], [self._function])
+        except (ServerError, ScoringFailed) as error:
+            logger.warning("Held-out prompt %d got no score: %s", prompt.index, error)
+            return None
+        score = values[0][0]
+        if score is None:
+            return None
+        oldest = min(segment.version for segment in generation.segments)
+        return HeldOutSample(prompt_text(prompt), text, score), oldest

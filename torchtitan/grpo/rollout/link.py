@@ -1,0 +1,322 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Rank 0's end of the rollout process: synchronous, no asyncio, no torch."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.light_start import LIGHT_PYTHON
+from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.types import RolloutGroup, ServerKind
+
+_Answer = TypeVar("_Answer")
+
+LOG_FILE = "rollout_process.log"
+
+_POLL_MILLISECONDS = 50
+_ORDERLY_STOP_SECONDS = 3.0
+_KILL_GRACE_SECONDS = 1.0
+_LOG_TAIL_BYTES = 2000
+# A Unix socket's path holds 107 bytes on Linux and 103 on macOS.
+_LONGEST_DIRECTORY = 80
+# torchrun's environment makes a process a training rank, and the servers below are none.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+_RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+
+
+class RolloutFailed(RuntimeError):
+    """The rollout process ended, or did not answer in time. The message says why."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server of this run."""
+
+    url: str
+    kind: ServerKind
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What one optimizer step learns from.
+
+    Attributes:
+        groups: ``grpo.prompts_per_step`` groups, by ``group_id``; every rollout has a
+            reward. Their arrays are read-only.
+        prompt_position: What a run that resumes after this batch passes as
+            ``RolloutProcessConfig.prompt_position``.
+        metrics: ``reward/...`` and ``rollout/...``.
+    """
+
+    groups: list[RolloutGroup]
+    prompt_position: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EvaluationSample:
+    """One held-out prompt with its greedy completion."""
+
+    prompt: str
+    completion: str
+    score: float
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Held-out score.
+
+    Attributes:
+        score: Mean of ``evaluation.function``.
+        num_prompts: Prompts that the mean is over.
+        version: Oldest policy version that wrote a token of it.
+        seconds: Wall time.
+        samples: One for each of ``num_prompts``.
+    """
+
+    score: float
+    num_prompts: int
+    version: int
+    seconds: float
+    samples: tuple[EvaluationSample, ...]
+
+
+class RolloutLink:
+    """Starts, asks and ends the rollout process.
+
+    All methods belong to one thread, except :meth:`notify_version` and
+    :meth:`notify_lost`, which any thread may call. Every method but :meth:`close` raises
+    :class:`RolloutFailed` once the process is gone.
+    """
+
+    def __init__(self, config: RolloutProcessConfig) -> None:
+        self._config = config
+        self._child: subprocess.Popen | None = None
+        self._directory: Path | None = None
+        self._log = Path(config.dump_folder) / LOG_FILE
+        self._context = zmq.Context()
+        self._messages: zmq.Socket | None = None
+        self._notices: zmq.Socket | None = None
+        self._notices_lock = threading.Lock()
+        self._failure: str | None = None
+        self._asked_version: int | None = None
+        self._evaluation_id = 0
+        self._progress = ""
+
+    def start(self) -> None:
+        """Starts the process. Call it from a thread that lives as long as the run."""
+        assert self._child is None, "the rollout process is already started"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._directory = _private_directory()
+        config_file = self._directory / wire.CONFIG_FILE
+        config_file.write_text(json.dumps(self._config.to_dict()))
+        # It may hold the servers' keys.
+        config_file.chmod(0o600)
+        self._messages = self._connect(zmq.PAIR, wire.MESSAGES_SOCKET)
+        self._notices = self._connect(zmq.PUSH, wire.NOTICES_SOCKET)
+        self._child = start_child(
+            [*LIGHT_PYTHON, "torchtitan.grpo.rollout.process", str(self._directory)],
+            env=_environment(),
+            log_file=self._log,
+        )
+
+    def wait_ready(
+        self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
+    ) -> list[ServerInfo]:
+        """Waits until servers are up, prompts are read and rewards are checked.
+
+        Returns:
+            The servers; none where ``should_stop`` turned true.
+        """
+        answer = self._wait_for(wire.Ready, timeout_seconds, should_stop, "become ready")
+        if answer is None:
+            return []
+        return [ServerInfo(url, kind) for url, kind in answer[0].servers]
+
+    def next_batch(
+        self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
+    ) -> RolloutBatch | None:
+        """Waits for the batch that turns ``version`` into ``version + 1``.
+
+        Args:
+            version: Optimizer steps taken until now.
+            timeout_seconds: Longest wait.
+            should_stop: Polled at least every 0.1 s.
+
+        Returns:
+            None where ``should_stop`` turned true; the batch can then be asked for again.
+        """
+        if self._asked_version != version:
+            self._send(wire.NextBatch(version))
+            self._asked_version = version
+        what = f"deliver the batch of version {version}"
+        answer = self._wait_for(wire.Batch, timeout_seconds, should_stop, what)
+        if answer is None:
+            return None
+        batch, frames = answer
+        assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
+        self._asked_version = None
+        groups = wire.unpack_groups(batch.groups, frames)
+        return RolloutBatch(groups, batch.prompt_position, batch.metrics)
+
+    def evaluate(
+        self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
+    ) -> EvaluationResult | None:
+        """Decodes the held-out prompts greedily, once a server serves ``version``.
+
+        Returns:
+            None where ``should_stop`` turned true.
+        """
+        self._evaluation_id += 1
+        self._send(wire.Evaluate(self._evaluation_id, version))
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = deadline - time.monotonic()
+            what = f"evaluate version {version}"
+            answer = self._wait_for(wire.EvaluationDone, left, should_stop, what)
+            if answer is None:
+                return None
+            done = answer[0]
+            # An answer to a question that was given up may still be on its way.
+            if done.request_id == self._evaluation_id:
+                samples = tuple(EvaluationSample(*sample) for sample in done.samples)
+                return EvaluationResult(
+                    done.score, done.num_prompts, done.version, done.seconds, samples
+                )
+
+    def notify_version(self, url: str, version: int) -> None:
+        """The server at ``url`` now serves ``version``, attested. Any thread."""
+        self._notify(wire.VersionServed(url, version))
+
+    def notify_lost(self, url: str, reason: str) -> None:
+        """The server at ``url`` cannot be updated: it gets no more work. Any thread."""
+        self._notify(wire.ServerLost(url, reason))
+
+    def close(self) -> None:
+        """Ends the process and all that it started, within 5 seconds. Idempotent."""
+        if self._child is not None and self._child.poll() is None and self._messages is not None:
+            self._messages.send(wire.encode(wire.Stop()))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=_ORDERLY_STOP_SECONDS)
+        if self._child is not None:
+            stop_children([self._child], grace_seconds=_KILL_GRACE_SECONDS)
+            self._failure = self._failure or "The rollout process is closed."
+        if self._messages is not None:
+            self._messages.close(linger=0)
+        with self._notices_lock:
+            if self._notices is not None:
+                self._notices.close(linger=0)
+            self._notices = None
+        self._messages = None
+        self._context.term()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _connect(self, kind: int, name: str) -> zmq.Socket:
+        # Connecting, not binding: what is sent before the child is there is then kept.
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.connect(f"ipc://{self._directory}/{name}")
+        return socket
+
+    def _send(self, command: wire.Command) -> None:
+        self._check_alive()
+        assert self._messages is not None, "start() comes first"
+        self._messages.send(wire.encode(command))
+
+    def _notify(self, notice: wire.Notice) -> None:
+        with self._notices_lock:
+            if self._notices is None or self._child is None or self._child.poll() is not None:
+                raise RolloutFailed(self._failure or self._describe_exit())
+            self._notices.send(wire.encode(notice))
+
+    def _wait_for(
+        self,
+        kind: type[_Answer],
+        timeout_seconds: float,
+        should_stop: Callable[[], bool] | None,
+        what: str,
+    ) -> tuple[_Answer, list[bytes]] | None:
+        """The next answer of ``kind`` with its frames; None where stopped."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            answer = self._receive()
+            if answer is not None:
+                if isinstance(answer[0], kind):
+                    return answer[0], answer[1]
+                continue
+            if should_stop is not None and should_stop():
+                return None
+            if time.monotonic() > deadline:
+                state = self._progress or "it has not said what it waits for"
+                raise RolloutFailed(
+                    f"The rollout process did not {what} within {timeout_seconds:g} s: {state}. "
+                    f"Its log is {self._log}."
+                )
+
+    def _receive(self) -> tuple[wire.Answer, list[bytes]] | None:
+        """One answer, or None after a short while without any."""
+        assert self._messages is not None, self._failure or "start() comes first"
+        # Asked before polling: what a child sent before it ended is still read.
+        ended = self._child is None or self._child.poll() is not None
+        if not self._messages.poll(_POLL_MILLISECONDS):
+            if ended:
+                self._check_alive()
+            return None
+        header, *frames = self._messages.recv_multipart()
+        answer = wire.decode_answer(header)
+        if isinstance(answer, wire.Fatal):
+            self._failure = answer.message
+            raise RolloutFailed(answer.message)
+        if isinstance(answer, wire.Progress):
+            self._progress = answer.message
+        return answer, frames
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RolloutFailed(self._failure)
+        if self._child is None or self._child.poll() is not None:
+            self._failure = self._describe_exit()
+            raise RolloutFailed(self._failure)
+
+    def _describe_exit(self) -> str:
+        if self._child is None:
+            return "The rollout process was never started."
+        tail = ""
+        if self._log.is_file():
+            tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        return (
+            f"The rollout process ended with exit code {self._child.returncode}. "
+            f"The end of {self._log}:\n{tail}"
+        )
+
+
+def _private_directory() -> Path:
+    directory = tempfile.mkdtemp(prefix="grpo-")  # mode 0700
+    if len(directory) > _LONGEST_DIRECTORY:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="grpo-", dir="/tmp")
+    return Path(directory)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
+    }

@@ -1,0 +1,200 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The rollout process: a child of training rank 0, all asyncio, without torch.
+
+It is started with one argument, a private directory that holds `config.json` and the
+sockets (see :mod:`.link`, the other end). It ends on a stop message, on SIGTERM or
+SIGINT, with its parent, and on an error, which it reports first; servers and reward
+workers that it started end with it.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout.session import RolloutSession
+
+logger = logging.getLogger(__name__)
+
+
+_PARENT_POLL_SECONDS = 1.0
+_PROGRESS_SECONDS = 2.0
+_LINGER_MILLISECONDS = 2000
+
+
+class RolloutProcess:
+    """Answers rank 0's commands with the help of a session.
+
+    Args:
+        config: From rank 0.
+        directory: Where the sockets are bound.
+    """
+
+    def __init__(self, config: RolloutProcessConfig, directory: Path) -> None:
+        self._config = config
+        self._context = zmq.asyncio.Context()
+        self._messages = self._bind(zmq.PAIR, directory / wire.MESSAGES_SOCKET)
+        self._notices = self._bind(zmq.PULL, directory / wire.NOTICES_SOCKET)
+        self._stop = asyncio.Event()
+        self._session: RolloutSession | None = None
+
+    def stop(self) -> None:
+        """Begins the orderly end."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Works until stopped. Returns the exit status."""
+        work = asyncio.create_task(self._work())
+        stopped = asyncio.create_task(self._stop.wait())
+        parent = asyncio.create_task(self._watch_parent())
+        try:
+            await asyncio.wait({work, stopped, parent}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (work, stopped, parent):
+                task.cancel()
+            (error, *_) = await asyncio.gather(work, stopped, parent, return_exceptions=True)
+            return await self._report(error)
+        finally:
+            if self._session is not None:
+                await self._session.close()
+            self._messages.close(linger=_LINGER_MILLISECONDS)
+            self._notices.close(linger=0)
+            self._context.term()
+
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            # From the start: a stop must be heard while servers come up.
+            tasks.create_task(self._listen(tasks))
+            self._session = session = RolloutSession(self._config)
+            await session.open()
+            await self._send(wire.Ready(session.servers))
+            tasks.create_task(self._hear_notices(session))
+            tasks.create_task(session.producer.run())
+
+    async def _report(self, error: BaseException | None) -> int:
+        if error is None or isinstance(error, asyncio.CancelledError):
+            return 0
+        cause = first_cause(error)
+        logger.error("The rollout process ends", exc_info=cause)
+        text = str(cause)
+        if not isinstance(cause, ValueError | RuntimeError | TimeoutError) or not text:
+            text = f"{type(cause).__name__}: {text}"
+        await self._send(wire.Fatal(text))
+        return 1
+
+    async def _listen(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            command = wire.decode_command(await self._messages.recv())
+            if isinstance(command, wire.NextBatch):
+                tasks.create_task(self._send_batch(self._opened(), command))
+            elif isinstance(command, wire.Evaluate):
+                tasks.create_task(self._send_evaluation(self._opened(), command))
+            else:
+                self.stop()
+
+    async def _hear_notices(self, session: RolloutSession) -> None:
+        while True:
+            notice = wire.decode_notice(await self._notices.recv())
+            if isinstance(notice, wire.VersionServed):
+                session.dispatcher.set_version(notice.url, notice.version)
+            else:
+                session.dispatcher.set_lost(notice.url, notice.reason)
+
+    async def _send_batch(self, session: RolloutSession, command: wire.NextBatch) -> None:
+        waiting = asyncio.ensure_future(session.producer.batch(command.version))
+        await self._say_progress(waiting, session.producer.describe)
+        batch = await waiting
+        headers, frames = wire.pack_groups(batch.groups)
+        answer = wire.Batch(command.version, batch.prompt_position, batch.metrics, headers)
+        await self._send(answer, frames)
+
+    async def _send_evaluation(self, session: RolloutSession, command: wire.Evaluate) -> None:
+        evaluator = session.evaluator
+        if evaluator is None:
+            raise RuntimeError("Rank 0 asked for an evaluation, and evaluation.path is not set.")
+        waiting = asyncio.ensure_future(evaluator.evaluate(command.version))
+        await self._say_progress(waiting, evaluator.describe)
+        result = await waiting
+        samples = [(s.prompt, s.completion, s.score) for s in result.samples]
+        await self._send(
+            wire.EvaluationDone(
+                command.request_id,
+                result.score,
+                result.num_prompts,
+                result.version,
+                result.seconds,
+                samples,
+            )
+        )
+
+    async def _say_progress(
+        self, waiting: "asyncio.Future[Any]", describe: Callable[[], str]
+    ) -> None:
+        """Tells rank 0 what is lacking, so that its timeout can say so."""
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
+                await self._send(wire.Progress(describe()))
+        except asyncio.CancelledError:
+            waiting.cancel()
+            raise
+
+    async def _watch_parent(self) -> None:
+        """Ends when rank 0 is gone, for systems where the kernel does not tell us."""
+        parent = os.getppid()
+        while os.getppid() == parent and parent != 1:
+            await asyncio.sleep(_PARENT_POLL_SECONDS)
+        logger.error("Rank 0 is gone")
+
+    async def _send(self, message: wire.Answer, frames: list[bytes] | None = None) -> None:
+        await self._messages.send_multipart([wire.encode(message), *(frames or [])])
+
+    def _opened(self) -> RolloutSession:
+        assert self._session is not None, "rank 0 sent a command before the process was ready"
+        return self._session
+
+    def _bind(self, kind: int, path: Path) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.bind(f"ipc://{path}")
+        return socket
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error in what a task group raised."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def serve(directory: Path) -> int:
+    """Runs the process until its end. Returns the exit status."""
+    text = (directory / wire.CONFIG_FILE).read_bytes()
+    config = msgspec.json.decode(text, type=RolloutProcessConfig)
+    process = RolloutProcess(config, directory)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, process.stop)
+    return await process.run()
+
+
+def main() -> None:
+    """``light_start.py torchtitan.grpo.rollout.process DIRECTORY``."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    sys.exit(asyncio.run(serve(Path(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""From sampled tokens to scored rollouts."""
+
+import asyncio
+from collections.abc import Sequence
+
+from torchtitan.grpo.rewards.loading import short_names
+from torchtitan.grpo.rewards.messages import Values
+from torchtitan.grpo.rewards.pool import RewardPool
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Generation, Prompt, Rollout
+
+
+class Scorer:
+    """Decodes, scores and weighs the completions of one prompt at a time.
+
+    Args:
+        pool: Its first ``len(functions)`` functions are ``functions``.
+        codec: The model's tokenizer.
+        functions: ``reward.functions``.
+        weights: ``reward.weights``; empty is 1 each.
+    """
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        codec: TextCodec,
+        functions: Sequence[str],
+        weights: Sequence[float],
+    ) -> None:
+        if weights and len(weights) != len(functions):
+            raise ValueError(
+                f"reward.weights must have one entry for each of the {len(functions)} "
+                f"reward.functions, got {len(weights)}."
+            )
+        self._pool = pool
+        self._codec = codec
+        self._names = short_names(functions)
+        self._weights = list(weights) or [1.0] * len(functions)
+
+    async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
+        """One rollout a generation; its reward is None where no function applied.
+
+        Raises:
+            ScoringFailed: The group cannot be scored.
+            RewardError: The run must stop.
+        """
+        # Long completions take milliseconds to decode, and the library releases the GIL.
+        texts = await asyncio.to_thread(self._decode, generations)
+        ids = [generation.token_ids.tolist() for generation in generations]
+        values = await self._pool.score(prompt, texts, ids, range(len(self._names)))
+        return [
+            self._rollout(prompt, generation, text, [column[i] for column in values])
+            for i, (generation, text) in enumerate(zip(generations, texts, strict=True))
+        ]
+
+    def _decode(self, generations: Sequence[Generation]) -> list[str]:
+        return [self._codec.decode(generation.token_ids.tolist()) for generation in generations]
+
+    def _rollout(
+        self, prompt: Prompt, generation: Generation, text: str, values: Values
+    ) -> Rollout:
+        components = {
+            name: value
+            for name, value in zip(self._names, values, strict=True)
+            if value is not None
+        }
+        return Rollout(
+            prompt_ids=prompt.token_ids,
+            completion_ids=generation.token_ids,
+            generator_logprobs=generation.logprobs,
+            segments=generation.segments,
+            finish_reason=generation.finish_reason,
+            completion=text,
+            reward=weighted_sum(values, self._weights),
+            reward_components=components,
+        )
+
+
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Sum over the functions that apply; None where none does."""
+    terms = [w * v for v, w in zip(values, weights, strict=True) if v is not None]
+    return sum(terms) if terms else None
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt for logs: its text, or its messages one below the other."""
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)

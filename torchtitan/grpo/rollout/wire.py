@@ -1,0 +1,212 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What rank 0 and the rollout process say to each other over ZeroMQ.
+
+A message is a list of frames: a msgpack header, and for a batch the token ids and
+logprobs as raw arrays behind it. Arrays that come in are views of the received frames,
+and so read-only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, ServerKind, VersionSegment
+
+CONFIG_FILE = "config.json"
+MESSAGES_SOCKET = "messages"
+NOTICES_SOCKET = "notices"
+"""Files in the private directory that both sides share."""
+
+
+class NextBatch(msgspec.Struct, tag=True):
+    """Rank 0 asks for the batch that turns ``version`` into ``version + 1``."""
+
+    version: int
+
+
+class Evaluate(msgspec.Struct, tag=True):
+    """Rank 0 asks for the held-out score of ``version``."""
+
+    request_id: int
+    version: int
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Rank 0 ends the rollout process."""
+
+
+class VersionServed(msgspec.Struct, tag=True):
+    """The weight pusher has attested that the server at ``url`` serves ``version``."""
+
+    url: str
+    version: int
+
+
+class ServerLost(msgspec.Struct, tag=True):
+    """The weight pusher has lost the server at ``url``."""
+
+    url: str
+    reason: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Servers are up, prompts read, rewards checked. ``servers`` are (url, kind)."""
+
+    servers: list[tuple[str, ServerKind]]
+
+
+class Fatal(msgspec.Struct, tag=True):
+    """The rollout process ends; ``message`` says why, for the user."""
+
+    message: str
+
+
+class Progress(msgspec.Struct, tag=True):
+    """What a batch or an evaluation that is being waited for still lacks."""
+
+    message: str
+
+
+class EvaluationDone(msgspec.Struct, tag=True):
+    """Answer to :class:`Evaluate`; ``samples`` are (prompt, completion, score)."""
+
+    request_id: int
+    score: float
+    num_prompts: int
+    version: int
+    seconds: float
+    samples: list[tuple[str, str, float]]
+
+
+class RolloutHeader(msgspec.Struct):
+    """A rollout without its arrays."""
+
+    num_tokens: int
+    segments: list[tuple[int, int, int]]
+    finish_reason: FinishReason
+    completion: str
+    reward: float | None
+    reward_components: dict[str, float]
+
+
+class GroupHeader(msgspec.Struct):
+    """A group without its arrays; its rollouts share the prompt's token ids."""
+
+    group_id: int
+    prompt_text: str
+    prompt_len: int
+    server_url: str
+    rollouts: list[RolloutHeader]
+
+
+class Batch(msgspec.Struct, tag=True):
+    """Answer to :class:`NextBatch`; three frames follow, see :func:`pack_groups`."""
+
+    version: int
+    prompt_position: int
+    metrics: dict[str, float]
+    groups: list[GroupHeader]
+
+
+Command = NextBatch | Evaluate | Stop
+Notice = VersionServed | ServerLost
+Answer = Ready | Fatal | Progress | Batch | EvaluationDone
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_notice = msgspec.msgpack.Decoder(Notice).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
+    """Splits groups into headers and three frames.
+
+    Returns:
+        Headers, and: all prompts' token ids (int32), all completions' token ids (int32),
+        all completions' logprobs (float32), each concatenated in order.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    frames = [
+        _concatenate([group.rollouts[0].prompt_ids for group in groups], np.int32),
+        _concatenate([rollout.completion_ids for rollout in rollouts], np.int32),
+        _concatenate([rollout.generator_logprobs for rollout in rollouts], np.float32),
+    ]
+    return [_group_header(group) for group in groups], frames
+
+
+def unpack_groups(headers: Sequence[GroupHeader], frames: Sequence[bytes]) -> list[RolloutGroup]:
+    """Undoes :func:`pack_groups`; the rollouts of a group share one prompt array."""
+    prompts = _Cursor(np.frombuffer(frames[0], dtype=np.int32))
+    tokens = _Cursor(np.frombuffer(frames[1], dtype=np.int32))
+    logprobs = _Cursor(np.frombuffer(frames[2], dtype=np.float32))
+    return [
+        RolloutGroup(
+            group_id=header.group_id,
+            prompt_text=header.prompt_text,
+            rollouts=tuple(_rollouts(header, prompts.take(header.prompt_len), tokens, logprobs)),
+            server_url=header.server_url,
+        )
+        for header in headers
+    ]
+
+
+@dataclass
+class _Cursor:
+    array: np.ndarray
+    position: int = 0
+
+    def take(self, length: int) -> np.ndarray:
+        start, self.position = self.position, self.position + length
+        assert self.position <= len(self.array), "a batch's frames are shorter than its header says"
+        return self.array[start : self.position]
+
+
+def _group_header(group: RolloutGroup) -> GroupHeader:
+    prompt = group.rollouts[0].prompt_ids
+    assert all(np.array_equal(rollout.prompt_ids, prompt) for rollout in group.rollouts), (
+        f"the rollouts of group {group.group_id} have different prompts"
+    )
+    return GroupHeader(
+        group_id=group.group_id,
+        prompt_text=group.prompt_text,
+        prompt_len=len(prompt),
+        server_url=group.server_url,
+        rollouts=[
+            RolloutHeader(
+                num_tokens=len(rollout.completion_ids),
+                segments=[(s.version, s.start, s.end) for s in rollout.segments],
+                finish_reason=rollout.finish_reason,
+                completion=rollout.completion,
+                reward=rollout.reward,
+                reward_components=rollout.reward_components,
+            )
+            for rollout in group.rollouts
+        ],
+    )
+
+
+def _rollouts(
+    header: GroupHeader, prompt_ids: np.ndarray, tokens: _Cursor, logprobs: _Cursor
+) -> Iterator[Rollout]:
+    for rollout in header.rollouts:
+        yield Rollout(
+            prompt_ids=prompt_ids,
+            completion_ids=tokens.take(rollout.num_tokens),
+            generator_logprobs=logprobs.take(rollout.num_tokens),
+            segments=tuple(VersionSegment(*segment) for segment in rollout.segments),
+            finish_reason=rollout.finish_reason,
+            completion=rollout.completion,
+            reward=rollout.reward,
+            reward_components=rollout.reward_components,
+        )
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> bytes:
+    if not arrays:
+        return b""
+    return np.concatenate([np.asarray(array, dtype=dtype) for array in arrays]).tobytes()

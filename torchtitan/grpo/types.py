@@ -1,0 +1,137 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What crosses package borders: prompts, rollouts, groups, requests to servers.
+
+Plain data, no torch: the rollout process, the inference clients and the training
+ranks all import this module.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+"""``stop``: a stop token was written; ``length``: ``max_new_tokens`` were written;
+``abort``: the server gave the request up, and the completion may be short."""
+
+ServerKind = Literal["embedded", "sglang", "vllm"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the prompt set, tokenised once.
+
+    Attributes:
+        index: Position in the shuffled, repeating stream of prompts. Unique in a
+            run, so it also names the prompt group.
+        text: What the reward functions receive as ``prompts``: a string, or a list of
+            chat messages where the data set is conversational.
+        token_ids: [prompt_len] int32, what the server receives.
+        columns: The row's remaining columns, passed to reward functions by name.
+    """
+
+    index: int
+    text: str | list[dict[str, str]]
+    token_ids: np.ndarray
+    columns: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class VersionSegment:
+    """Tokens ``[start, end)`` of a completion were sampled under ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One completion to sample.
+
+    Attributes:
+        request_id: Unique; by it the request can be aborted.
+        prompt_ids: Token ids, at least one, all below the model's vocabulary size.
+        max_new_tokens: Upper bound of the completion's length, at least 1.
+        temperature: 0 is greedy decoding.
+        top_p: Nucleus bound in (0, 1]; 1 is off.
+        top_k: Number of most likely tokens kept; -1 is off.
+        stop_token_ids: Tokens that end the completion; the stop token is part of it.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A server's answer to a :class:`GenerateRequest`, token-exact.
+
+    Attributes:
+        token_ids: [completion_len] int32, as the server sampled them, the stop token
+            included.
+        logprobs: [completion_len] float32, of each sampled token at sampling time,
+            after temperature, before top-p and top-k.
+        finish_reason: See :data:`FinishReason`.
+        segments: Which weights wrote which tokens, in order, without gaps.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    segments: tuple[VersionSegment, ...]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled and scored completion.
+
+    Attributes:
+        prompt_ids: [prompt_len] int32.
+        completion_ids: [completion_len] int32.
+        generator_logprobs: [completion_len] float32, recorded at sampling time.
+        segments: Which policy version wrote which completion tokens.
+        finish_reason: See :data:`FinishReason`.
+        completion: The decoded text, for logs only; it is never tokenised again.
+        reward: Weighted sum of the reward functions, or None where scoring failed:
+            an unscored sample is left out, never counted as zero.
+        reward_components: Each reward function's own value, by its name.
+    """
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    generator_logprobs: np.ndarray
+    segments: tuple[VersionSegment, ...]
+    finish_reason: FinishReason
+    completion: str
+    reward: float | None
+    reward_components: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int:
+        """The lowest policy version that wrote a token; its age is the staleness."""
+        return min(segment.version for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """All rollouts of one prompt.
+
+    Attributes:
+        group_id: The prompt's ``index``.
+        prompt_text: For logs.
+        rollouts: At least one; ``grpo.group_size`` unless some failed.
+        server_url: Where they were written.
+    """
+
+    group_id: int
+    prompt_text: str
+    rollouts: tuple[Rollout, ...]
+    server_url: str

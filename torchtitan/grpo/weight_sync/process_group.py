@@ -1,0 +1,68 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Process groups between the trainer and one server, beside the default group.
+
+The trainer is rank 0, the server's workers follow. The same few lines run in the
+trainer, in the embedded server and in vLLM's worker (SGLang brings its own), so this
+module imports torch alone. The rendezvous is the one SGLang uses, which makes one
+trainer side serve all kinds of server.
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def create_weight_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout_seconds: float,
+    *,
+    store: dist.Store | None = None,
+) -> dist.ProcessGroup:
+    """Joins a weight group; returns once all ``world_size`` peers have joined.
+
+    Args:
+        master_address: Host of the trainer's store.
+        master_port: Port of the trainer's store.
+        rank: 0 on the trainer, ``rank_offset + worker`` on a server.
+        world_size: 1 plus the number of the server's workers.
+        group_name: Prefix of the keys in the store; a name is used once.
+        backend: ``gloo`` or ``nccl``.
+        timeout_seconds: Bound of the rendezvous and of each later collective.
+        store: The trainer passes the store it listens on; a server connects to it.
+
+    Raises:
+        torch.distributed.DistStoreError: The peers were not all there in time.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if store is None:
+        store = dist.TCPStore(
+            master_address, master_port, world_size, is_master=False, timeout=timeout
+        )
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        dist.PrefixStore(group_name, store),
+        group_name=group_name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def destroy_weight_group(group: dist.ProcessGroup) -> None:
+    """Leaves the group. NCCL communicators are aborted, not waited for."""
+    if group in c10d._world.pg_map:
+        if dist.get_backend(group) == dist.Backend.NCCL:
+            group.abort()
+        dist.destroy_process_group(group)

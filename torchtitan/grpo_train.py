@@ -1,0 +1,410 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Asynchronous GRPO on torchtitan.
+
+    torchrun --nproc_per_node=2 -m torchtitan.grpo_train --job.config_file X.toml
+
+Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
+rows; all ranks compute the loss and step the optimizer; the new weights leave for the
+servers in the background while the next step runs.
+"""
+
+# ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.device import settle_device
+
+DEVICE_TYPE = settle_device()
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+from torchtitan.grpo.config_manager import ConfigError, JobConfig, describe, is_dry_run, load_config
+from torchtitan.grpo.controller import RolloutController
+from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
+from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
+from torchtitan.grpo.models.packed_attention import choose_packed_attention
+from torchtitan.grpo.models.spec import build_reference, prepare_model_parts, register_hf_model
+from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
+from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, write_summary
+from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.step import SUM_NAMES, Scorer, loss_and_sums
+from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.weight_sync.build import build_publisher
+from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+
+
+class RankZeroFailed(RuntimeError):
+    """Rank 0 ended the run and says why itself; this rank only leaves."""
+
+
+class GRPOTrainer(Trainer):
+    """Torchtitan's Trainer, learning from rollouts.
+
+    Construction, layouts, optimizer, scheduler and checkpoints are upstream's.
+
+    Args:
+        job_config: The checked configuration.
+        hf_model: What is trained.
+        stop: Set by SIGINT and SIGTERM.
+    """
+
+    metrics_processor: GRPOMetricsProcessor
+    publisher: WeightPublisher
+
+    def __init__(self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
+        self.config, self.hf_model, self.stop = job_config, hf_model, stop
+        self.begin = time.perf_counter()
+        self.prompt_position = 0
+        register_hf_model(hf_model, job_config)
+        super().__init__(job_config)
+        self.is_rank_zero = dist.get_rank() == 0
+        attention = choose_packed_attention(
+            job_config.grpo.packed_attention, self.device.type, job_config.training.seq_len
+        )
+        prepare_model_parts(self.model_parts, attention, self.device.type)
+        self.scorer = Scorer(attention, job_config.rollout.temperature)
+        self.reference = None
+        if job_config.grpo.kl_coef > 0:
+            self.reference = build_reference(
+                hf_model, job_config, self.parallel_dims, self.device, attention
+            )
+        adapter = self.train_spec.state_dict_adapter
+        assert adapter is not None
+        self.sd_adapter = adapter(self.model_args, str(hf_model.path))
+        self.clock = StepClock()
+        self.controller: RolloutController | None = None
+        self.evaluations: dict[int, float] = {}
+        self.feed = self._build_feed()
+
+    def _build_feed(self) -> Feed:
+        self.num_batch_ranks, batch_rank = 1, 0
+        if self.parallel_dims.dp_enabled:
+            mesh = self.parallel_dims.get_mesh("batch")
+            self.num_batch_ranks, batch_rank = mesh.size(), mesh.get_local_rank()
+        # The other ranks wait while rank 0 waits for servers, rollouts and evaluations.
+        patience_seconds = (
+            self.config.inference.startup_timeout_seconds
+            + 2 * self.config.rollout.batch_timeout_seconds
+        )
+        return Feed(batch_rank, self.config.training.seq_len, patience_seconds)
+
+    # -- the run -----------------------------------------------------------------------
+
+    def train(self) -> None:
+        """The whole run: start, steps, end."""
+        self._load_weights()
+        self._start()
+        while self.should_continue_training():
+            batch = self._next_batch()
+            if batch is None:
+                break
+            self.step += 1
+            self.gc_handler.run(self.step)
+            self._train_step(batch)
+            self._after_step()
+        self._finish()
+
+    def _load_weights(self) -> None:
+        """From the newest checkpoint, or else from the Hugging Face directory."""
+        if not self.checkpointer.load(step=self.config.checkpoint.load_step):
+            load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
+
+    def _start(self) -> None:
+        """Starts rollouts, and serves the trainer's own weights before anything else."""
+        publish_slot = 0
+        if self.is_rank_zero:
+            with self._failing_others():
+                self.controller = RolloutController(
+                    self.config,
+                    self.hf_model,
+                    start_version=self.step,
+                    prompt_position=self.prompt_position,
+                    should_stop=lambda: self.stop.requested,
+                )
+                self.controller.start()
+            self.feed.send_signal(Signal.READY)
+        elif self.feed.receive() is not Signal.READY:
+            raise RankZeroFailed
+        self.publisher = build_publisher(
+            self.config,
+            self.model_parts,
+            self.sd_adapter,
+            self.device,
+            self.controller.link if self.controller else None,
+            self.controller.servers if self.controller else [],
+        )
+        self.metrics_processor.start(self.step)
+        if self.is_rank_zero:
+            publish_slot = self.publisher.slots.reserve()
+        self.publisher.publish(self.step, publish_slot)
+        if self.controller is not None:
+            with self._failing_others():
+                self._wait_for_push(self.step)
+                self._evaluate()
+        logger.info(f"Training starts at step {self.step + 1}")
+        self.clock.restart()
+
+    def _next_batch(self) -> TrainBatch | None:
+        """This rank's share of the next step; None when the run is to end."""
+        with self.clock.measure("wait_data"):
+            if self.controller is None:
+                received = self.feed.receive()
+                if received is Signal.FAIL:
+                    raise RankZeroFailed
+                return received if isinstance(received, TrainBatch) else None
+            with self._failing_others():
+                self.publisher.raise_if_failed()
+                step = self.controller.next_step(self.step, self.num_batch_ranks)
+            if step is None or self.stop.requested:
+                self.feed.send_signal(Signal.STOP)
+                return None
+            self.prompt_position = self.controller.prompt_position
+            self.rollout_metrics = step.metrics
+            return self.feed.send_step(step.plan, self.publisher.slots.reserve())
+
+    def _train_step(self, batch: TrainBatch) -> None:
+        learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self.optimizers.zero_grad()
+        sums = self._forward_backward(batch)
+        grad_norm = dist_utils.clip_grad_norm_(
+            [p for part in self.model_parts for p in part.parameters()],
+            self.config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+        self.checkpointer.maybe_wait_for_staging()
+        with self.clock.measure("boundary_stall"):
+            self.publisher.fence()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        with self.clock.measure("boundary_stall"):
+            self.publisher.publish(self.step, batch.publish_slot)
+            if self.controller is not None and not self.config.grpo.async_weight_update:
+                with self._failing_others():
+                    self._wait_for_push(self.step)
+        self.ntokens_seen += batch.num_tokens
+        self._log_step(batch, sums, float(grad_norm), learning_rate)
+
+    def _forward_backward(self, batch: TrainBatch) -> torch.Tensor:
+        """Accumulates gradients over microbatches; returns this rank's sums for metrics."""
+        sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=self.device)
+        for rows in batch.rows.microbatches(self.config.training.local_batch_size):
+            rows = rows.to(self.device)
+            with self.train_context(), self.maybe_enable_amp:
+                ref_logprobs = None
+                if self.reference is not None:
+                    with torch.no_grad():
+                        ref_logprobs = self.scorer(self.reference, rows)
+                logprobs = self.scorer(self.model_parts[0], rows)
+                loss, step_sums = loss_and_sums(logprobs, ref_logprobs, rows, self.config.grpo)
+            # Gradients are summed over ranks and microbatches, so every token of the
+            # global batch weighs the same.
+            (loss / max(batch.num_trained_tokens, 1)).backward()
+            sums += step_sums
+        return sums
+
+    def _after_step(self) -> None:
+        """Checkpoint, export and evaluation, when due."""
+        is_last = self.step == self.config.training.steps
+        self.checkpointer.save(self.step, last_step=is_last)
+        interval = self.config.grpo.hf_export_interval
+        if interval and self.step % interval == 0 and not is_last:
+            self._export(self.step)
+        interval = self.config.evaluation.interval
+        if interval and self.step % interval == 0 and not is_last and self.controller:
+            with self._failing_others():
+                self._evaluate()
+            self.clock.restart()
+
+    def _finish(self) -> None:
+        """The last version served and evaluated, the model exported, the run summed up."""
+        if self.stop.requested:
+            return self._save_stopped()
+        if self.controller is not None:
+            self._wait_for_push(self.step)
+            self._evaluate()
+        folder = self._export(self.step)
+        if self.controller is not None:
+            self._report(folder)
+        return None
+
+    def _save_stopped(self) -> None:
+        """A stopped run keeps where it is."""
+        if self.config.checkpoint.enable and self.step > 0:
+            self.checkpointer.save(self.step, last_step=True)
+            logger.info(f"Stopped at step {self.step}; a checkpoint was written.")
+
+    # -- parts -------------------------------------------------------------------------
+
+    @contextmanager
+    def _failing_others(self) -> Iterator[None]:
+        """Around what rank 0 does alone: lets the waiting ranks go when it fails."""
+        try:
+            yield
+        except BaseException:
+            self.feed.send_signal(Signal.FAIL)
+            raise
+
+    def _wait_for_push(self, version: int) -> None:
+        timeout_seconds = self.config.weight_sync.timeout_seconds * 2
+        self.publisher.wait_for(version, timeout_seconds, lambda: self.stop.requested)
+
+    def _evaluate(self) -> None:
+        if self.controller is None or self.config.evaluation.path is None or self.stop.requested:
+            return
+        result = self.controller.evaluate(self.step)
+        if result is not None:
+            self.evaluations[self.step] = result.score
+            self.metrics_processor.log_event(
+                f"held-out {self.config.evaluation.function} at step {self.step}: "
+                f"{result.score:.3f} ({result.num_prompts} prompts, {result.seconds:.1f} s)"
+            )
+
+    def _export(self, step: int) -> Path:
+        target = Path(self.config.job.dump_folder) / "hf" / f"step-{step}"
+        export_hf(
+            self.model_parts,
+            self.sd_adapter,
+            source=self.hf_model.path,
+            target=target,
+            dtype=TORCH_DTYPE_MAP[self.config.checkpoint.export_dtype],
+            is_writer=self.is_rank_zero,
+        )
+        return target
+
+    def _log_step(
+        self, batch: TrainBatch, sums: torch.Tensor, grad_norm: float, learning_rate: float
+    ) -> None:
+        totals = self.feed.all_reduce_sum(sums.cpu()) / max(batch.num_trained_tokens, 1)
+        per_token = dict(zip(SUM_NAMES, totals.tolist(), strict=True))
+        times = self.clock.end_step()
+        if self.controller is None:
+            return
+        metrics = {
+            "loss/policy": per_token["policy"],
+            "loss/reference_kl": per_token["reference_kl"],
+            "grad_norm": grad_norm,
+            "lr": learning_rate,
+            "policy_version": float(self.step),
+            "mismatch/kl": per_token["mismatch_kl"],
+            "mismatch/capped_fraction": per_token["capped"],
+            "loss/clipped_fraction": per_token["clipped"],
+            "policy/nll": per_token["nll"],
+            "data/trained_tokens": float(batch.num_trained_tokens),
+            "time/tokens_per_second": batch.num_tokens / times["time/step_seconds"],
+        }
+        if self.step in self.evaluations:
+            metrics["evaluation/score"] = self.evaluations[self.step]
+        metrics |= times | self.rollout_metrics | self.publisher.metrics()
+        self.metrics_processor.log_step(self.step, metrics)
+
+    def _report(self, hf_checkpoint: Path) -> None:
+        assert self.controller is not None
+        folder = Path(self.config.job.dump_folder)
+        history = self.metrics_processor.history
+        scores = list(self.evaluations.values())
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "seconds": round(time.perf_counter() - self.begin, 1),
+            "reward_first10": mean_over(history[:10], "reward/mean"),
+            "reward_last10": mean_over(history[-10:], "reward/mean"),
+            "heldout_before": scores[0] if scores else None,
+            "heldout_after": scores[-1] if scores else None,
+            "policy_version": self.step,
+            "server_version": self.controller.served_version(),
+            "max_staleness_steps": max(
+                (record["staleness/max_steps"] for record in history), default=0
+            ),
+            "mismatch_kl_mean": mean_over(history, "mismatch/kl"),
+            "hf_checkpoint": str(hf_checkpoint),
+        }
+        write_summary(folder, summary)
+        if history:
+            draw_reward_curve(folder, history)
+        self.metrics_processor.close()
+        print(json.dumps(summary, indent=2))
+        print(f"Everything is in {folder}: metrics.jsonl, samples.jsonl, reward_curve.png.")
+
+    # -- checkpoint and end ------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"prompt_position": self.prompt_position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.prompt_position = state_dict["prompt_position"]
+
+    def close(self) -> None:
+        """Ends threads and children; harmless when some were never started."""
+        if hasattr(self, "publisher"):
+            self.publisher.close()
+        if self.controller is not None:
+            self.controller.close()
+        super().close()
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs training; returns the process's exit status."""
+    args = list(sys.argv[1:] if args is None else args)
+    is_rank_zero = int(os.environ.get("RANK", "0")) == 0
+    try:
+        dry_run = is_dry_run(args)
+        config = load_config(args)
+        hf_model = read_hf_model(config.model.hf_assets_path)
+    except (ConfigError, ModelError) as error:
+        return _say(is_rank_zero, error, 2)
+    if dry_run:
+        if is_rank_zero:
+            print(describe(config))
+            print(f"  model: {hf_model.architecture} at {hf_model.path}, on {DEVICE_TYPE}")
+        return 0
+    return _run(config, hf_model, is_rank_zero)
+
+
+def _run(config: JobConfig, hf_model: HFModel, is_rank_zero: bool) -> int:
+    init_logger()
+    if not is_rank_zero:
+        logger.setLevel("WARNING")
+    stop = StopRequest(config.grpo.stop_timeout_seconds)
+    trainer: GRPOTrainer | None = None
+    try:
+        trainer = GRPOTrainer(config, hf_model, stop)
+        trainer.train()
+    except RankZeroFailed:
+        return 1
+    except (ModelError, RolloutFailed, TimeoutError) as error:
+        return _say(is_rank_zero, error, 1)
+    finally:
+        if trainer is not None:
+            trainer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return stop.exit_code if stop.requested else 0
+
+
+def _say(is_rank_zero: bool, error: Exception, status: int) -> int:
+    """The one message that a user needs; a traceback would hide it."""
+    if is_rank_zero:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
