@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan.grpo.config_manager import ConfigError, JobConfig, describe, is_dry_run, load_config
@@ -40,6 +40,7 @@ from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.models.spec import build_reference, prepare_model_parts, register_hf_model
 from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
 from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, write_summary
 from torchtitan.grpo.rollout.link import RolloutFailed
@@ -379,9 +380,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _run(config: JobConfig, hf_model: HFModel, is_rank_zero: bool) -> int:
-    init_logger()
-    if not is_rank_zero:
-        logger.setLevel("WARNING")
+    init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     trainer: GRPOTrainer | None = None
     try:

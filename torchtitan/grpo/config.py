@@ -262,6 +262,9 @@ class Observe:
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Live line (``bar``), a line a step (``lines``). ``auto``: bar on a terminal."""
 
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """What of torchtitan's own log rank 0 prints; other ranks print warnings only."""
+
 
 @dataclass
 class RolloutProcessConfig:

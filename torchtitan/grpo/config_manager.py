@@ -105,7 +105,7 @@ def check_keys(cls: type, data: dict[str, Any], prefix: str = "") -> None:
             hint = f"Did you mean {prefix}{near[0]}?" if near else _elsewhere(key, everywhere)
             raise ConfigError(f"Unknown key {prefix}{key} in the TOML file. {hint}")
         table = known[key].type
-        if is_dataclass(table) and isinstance(value, dict):
+        if isinstance(table, type) and is_dataclass(table) and isinstance(value, dict):
             check_keys(table, value, f"{prefix}{key}.")
 
 
@@ -120,7 +120,7 @@ def _elsewhere(key: str, keys: list[str]) -> str:
 def _all_keys(cls: type, prefix: str = "") -> list[str]:
     keys = []
     for f in fields(cls):
-        if is_dataclass(f.type):
+        if isinstance(f.type, type) and is_dataclass(f.type):
             keys += _all_keys(f.type, f"{prefix}{f.name}.")
         else:
             keys.append(prefix + f.name)

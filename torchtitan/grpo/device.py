@@ -14,7 +14,6 @@ import sys
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 DeviceType = Literal["cpu", "cuda"]
@@ -32,9 +31,9 @@ def settle_device() -> DeviceType:
     torch._utils._get_available_device_type = available_device_type
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
-            module.device_type = "cpu"
+            vars(module)["device_type"] = "cpu"
             if hasattr(module, "device_module"):
-                module.device_module = torch.cpu
+                vars(module)["device_module"] = torch.cpu
     _use_host_memory_monitor()
     _keep_gloo_on_loopback()
     return "cpu"
@@ -101,7 +100,3 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
 def default_backend(device_type: str) -> str:
     """The collective backend of a device: NCCL on CUDA, gloo on CPU."""
     return "nccl" if device_type == "cuda" else "gloo"
-
-
-def is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -12,9 +12,16 @@ and the installed torchtitan, so ``torchtitan.grpo`` and everything else stay im
 Run it by path: started with ``-m`` it would import torchtitan itself.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":
+    # Before any further import: the launcher's own folder must not be importable, its
+    # `types.py` would shadow the standard library's.
+    sys.path[0] = os.getcwd()
+
 import importlib.util
 import runpy
-import sys
 import types
 from pathlib import Path
 
@@ -34,9 +41,6 @@ def install_bare_package() -> None:
 
 
 if __name__ == "__main__":
-    # The launcher's own folder must not be importable: its `types.py` would shadow the
-    # standard library's.
-    sys.path[0] = str(Path.cwd())
     install_bare_package()
     module = sys.argv[1]
     sys.argv = [module, *sys.argv[2:]]

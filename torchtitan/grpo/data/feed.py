@@ -66,9 +66,9 @@ class Feed:
             backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc="grpo_feed"
         )
         self.rank = dist.get_rank()
-        batch_ranks = torch.empty(dist.get_world_size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(batch_ranks, torch.tensor([batch_rank]), group=self.group)
-        self.batch_rank_of: list[int] = batch_ranks.tolist()
+        batch_ranks: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(batch_ranks, batch_rank, group=self.group)
+        self.batch_rank_of = batch_ranks
 
     def send_step(self, plan: StepPlan, publish_slot: int) -> TrainBatch:
         """Rank 0: announces the step and scatters its rows."""

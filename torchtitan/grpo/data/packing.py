@@ -59,9 +59,9 @@ def deal_rows(row_tokens: Sequence[int], num_ranks: int, multiple: int) -> list[
     Returns:
         For each rank its rows, None standing for an empty row.
     """
-    order: list[int | None] = sorted(range(len(row_tokens)), key=lambda i: (-row_tokens[i], i))
-    per_rank = -(-max(len(order), 1) // (num_ranks * multiple)) * multiple
-    order += [None] * (per_rank * num_ranks - len(order))
+    longest_first = sorted(range(len(row_tokens)), key=lambda i: (-row_tokens[i], i))
+    per_rank = -(-max(len(row_tokens), 1) // (num_ranks * multiple)) * multiple
+    order = [*longest_first, *[None] * (per_rank * num_ranks - len(row_tokens))]
     dealt: list[list[int | None]] = [[] for _ in range(num_ranks)]
     for round_start in range(0, len(order), num_ranks):
         hand = order[round_start : round_start + num_ranks]

@@ -3,7 +3,6 @@
 
 """JSON over HTTP with keys, timeouts and errors that name the server and the route."""
 
-import asyncio
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ class HttpConnection:
             ) as response:
                 text = await response.text()
                 status = response.status
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise RouteError(
                 f"{method} {self.url}{route} was not answered within {timeout:.1f} s."
             ) from error

@@ -28,10 +28,7 @@ _SGLANG_CPU_MAIN = Path(__file__).with_name("sglang_cpu.py")
 _SGLANG_CPU_MAX_TOKENS = 32768
 
 # What torchrun told our parent about its own ranks would be taken for the server's.
-_LAUNCHER_VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK "
-    "ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-).split()
+_LAUNCHER_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ def _keys(spec: ServerSpec) -> list[str]:
 def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> list[ServerSpec]:
     """What ``[inference]`` asks for; the ports are free ones of now."""
     inference = config.inference
-    device = inference.device if inference.device != "auto" else _default_device(environ)
+    device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -324,7 +321,8 @@ def free_ports(count: int) -> list[int]:
             listener.close()
 
 
-def _default_device(environ: Mapping[str, str]) -> str:
+def default_device(environ: Mapping[str, str]) -> str:
+    """``cuda`` where there is a GPU that is not hidden, else ``cpu``."""
     # Not torch.cuda: this module is used where torch is not imported.
     hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"

@@ -26,15 +26,15 @@ class Progress:
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar: RichProgress | None = None
         if mode == "bar":
-            self._bar = RichProgress(
+            bar = self._bar = RichProgress(
                 MofNCompleteColumn(),
                 BarColumn(bar_width=24),
                 TextColumn("{task.description}"),
                 TimeElapsedColumn(),
                 console=self._console,
             )
-            self._task = self._bar.add_task("waiting for the first rollouts", total=num_steps)
-            self._bar.start()
+            self._task = bar.add_task("waiting for the first rollouts", total=num_steps)
+            bar.start()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         line = progress_line(metrics)

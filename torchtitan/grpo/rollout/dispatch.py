@@ -185,6 +185,8 @@ class Dispatcher:
     async def close(self) -> None:
         """Cancels what is in flight, so that the servers are told. Bounded in time."""
         requests = [task for server in self.servers.values() for task in server.requests]
+        for server in self.servers.values():
+            server.version = None  # nothing is tried again
         for request in requests:
             request.cancel()
         if requests:

@@ -85,15 +85,13 @@ class Evaluator:
         """
         started = time.monotonic()
         tasks: list[asyncio.Task[tuple[HeldOutSample, int] | None]] = []
-        try:
+        # A task group, so that an error stops the loop below and not only what follows it.
+        async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 server = await self._wait_for_server(version)
                 completion = self._dispatcher.submit(prompt, server, self._sampling)
-                tasks.append(asyncio.create_task(self._sample(prompt, completion)))
-            results = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+                tasks.append(group.create_task(self._sample(prompt, completion)))
+        results = [task.result() for task in tasks]
         found = [result for result in results if result is not None]
         if not found:
             raise RuntimeError(

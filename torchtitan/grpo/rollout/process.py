@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -177,15 +177,18 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-async def serve(directory: Path) -> int:
-    """Runs the process until its end. Returns the exit status."""
+async def serve(directory: Path) -> NoReturn:
+    """Runs the process until its end, and ends it."""
     text = (directory / wire.CONFIG_FILE).read_bytes()
     config = msgspec.json.decode(text, type=RolloutProcessConfig)
     process = RolloutProcess(config, directory)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, process.stop)
-    return await process.run()
+    status = await process.run()
+    logging.shutdown()
+    # Everything is closed. A thread that still reads a data set must not hold up the end.
+    os._exit(status)
 
 
 def main() -> None:
@@ -193,7 +196,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    sys.exit(asyncio.run(serve(Path(sys.argv[1]))))
+    asyncio.run(serve(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

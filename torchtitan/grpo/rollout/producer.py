@@ -161,13 +161,8 @@ class Producer:
         self, prompt: Prompt, completions: list[asyncio.Task[Generation]]
     ) -> list[Rollout] | None:
         """The group's usable rollouts; None, and counted, where they are too few."""
-        results = await asyncio.gather(*completions, return_exceptions=True)
-        generations = []
-        for result in results:
-            if isinstance(result, Generation):
-                generations.append(result)
-            elif not isinstance(result, ServerError):
-                raise result
+        results = await asyncio.gather(*(_unless_failed(task) for task in completions))
+        generations = [generation for generation in results if generation is not None]
         if len(generations) < _FEWEST_ROLLOUTS:
             self._counts.failed_groups += 1
             return None
@@ -214,3 +209,11 @@ class Producer:
             buffered=len(self._finished),
             in_flight=self._dispatcher.in_flight,
         )
+
+
+async def _unless_failed(completion: asyncio.Task[Generation]) -> Generation | None:
+    # A failed completion is data; what else is raised stops the run, and at once.
+    try:
+        return await completion
+    except ServerError:
+        return None

@@ -87,11 +87,13 @@ class RolloutSession:
 
     async def close(self) -> None:
         """Ends everything that was started. Bounded in time."""
-        if self._pool is not None:
-            await self._pool.close()
-        if hasattr(self, "dispatcher"):
-            await self.dispatcher.close()
-        await self._fleet.close()
+        try:
+            if self._pool is not None:
+                await self._pool.close()
+            if hasattr(self, "dispatcher"):
+                await self.dispatcher.close()
+        finally:
+            await self._fleet.close()
 
     async def _open_inputs(self) -> tuple[TextCodec, PromptStream, list[Prompt]]:
         config = self._config

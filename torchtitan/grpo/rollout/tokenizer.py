@@ -7,7 +7,6 @@ The fast tokenizer alone reads `tokenizer.json`; transformers is imported only w
 conversational prompt needs the model's chat template.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,7 @@ class TextCodec:
 
 
 def _load_chat_tokenizer(path: Path) -> Any:
-    # Templates need no tensors, and torch would cost this process seconds and memory.
-    os.environ.setdefault("USE_TORCH", "0")
+    # Imported late: transformers imports torch, seconds that plain prompts need not cost.
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)

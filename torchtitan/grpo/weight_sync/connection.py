@@ -125,10 +125,11 @@ class ServerConnection:
             initializer=_use_device,
             initargs=(self._device,),
         )
-        self._store = _listening_store(self._master_address, world_size, self._timeout_seconds)
+        store = _listening_store(self._master_address, world_size, self._timeout_seconds)
+        self._store = store
         info = WeightGroupInfo(
             master_address=self._master_address,
-            master_port=self._store.port,
+            master_port=store.port,
             rank_offset=1,
             world_size=world_size,
             group_name=f"torchtitan_grpo_{uuid.uuid4().hex}",
@@ -136,7 +137,7 @@ class ServerConnection:
             timeout_seconds=self._timeout_seconds,
         )
         try:
-            self._group, _ = await self._beside(
+            self._group = await self._beside(
                 functools.partial(self._create_group, info), self.client.join_weight_group(info)
             )
         except BaseException:
@@ -219,9 +220,7 @@ class ServerConnection:
         if payload.is_cuda:  # enqueued only; the payload is the caller's again when we return
             torch.cuda.current_stream(payload.device).synchronize()
 
-    async def _beside(
-        self, collective: Callable[[], T], request: Awaitable[None]
-    ) -> tuple[T, None]:
+    async def _beside(self, collective: Callable[[], T], request: Awaitable[None]) -> T:
         """Runs our side on the thread and asks for the server's, at the same time.
 
         Raises what fails first: when the server refuses, our side would wait in vain.
@@ -236,7 +235,7 @@ class ServerConnection:
                 await asyncio.wait({theirs}, timeout=_BROADCAST_GRACE_SECONDS)
             if theirs.done():
                 theirs.result()
-            return ours.result(), None
+            return ours.result()
         finally:
             for task in (ours, theirs):
                 task.cancel()
@@ -251,9 +250,10 @@ class ServerConnection:
         # First the server's end: it closes the sockets that our broadcast waits on.
         for step in (self.client.leave_weight_group, self.client.resume):
             try:
-                await step()
-            except ServerError as further:
-                error.add_note(f"{step.__name__} after it failed, too: {further}")
+                async with asyncio.timeout(self._timeout_seconds):
+                    await step()
+            except (ServerError, TimeoutError) as further:
+                error.add_note(f"{step.__name__} after it failed, too: {further!r}")
         await self._take_down()
 
     async def _take_down(self) -> None:

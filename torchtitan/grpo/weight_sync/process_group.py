@@ -46,6 +46,7 @@ def create_weight_group(
         store = dist.TCPStore(
             master_address, master_port, world_size, is_master=False, timeout=timeout
         )
+    assert store is not None
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
         world_size,

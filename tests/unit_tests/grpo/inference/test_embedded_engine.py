@@ -298,5 +298,5 @@ def test_close_aborts_what_runs_and_ends_the_thread() -> None:
 def test_sliding_window_models_are_refused_by_name() -> None:
     model = make_model("qwen3")
     model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="qwen3 has .*sliding_attention"):
+    with pytest.raises(ValueError, match=r"qwen3 has .*sliding_attention"):
         ModelRunner(model, 2, 16)

@@ -57,7 +57,7 @@ def test_filters_leave_out_tokens_but_do_not_renormalise_logprobs(
 
 def test_a_greedy_row_is_untouched_by_filters_and_reports_temperature_one() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    ids, logprobs = draw(logits, [SamplingParams(temperature=0.0, top_p=0.5)])
+    ids, logprobs = draw(logits, [SamplingParams(temperature=1e-9, top_p=0.5)])
     assert ids.tolist() == [1]
     torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1)[:, 1])
 
@@ -78,6 +78,9 @@ def test_a_greedy_row_is_untouched_by_filters_and_reports_temperature_one() -> N
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be"),
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be"),
         ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k must be"),
+        ({"input_ids": [1], "sampling_params": {"temperature": 10**400}}, "temperature must be"),
+        ({"input_ids": [1], "sampling_params": {"top_k": 2**70}}, "top_k must be"),
+        ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**63}}, "sampling_seed must be"),
         ({"input_ids": [1], "sampling_params": {"tempratur": 1}}, "tempratur is not supported"),
         ({"input_ids": [1], "sampling_params": {"stop": "x"}}, "stop is not supported"),
         ({"input_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n"),

@@ -153,7 +153,9 @@ def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(fu
             await pool.score(PROMPT, ["hang", "b"], IDS)
         assert not any(process.is_running() for process in before)
         sleepers = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
-        assert not [p for p in sleepers if p.info["cmdline"] == ["sleep", "98765.4321"] and _ours(p)]
+        assert not [
+            p for p in sleepers if p.info["cmdline"] == ["sleep", "98765.4321"] and _ours(p)
+        ]
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
 
     run_with_pool([f"{functions}:by_completion"], body, timeout_seconds=2)

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 
+import transformers
 from aiohttp import web
 
 from torchtitan.grpo.inference.embedded.engine import Engine
@@ -132,12 +133,17 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # Bars of several lines each would fill the log file of whoever started us.
+    transformers.utils.logging.disable_progress_bar()
     arguments = parse_arguments(sys.argv[1:])
     try:
         asyncio.run(serve(arguments))
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         sys.exit(1)
+    except KeyboardInterrupt:
+        # Before the handlers stood: the model was still being loaded.
+        sys.exit(130)
     if threading.active_count() > 1:
         # A thread that waits for a trainer must not be torn down under C++'s feet.
         logging.shutdown()

@@ -3,7 +3,6 @@
 
 """Sampling parameters of a request, and the sampler over a batch of rows."""
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Upper bound of the completion's length, at least 1.
-        temperature: 0 is greedy; logprobs are then those of temperature 1.
+        temperature: 0 (below 1e-6) is greedy; logprobs are then those of temperature 1.
         top_p: Nucleus bound in (0, 1]; 1 is off.
         top_k: Number of most likely tokens kept; -1 is off.
         min_p: Tokens less likely than this times the likeliest are left out, in [0, 1].
@@ -36,22 +35,24 @@ class SamplingParams:
     sampling_seed: int | None = None
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < 1e-6
+
+    @property
     def is_filtered(self) -> bool:
         """Whether top-p, top-k or min-p leave anything out."""
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
+        return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def validate(self) -> None:
         """Raises ValueError naming the first field out of range."""
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            (
-                "temperature",
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "0 or above",
-            ),
+            ("temperature", 0 <= self.temperature <= 1e6, "in [0, 1e6]"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
+            ("top_k", self.top_k == -1 or 1 <= self.top_k < 2**31, "-1 (off) or at least 1"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("sampling_seed", 0 <= (self.sampling_seed or 0) < 2**62, "in [0, 2**62)"),
         )
         for name, holds, rule in checks:
             if not holds:
@@ -84,8 +85,8 @@ class SamplingBatch:
         device: torch.device,
     ) -> "SamplingBatch":
         """One entry of each list a row."""
-        temperatures = [p.temperature or 1.0 for p in params]
-        greedy = [p.temperature == 0 for p in params]
+        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
+        greedy = [p.is_greedy for p in params]
         return cls(
             temperature=None
             if all(t == 1.0 for t in temperatures)

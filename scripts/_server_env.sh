@@ -1,0 +1,81 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Sourced by install_vllm.sh, install_sglang.sh and the scripts that serve: makes the environment of
+# an inference server, which is never the trainer's own, since their requirements contradict.
+
+set -euo pipefail
+
+REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+TORCH_VERSION=2.13.0
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+# Without bytecode files, each start of a server would compile its sources for a minute.
+unset PYTHONDONTWRITEBYTECODE
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+has_gpu() {
+    [[ "${CUDA_VISIBLE_DEVICES-all}" != "" ]] && command -v nvidia-smi >/dev/null \
+        && nvidia-smi -L 2>/dev/null | grep -q GPU
+}
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3; do
+        if command -v "$candidate" >/dev/null \
+            && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11 or newer is needed, found none on PATH"
+}
+
+# parse_device "$@": sets DEVICE to cpu or cuda; --cpu forces cpu.
+parse_device() {
+    DEVICE=cpu
+    if has_gpu; then DEVICE=cuda; fi
+    while (($#)); do
+        case "$1" in
+            --cpu) DEVICE=cpu ;;
+            *) die "unknown argument $1; the only one is --cpu" ;;
+        esac
+        shift
+    done
+}
+
+# open_environment FOLDER RECIPE_FILE: exits 0 where FOLDER was made by this very recipe, else makes a
+# fresh virtual environment there. Sets PYTHON, and STAMP for close_environment.
+open_environment() {
+    local folder="$1" recipe="$2" python
+    PYTHON="$folder/bin/python"
+    STAMP_FILE="$folder/.complete"
+    STAMP="$DEVICE $(cat "${BASH_SOURCE[0]}" "$recipe" "$REPOSITORY/pyproject.toml" | sha256sum | cut -d' ' -f1)"
+    if [[ -x "$PYTHON" && "$(cat "$STAMP_FILE" 2>/dev/null)" == "$STAMP" ]]; then
+        echo "$folder is complete ($DEVICE)"
+        exit 0
+    fi
+    python="$(find_python)"
+    echo "making $folder ($DEVICE) with $python"
+    rm -rf "$folder"
+    "$python" -m venv "$folder"
+}
+
+close_environment() {
+    # Namespace packages are found in an editable install only in this mode.
+    "$PYTHON" -m pip install -q --no-deps --config-settings editable_mode=compat -e "$REPOSITORY"
+    echo "$STAMP" >"$STAMP_FILE"
+    echo "done"
+}
+
+# The servers' CPU builds were linked against torch's CPU build. Where the configured index has none
+# (PyPI's torch for Linux is the CUDA one), PyTorch's own index does.
+install_cpu_torch() {
+    "$PYTHON" -m pip install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null \
+        || "$PYTHON" -m pip install -q --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_VERSION+cpu" \
+        || "$PYTHON" -m pip install -q "torch==$TORCH_VERSION"
+}

@@ -1,0 +1,325 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The rollout process from its start to batches, with the real embedded server."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from torchtitan.grpo import config as tables
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
+
+GROUP_SIZE = 4
+PROMPTS_PER_STEP = 3
+READY_SECONDS = 90.0
+BATCH_SECONDS = 60.0
+
+
+@pytest.fixture
+def config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProcessConfig:
+    """One launched embedded server and the shipped task."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    task = repository / "assets/reverse_digits"
+    return RolloutProcessConfig(
+        grpo=tables.GRPO(group_size=GROUP_SIZE, prompts_per_step=PROMPTS_PER_STEP),
+        prompts=tables.Prompts(path=str(task / "train.jsonl")),
+        rollout=tables.Rollout(
+            max_head_offpolicyness=1, max_new_tokens=12, max_concurrent_rollouts=32
+        ),
+        inference=tables.Inference(launch=True, device="cpu", startup_timeout_seconds=60.0),
+        reward=tables.Reward(functions=["partial_match"], timeout_seconds=10.0),
+        evaluation=tables.Evaluation(path=str(task / "heldout.jsonl"), num_prompts=16),
+        hf_assets_path=str(task / "model"),
+        vocab_size=128,
+        eos_token_ids=[1],
+        seq_len=64,
+        seed=0,
+        dump_folder=str(tmp_path / "dump"),
+        start_version=0,
+        prompt_position=0,
+    )
+
+
+@pytest.fixture
+def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
+    """Starts links, and checks afterwards that none of their processes is left."""
+    links: list[RolloutLink] = []
+    processes: list[psutil.Process] = []
+
+    def open_(config: RolloutProcessConfig) -> RolloutLink:
+        link = RolloutLink(config)
+        links.append(link)
+        link.start()
+        return link
+
+    try:
+        yield open_
+    finally:
+        processes = psutil.Process().children(recursive=True)
+        for link in links:
+            started = time.monotonic()
+            link.close()
+            assert time.monotonic() - started < 10
+        assert not still_running(processes)
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return alive
+
+
+def serve_version(link: RolloutLink, url: str, version: int) -> None:
+    """What the weight pusher does at the end, without changing a weight."""
+    body = f'{{"new_version": "{version}", "abort_all_requests": false}}'.encode()
+    request = urllib.request.Request(
+        f"{url}/update_weight_version", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 200
+    link.notify_version(url, version)
+
+
+def test_batches_follow_versions_within_the_bound(config: RolloutProcessConfig, open_link):
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    serve_version(link, server.url, 0)
+    seen: set[int] = set()
+    tokens_per_second = 0.0
+    for version in range(3):
+        batch = link.next_batch(version, BATCH_SECONDS)
+        assert batch is not None
+        assert len(batch.groups) == PROMPTS_PER_STEP
+        for group in batch.groups:
+            assert len(group.rollouts) == GROUP_SIZE
+            assert group.server_url == server.url
+            for rollout in group.rollouts:
+                assert 0 <= version - rollout.oldest_version <= 1
+                assert rollout.reward == rollout.reward_components["partial_match"]
+                assert len(rollout.completion_ids) == len(rollout.generator_logprobs) <= 12
+                assert (rollout.generator_logprobs <= 0).all()
+                assert "->" in group.prompt_text
+        ids = {group.group_id for group in batch.groups}
+        assert not ids & seen
+        seen |= ids
+        assert batch.prompt_position > max(ids)
+        assert 0 <= batch.metrics["reward/mean"] <= 1
+        tokens_per_second += batch.metrics["rollout/tokens_per_second"]
+        serve_version(link, server.url, version + 1)
+    assert tokens_per_second > 0
+
+
+def test_held_out_prompts_are_scored_greedily_and_alike_each_time(
+    config: RolloutProcessConfig, open_link
+):
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    serve_version(link, server.url, 0)
+    first, second = (link.evaluate(0, BATCH_SECONDS) for _ in range(2))
+    assert first is not None and second is not None
+    assert first.num_prompts == len(first.samples) == 16
+    assert first.version == 0
+    assert first.score == second.score
+    assert first.samples == second.samples
+
+
+def test_synchronous_runs_ask_the_same_prompts_and_a_resumed_one_goes_on(
+    config: RolloutProcessConfig, open_link
+):
+    config.rollout.max_head_offpolicyness = 0
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    prompts = []
+    for version in range(2):
+        serve_version(link, server.url, version)
+        batch = link.next_batch(version, BATCH_SECONDS)
+        assert batch is not None
+        assert all(r.oldest_version == version for g in batch.groups for r in g.rollouts)
+        prompts.append([group.prompt_text for group in batch.groups])
+        if version == 0:
+            config.prompt_position = batch.prompt_position
+    config.start_version = 1
+    resumed = open_link(config)
+    (server,) = resumed.wait_ready(READY_SECONDS)
+    serve_version(resumed, server.url, 1)
+    batch = resumed.next_batch(1, BATCH_SECONDS)
+    assert batch is not None
+    assert [group.prompt_text for group in batch.groups] == prompts[1]
+
+
+def test_stop_is_heard_while_a_batch_is_waited_for(config: RolloutProcessConfig, open_link):
+    link = open_link(config)
+    link.wait_ready(READY_SECONDS)
+    # No server was attested, so there will be no batch.
+    assert link.next_batch(0, BATCH_SECONDS, should_stop=lambda: True) is None
+
+
+def test_batch_that_does_not_come_is_an_error_that_says_what_is_lacking(
+    config: RolloutProcessConfig, open_link
+):
+    link = open_link(config)
+    link.wait_ready(READY_SECONDS)
+    with pytest.raises(RolloutFailed, match=r"within 3 s: batch 0: 0 of 3 .* 0 of 1 servers ready"):
+        link.next_batch(0, 3.0)
+
+
+def test_killed_rollout_process_is_reported_with_its_exit_code(
+    config: RolloutProcessConfig, open_link
+):
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    assert link._child is not None
+    children = psutil.Process(link._child.pid).children(recursive=True)
+    link._child.kill()
+    with pytest.raises(RolloutFailed, match="ended with exit code -9"):
+        link.next_batch(0, BATCH_SECONDS)
+    with pytest.raises(RolloutFailed, match="ended with exit code -9"):
+        link.notify_version(server.url, 0)
+    assert not still_running(children)
+
+
+def test_sigterm_ends_the_process_in_order(config: RolloutProcessConfig, open_link):
+    link = open_link(config)
+    link.wait_ready(READY_SECONDS)
+    assert link._child is not None
+    children = psutil.Process(link._child.pid).children(recursive=True)
+    link._child.terminate()
+    with pytest.raises(RolloutFailed, match="ended with exit code 0"):
+        link.next_batch(0, BATCH_SECONDS)
+    assert not still_running(children)
+
+
+def test_dead_server_ends_the_run_by_name(config: RolloutProcessConfig, open_link):
+    config.rollout.max_consecutive_failures = 3
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    (process,) = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "torchtitan.grpo.inference.embedded" in child.cmdline()
+    ]
+    process.kill()
+    link.notify_version(server.url, 0)
+    with pytest.raises(RolloutFailed, match=f"3 completions in a row failed .*{server.url}"):
+        link.next_batch(0, BATCH_SECONDS)
+
+
+def use(table: str, **values) -> Callable[[RolloutProcessConfig, Path], None]:
+    def change(config: RolloutProcessConfig, folder: Path) -> None:
+        for name, value in values.items():
+            setattr(getattr(config, table), name, value)
+
+    return change
+
+
+def empty_prompts(config: RolloutProcessConfig, folder: Path) -> None:
+    config.prompts.path = str(folder / "empty.jsonl")
+    Path(config.prompts.path).write_text("\n")
+
+
+def reward_file(text: str) -> Callable[[RolloutProcessConfig, Path], None]:
+    def change(config: RolloutProcessConfig, folder: Path) -> None:
+        (folder / "mine.py").write_text(text)
+        config.reward.functions = [f"{folder / 'mine.py'}:reward"]
+        config.reward.timeout_seconds = 3.0
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (empty_prompts, "prompts.path: .*empty.jsonl holds no prompt"),
+        (use("prompts", column="question"), "there is no column 'question'"),
+        (use("prompts", path="/no/such.jsonl"), "prompts.path: /no/such.jsonl cannot be read"),
+        (use("prompts", max_prompt_tokens=1), "none of the .* is at most 1 tokens long"),
+        (use("reward", functions=["no.such:reward"]), "importing no.such failed"),
+        (reward_file("def reward(**kw):\n    return [1.0] * 5\n"), "completions, got 5"),
+        (reward_file("def reward(**kw):\n    return [float('nan')]\n"), "must return finite"),
+        (reward_file("import time\ndef reward(**kw):\n    time.sleep(999)\n"), "timeout_seconds"),
+        (use("inference", launch=False, urls=[]), "inference.urls must name a server"),
+        (
+            use(
+                "inference",
+                launch=False,
+                urls=["http://127.0.0.1:9"],
+                startup_timeout_seconds=1.0,
+            ),
+            "http://127.0.0.1:9 was not up within",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_message(
+    change, message: str, config: RolloutProcessConfig, open_link, tmp_path: Path
+):
+    change(config, tmp_path)
+    link = open_link(config)
+    with pytest.raises(RolloutFailed, match=message) as caught:
+        link.wait_ready(READY_SECONDS)
+    assert "Traceback" not in str(caught.value)
+
+
+PARENT = """
+import json, sys
+import msgspec
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.link import RolloutLink
+
+link = RolloutLink(msgspec.json.decode(sys.argv[1], type=RolloutProcessConfig))
+link.start()
+(server,) = link.wait_ready(90)
+print("ready", flush=True)
+link.next_batch(0, 600)
+"""
+
+
+@pytest.fixture
+def parent(config: RolloutProcessConfig, tmp_path: Path, repository: Path):
+    """A process in rank 0's place, once its rollout process is ready."""
+    import msgspec
+
+    (tmp_path / "parent_program.py").write_text(PARENT)
+    launcher = str(repository / "torchtitan/grpo/light_start.py")
+    process = subprocess.Popen(
+        [sys.executable, launcher, "parent_program", msgspec.json.encode(config).decode()],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_killed_parent_leaves_no_process(parent: subprocess.Popen):
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len(children) == 3, "rollout process, reward worker, server"
+    os.kill(parent.pid, signal.SIGKILL)
+    assert not still_running(children)
+
+
+def test_arrays_of_a_batch_have_the_wire_dtypes(config: RolloutProcessConfig, open_link):
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    serve_version(link, server.url, 0)
+    batch = link.next_batch(0, BATCH_SECONDS)
+    assert batch is not None
+    rollout = batch.groups[0].rollouts[0]
+    assert rollout.prompt_ids.dtype == rollout.completion_ids.dtype == np.int32
+    assert rollout.generator_logprobs.dtype == np.float32

@@ -1,0 +1,8 @@
+"""Every rank receives its own rows, and hears the end."""
+
+
+def test_ranks_receive_the_rows_of_their_coordinate(run_ranks):
+    for result in run_ranks("feed_ranks", 4):
+        assert result["received"] == [[True, 5, 9, 0], [True, 5, 9, 1]]
+        assert result["signal"] == "STOP"
+        assert result["total"] == 10

@@ -1,0 +1,42 @@
+"""Packing and dealing keep their invariants for any lengths."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.grpo.data.packing import deal_rows, pack_rows
+
+lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
+
+
+@given(lengths_strategy)
+def test_every_sequence_stands_in_one_row_and_no_row_overflows(lengths):
+    rows = pack_rows(lengths, 50)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in row) <= 50 for row in rows)
+    # Two rows that are both at most half full would have been one.
+    assert sum(sum(lengths[i] for i in row) <= 25 for row in rows) <= 1
+    assert rows == pack_rows(lengths, 50)
+
+
+@pytest.mark.parametrize("length", [0, 51])
+def test_sequences_that_do_not_fit_are_refused(length):
+    with pytest.raises(ValueError, match=r"training\.seq_len"):
+        pack_rows([10, length], 50)
+
+
+@given(lengths_strategy, st.integers(1, 5), st.integers(1, 4))
+def test_every_rank_is_dealt_the_same_number_of_rows(tokens, num_ranks, multiple):
+    dealt = deal_rows(tokens, num_ranks, multiple)
+    assert len({len(rows) for rows in dealt}) == 1
+    assert len(dealt[0]) % multiple == 0
+    assert len(dealt[0]) > 0
+    given_out = [row for rows in dealt for row in rows if row is not None]
+    assert sorted(given_out) == list(range(len(tokens)))
+    # No more empty rows than the rounding asks for.
+    assert len(dealt[0]) * num_ranks < len(tokens) + num_ranks * multiple or not tokens
+
+
+def test_snake_order_evens_out_the_sums():
+    dealt = deal_rows([9, 8, 7, 6], 2, 1)
+    assert dealt == [[0, 3], [1, 2]]

@@ -1,0 +1,394 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the clients make of servers' answers, and what they ask.
+
+The bodies below were recorded from SGLang 0.5.23 and vLLM 0.32.0.
+"""
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from torchtitan.grpo.inference import sglang, vllm
+from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
+from torchtitan.grpo.inference.client import BucketSpec, ServerError, WeightGroupInfo
+from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.names import unknown_names
+from torchtitan.grpo.types import GenerateRequest, VersionSegment
+
+REQUEST = GenerateRequest("r-1", [5, 6, 7], 4, temperature=0.8, stop_token_ids=(9,))
+
+SGLANG_ANSWER: dict[str, Any] = {
+    "text": "w12 w13 w9",
+    "output_ids": [12, 13, 9],
+    "meta_info": {
+        "id": "3:r-1",
+        "finish_reason": {"type": "stop", "matched": 9},
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "cached_tokens": 0,
+        "weight_version": "4",
+        "weight_versions": [
+            {"version": "3", "start": 0, "end": 2},
+            {"version": "updating", "start": 2, "end": 2},
+            {"version": "4", "start": 2, "end": 3},
+        ],
+        "output_token_logprobs": [[-0.5, 12, None], [-1.5, 13, None], [-2.0, 9, None]],
+    },
+}
+
+VLLM_ANSWER: dict[str, Any] = {
+    "request_id": "generate-tokens-r-1",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "stop_reason": 9,
+            "token_ids": [12, 13, 9],
+            "weight_versions": [
+                {"version": "3", "start": 0, "end": 2},
+                {"version": "4", "start": 2, "end": 3},
+            ],
+            "logprobs": {
+                "content": [
+                    {"token_id": 12, "logprob": -0.5, "rank": 1, "top_logprobs": []},
+                    {"token_id": 13, "logprob": -1.5, "rank": 2, "top_logprobs": []},
+                    {"token_id": 9, "logprob": -2.0, "rank": 1, "top_logprobs": []},
+                ]
+            },
+        }
+    ],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+}
+
+KINDS = {
+    "sglang": (sglang.parse_generation, SGLANG_ANSWER),
+    "vllm": (vllm.parse_generation, VLLM_ANSWER),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_becomes_a_token_exact_generation(kind: str) -> None:
+    parse, answer = KINDS[kind]
+    generation = parse("url", REQUEST, answer)
+    assert generation.token_ids.dtype == np.int32
+    assert generation.token_ids.tolist() == [12, 13, 9]
+    assert generation.logprobs.dtype == np.float32
+    assert generation.logprobs.tolist() == [-0.5, -1.5, -2.0]
+    assert generation.finish_reason == "stop"
+    assert generation.segments == (VersionSegment(3, 0, 2), VersionSegment(4, 2, 3))
+
+
+def change(answer: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(answer)
+    place: Any = changed
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return changed
+
+
+META = ["meta_info"]
+CHOICE = ["choices", 0]
+CONTENT = [*CHOICE, "logprobs", "content"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "message"),
+    [
+        ("sglang", ["output_ids"], [12, 13], "as many ids as logprobs"),
+        ("sglang", [*META, "completion_tokens"], 4, "as many ids as logprobs"),
+        ("sglang", [*META, "output_token_logprobs"], [[-1.0, 12, None]], "as many ids as"),
+        ("sglang", [*META, "output_token_logprobs", 0], [-1.0, 99, None], "other tokens"),
+        ("sglang", [*META, "output_token_logprobs", 0], [None, 12, None], "finite"),
+        ("sglang", [*META, "finish_reason"], {"type": "error"}, "finish reason"),
+        ("sglang", [*META, "finish_reason"], None, "must hold output_ids"),
+        ("sglang", [*META, "weight_versions", 2, "end"], 2, "cover 3 tokens"),
+        ("sglang", [*META, "weight_versions", 0, "start"], 1, "cover 3 tokens"),
+        ("sglang", [*META, "weight_versions", 2, "version"], "updating", "broke off half-way"),
+        ("vllm", [*CHOICE, "token_ids"], [12, 13], "as many ids as logprobs"),
+        ("vllm", ["usage", "completion_tokens"], 2, "as many ids as logprobs"),
+        ("vllm", [*CONTENT, 1, "token_id"], 14, "other tokens"),
+        ("vllm", [*CHOICE, "finish_reason"], "repetition", "finish reason"),
+        ("vllm", [*CHOICE, "weight_versions"], None, "weight_versions"),
+        ("vllm", [*CHOICE, "weight_versions", 1, "version"], "updating", "broke off half-way"),
+        ("vllm", ["choices"], [], "one choice"),
+    ],
+)
+def test_a_wrong_answer_is_refused(kind: str, path: list[Any], value: Any, message: str) -> None:
+    parse, answer = KINDS[kind]
+    with pytest.raises(ServerError, match=message):
+        parse("http://host:1/generate", REQUEST, change(answer, path, value))
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_token_ids_outside_int32_are_refused(token: int) -> None:
+    answer = change(SGLANG_ANSWER, ["output_ids", 0], token)
+    answer = change(answer, [*META, "output_token_logprobs", 0], [-0.5, token, None])
+    with pytest.raises(ServerError, match="int32"):
+        sglang.parse_generation("url", REQUEST, answer)
+
+
+def test_more_tokens_than_asked_for_are_refused() -> None:
+    request = GenerateRequest("r-1", [5], max_new_tokens=2)
+    with pytest.raises(ServerError, match="1 to 2 tokens, got 3"):
+        sglang.parse_generation("url", request, SGLANG_ANSWER)
+
+
+def test_a_server_without_spans_has_one_segment_of_its_one_version() -> None:
+    answer = copy.deepcopy(SGLANG_ANSWER)
+    del answer["meta_info"]["weight_versions"]
+    generation = sglang.parse_generation("url", REQUEST, answer)
+    assert generation.segments == (VersionSegment(4, 0, 3),)
+
+
+def test_tokens_from_before_the_first_push_are_older_than_any_version() -> None:
+    segments = version_segments([("default", 0, 2), ("0", 2, 3)], 3, "url")
+    assert segments == (VersionSegment(UNPUSHED_VERSION, 0, 2), VersionSegment(0, 2, 3))
+    assert UNPUSHED_VERSION < 0
+
+
+def test_neighbouring_spans_of_one_version_are_joined() -> None:
+    assert version_segments([("2", 0, 1), ("2", 1, 3)], 3, "url") == (VersionSegment(2, 0, 3),)
+
+
+def test_bodies_state_everything_that_shapes_the_distribution() -> None:
+    body = sglang.generate_body(REQUEST)
+    assert body["input_ids"] == [5, 6, 7]
+    assert body["return_logprob"] is True
+    assert body["sampling_params"] == {
+        "max_new_tokens": 4,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": [9],
+    }
+    body = vllm.generate_body(REQUEST)
+    assert body["token_ids"] == [5, 6, 7]
+    assert body["sampling_params"]["top_k"] == 0  # vLLM's way to say off
+    assert body["sampling_params"]["repetition_penalty"] == 1.0
+
+
+def test_no_request_id_is_a_prefix_of_another_on_sglang() -> None:
+    # SGLang aborts every request whose id begins with the one given.
+    ids = ["1", "12", "1:2", "2:1", "12:1", "g-1", "g-11"]
+    rids = [sglang.generate_body(GenerateRequest(i, [1], 1))["rid"] for i in ids]
+    for one in rids:
+        assert [other for other in rids if other.startswith(one)] == [one]
+
+
+@pytest.mark.parametrize(
+    ("version", "number"),
+    [
+        ("0.5.23", (0, 5, 23)),
+        ("0.5.20.post1", (0, 5, 20)),
+        ("0.0.0.dev1+gabc", None),
+        (None, None),
+    ],
+)
+def test_release_numbers(version: str | None, number: tuple[int, int, int] | None) -> None:
+    assert sglang.release_number(version) == number
+
+
+def test_fused_parameters_know_their_checkpoint_names() -> None:
+    layer = "model.layers.0"
+    held = {
+        f"{layer}.self_attn.qkv_proj.weight",
+        f"{layer}.mlp.gate_up_proj.weight",
+        f"{layer}.mlp.experts.w13_weight",
+        f"{layer}.mlp.experts.w2_weight",
+        "model.embed_tokens.weight",
+    }
+    known = [
+        f"{layer}.self_attn.q_proj.weight",
+        f"{layer}.mlp.up_proj.weight",
+        f"{layer}.mlp.experts.7.up_proj.weight",
+        f"{layer}.mlp.experts.7.down_proj.weight",
+        "lm_head.weight",  # tied
+    ]
+    assert unknown_names(known, held) == []
+    wrong = ["model.layers.1.mlp.up_proj.weight", f"{layer}.self_attn.o_proj.weight"]
+    assert unknown_names([*known, *wrong], held) == wrong
+
+
+@pytest.mark.parametrize("sampled, flat", [(-5.76, True), (-2.0, False)])
+def test_flat_logprobs_show_that_temperature_was_applied(sampled: float, flat: bool) -> None:
+    candidates = [{"token_id": 1, "logprob": -5.76}, {"token_id": 2, "logprob": sampled}]
+    entry = {"token_id": 2, "logprob": sampled, "top_logprobs": candidates}
+    body = {"choices": [{"logprobs": {"content": [entry]}}]}
+    assert vllm.logprobs_are_flat("url", body) is flat
+
+
+@pytest.mark.parametrize(
+    ("kind", "url", "message"),
+    [("tgi", "http://h:1", "inference.kind"), ("vllm", "h:1", "inference.urls")],
+)
+def test_a_client_for_nonsense_is_refused(kind: Any, url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_client(kind, url)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def with_server(handler: Handler, test: Callable[[str], Awaitable[None]]) -> None:
+    """Runs ``test`` against an HTTP server that answers every route by ``handler``."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with asyncio.timeout(60):
+            await test(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
+
+
+def test_each_route_is_given_its_own_key() -> None:
+    seen: dict[str, str | None] = {}
+
+    async def handler(request: web.Request) -> web.Response:
+        seen[request.path] = request.headers.get("Authorization")
+        return web.json_response(SGLANG_ANSWER if request.path == "/generate" else {})
+
+    async def test(url: str) -> None:
+        client = make_client("sglang", url, api_key="generation", admin_key="control")
+        await client.generate(REQUEST)
+        await client.pause()
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+    assert seen == {"/generate": "Bearer generation", "/pause_generation": "Bearer control"}
+
+
+def test_an_error_names_url_route_status_and_body() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=503, text="loading weights")
+
+    async def test(url: str) -> None:
+        client = make_client("vllm", url + "/")
+        with pytest.raises(ServerError, match=rf"{url}/pause\?mode=keep answered 503: loading"):
+            await client.pause()
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+
+
+def test_a_server_that_does_not_answer_is_given_up_after_the_timeout() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async def test(url: str) -> None:
+        client = make_client("vllm", url, control_timeout_seconds=0.2)
+        with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
+            await client.version()
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+
+
+def test_a_server_that_is_not_there_is_a_server_error() -> None:
+    async def test() -> None:
+        client = make_client("sglang", "http://127.0.0.1:9")
+        with pytest.raises(ServerError, match="Is the server up"):
+            await client.health()
+        await client.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("kind", "generate_route", "abort_route", "expected"),
+    [
+        ("sglang", "/generate", "/abort_request", {"rid": "3:r-1"}),
+        (
+            "vllm",
+            "/inference/v1/generate",
+            "/abort_requests",
+            {"request_ids": ["generate-tokens-r-1"]},
+        ),
+    ],
+)
+def test_a_cancelled_request_is_aborted_on_the_server(
+    kind: Any, generate_route: str, abort_route: str, expected: dict[str, Any]
+) -> None:
+    async def run() -> None:
+        started, aborted = asyncio.Event(), asyncio.Future[Any]()
+
+        async def handler(request: web.Request) -> web.Response:
+            if request.path == generate_route:
+                started.set()
+                await aborted
+            elif request.path == abort_route:
+                aborted.set_result(await request.json())
+            return web.json_response({})
+
+        async def test(url: str) -> None:
+            client = make_client(kind, url)
+            request = GenerateRequest("r-1", [1], 4)
+            task = asyncio.create_task(client.generate(request))
+            await started.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await aborted == expected
+            await client.close()
+
+        await with_server(handler, test)
+
+    asyncio.run(run())
+
+
+def test_sglang_before_0_5_21_is_updated_without_a_session() -> None:
+    routes: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        routes.append(request.path)
+        if request.path in ("/weights_checker", "/update_weight_version"):
+            return web.Response(status=404)
+        return web.json_response({"version": "0.5.20", "weight_version": "3"})
+
+    async def test(url: str) -> None:
+        client = make_client("sglang", url)
+        info = WeightGroupInfo("127.0.0.1", 1, 1, 2, "group", "gloo", 5.0)
+        await client.join_weight_group(info)
+        await client.begin_update()
+        spec = BucketSpec(("a.weight",), ("float32",), ((2, 2),))
+        await client.receive_bucket(spec, last=True, version=3)
+        await client.commit_update(3)
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+    assert "/update_weights_from_distributed" in routes
+    assert "/begin_weight_update" not in routes
+    assert "/end_weight_update" not in routes
+
+
+def test_unknown_names_are_refused_before_sglang_is_asked_to_receive() -> None:
+    routes: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        routes.append(request.path)
+        checksums = {"model.layers.0.self_attn.qkv_proj.weight": "abc"}
+        return web.json_response({"success": True, "ranks": [{"checksums": checksums}]})
+
+    async def test(url: str) -> None:
+        client = make_client("sglang", url)
+        await client.join_weight_group(WeightGroupInfo("127.0.0.1", 1, 1, 2, "g", "gloo", 5.0))
+        spec = BucketSpec(("model.layers.9.self_attn.q_proj.weight",), ("float32",), ((2, 2),))
+        with pytest.raises(ServerError, match=r"no parameters named .*layers\.9"):
+            await client.receive_bucket(spec, last=True, version=3)
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+    assert "/update_weights_from_distributed" not in routes
+    assert "/update_weight_version" not in routes

@@ -1,0 +1,186 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Command lines of servers, and what becomes of those that do not start."""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo import config
+from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.launch import (
+    LaunchedServer,
+    ServerSpec,
+    default_device,
+    free_ports,
+    server_command,
+    server_specs,
+    start_server,
+    wait_until_up,
+)
+
+SPEC = ServerSpec(
+    kind="vllm",
+    model_path="/models/tiny",
+    port=4321,
+    device="cpu",
+    dtype="float32",
+    max_model_len=256,
+    max_running_requests=16,
+    python="/env/bin/python",
+    extra_args=("--seed", "7"),
+)
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_vllm_is_started_with_what_the_client_relies_on() -> None:
+    command, environ = server_command(SPEC, {})
+    assert command[:3] == ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert "--enable-scale-out" in command
+    assert option(command, "--logprobs-mode") == "processed_logprobs"
+    transfer = json.loads(option(command, "--weight-transfer-config"))
+    assert transfer == {"backend": "torchtitan_grpo"}
+    assert option(command, "--dtype") == "float32"
+    assert option(command, "--host") == "127.0.0.1"
+    assert command[-2:] == ["--seed", "7"]
+    assert environ["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environ["HF_HUB_OFFLINE"] == "1"
+    assert environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_sglang_on_cpu_is_started_by_the_stand_in_with_a_bounded_cache() -> None:
+    command, _ = server_command(replace(SPEC, kind="sglang"), {})
+    assert command[0] == "/env/bin/python"
+    assert Path(command[1]).name == "sglang_cpu.py"
+    assert option(command, "--attention-backend") == "torch_native"
+    assert option(command, "--max-total-tokens") == str(16 * 256)
+    large = replace(SPEC, kind="sglang", max_running_requests=4096)
+    assert option(server_command(large, {})[0], "--max-total-tokens") == "32768"
+
+
+def test_sglang_on_cuda_is_started_as_it_is() -> None:
+    command, environ = server_command(replace(SPEC, kind="sglang", device="cuda"), {})
+    assert command[:3] == ["/env/bin/python", "-m", "sglang.launch_server"]
+    assert "--max-total-tokens" not in command
+    assert "OMP_NUM_THREADS" not in environ
+
+
+def test_the_embedded_server_is_started_light() -> None:
+    command, _ = server_command(replace(SPEC, kind="embedded", python=None), {})
+    assert command[0] == sys.executable
+    assert Path(command[1]).name == "light_start.py"
+    assert command[2] == "torchtitan.grpo.inference.embedded"
+    assert option(command, "--max-running-requests") == "16"
+
+
+def test_keys_are_passed_on() -> None:
+    spec = replace(SPEC, kind="sglang", api_key="a", admin_key="b")
+    command, _ = server_command(spec, {})
+    assert option(command, "--api-key") == "a"
+    assert option(command, "--admin-api-key") == "b"
+
+
+def test_the_environment_of_the_ranks_does_not_reach_a_server() -> None:
+    ours = {
+        "RANK": "0",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "4",
+        "HOME": "/home/u",
+    }
+    _, environ = server_command(SPEC, ours)
+    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environ)
+    assert "PYTHONDONTWRITEBYTECODE" not in environ
+    assert environ["OMP_NUM_THREADS"] == "4"  # the user's word counts
+    assert environ["HOME"] == "/home/u"
+
+
+def test_specs_follow_the_configuration(tmp_path: Path) -> None:
+    process = make_config(tmp_path, num_servers=2)
+    process.rollout.max_concurrent_rollouts = 31
+    specs = server_specs(process, {"TORCHTITAN_GRPO_API_KEY": "k", "CUDA_VISIBLE_DEVICES": ""})
+    assert len({spec.port for spec in specs}) == 2
+    assert {spec.max_running_requests for spec in specs} == {16}
+    assert {spec.max_model_len for spec in specs} == {96}
+    assert {(spec.device, spec.dtype) for spec in specs} == {("cpu", "float32")}
+    assert {spec.api_key for spec in specs} == {"k"}
+
+
+def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
+    return config.RolloutProcessConfig(
+        grpo=config.GRPO(),
+        prompts=config.Prompts(),
+        rollout=config.Rollout(),
+        inference=config.Inference(kind="embedded", launch=True, num_servers=num_servers),
+        reward=config.Reward(),
+        evaluation=config.Evaluation(),
+        hf_assets_path=str(folder),
+        vocab_size=10,
+        eos_token_ids=[1],
+        seq_len=96,
+        seed=0,
+        dump_folder=str(folder),
+        start_version=0,
+        prompt_position=0,
+    )
+
+
+def test_hidden_gpus_are_not_used() -> None:
+    assert default_device({"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(8))) == 8
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inference\.python.*install_vllm"):
+        start_server(replace(SPEC, python="/nowhere/python"), tmp_path / "vllm-0.log")
+
+
+def start_script(tmp_path: Path, script: str) -> LaunchedServer:
+    """A child in the place of a server: the interpreter is a script, whatever it is told."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    spec = replace(SPEC, python=str(python), port=free_ports(1)[0])
+    return start_server(spec, tmp_path / "servers" / "vllm-0.log")
+
+
+async def wait(server: LaunchedServer, timeout_seconds: float) -> None:
+    client = make_client("vllm", server.url)
+    try:
+        await wait_until_up([client], [server], timeout_seconds)
+    finally:
+        await client.close()
+
+
+def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    server = start_script(tmp_path, "echo out of memory; exit 3")
+    try:
+        with pytest.raises(RuntimeError, match=r"(?s)exit status 3.*vllm-0\.log.*out of memory"):
+            asyncio.run(wait(server, timeout_seconds=60))
+    finally:
+        server.stop()
+
+
+def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path: Path) -> None:
+    server = start_script(tmp_path, "echo loading; exec sleep 600")
+    try:
+        with pytest.raises(TimeoutError, match=r"inference\.startup_timeout_seconds"):
+            asyncio.run(wait(server, timeout_seconds=0.5))
+    finally:
+        started = time.monotonic()
+        server.stop()
+    assert server.process.returncode is not None
+    assert time.monotonic() - started < 60

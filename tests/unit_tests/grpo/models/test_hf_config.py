@@ -1,0 +1,100 @@
+"""What a model directory says is read; what upstream does not compute is refused."""
+
+import json
+
+import pytest
+
+from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "rope_theta": 5e5,
+    "eos_token_id": 3,
+    "hidden_act": "silu",
+}
+LLAMA = {key: v for key, v in QWEN3.items() if key != "head_dim"} | {
+    "architectures": ["LlamaForCausalLM"]
+}
+MOE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    def make(config, generation=None):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return tmp_path
+
+    return make
+
+
+def test_sizes_come_from_the_directory(directory):
+    model = read_hf_model(directory(QWEN3, {"eos_token_id": [3, 5]}))
+    args = model.model_args
+    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (64, 2, 4, 2)
+    assert (args.head_dim, args.hidden_dim, args.rope_theta) == (32, 96, 5e5)
+    assert model.eos_token_ids == (3, 5)
+
+
+def test_both_spellings_of_the_rotary_base_are_read(directory):
+    config = {key: v for key, v in QWEN3.items() if key != "rope_theta"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 7e5}
+    assert read_hf_model(directory(config)).model_args.rope_theta == 7e5
+
+
+@pytest.mark.parametrize("intermediate", [97, 8192, 14336, 28672])
+def test_llama_feed_forward_has_exactly_the_width_of_the_directory(directory, intermediate):
+    args = read_hf_model(directory(LLAMA | {"intermediate_size": intermediate})).model_args
+    # Upstream's rule, in torchtitan.models.llama3: two thirds of 4 x dim, times the
+    # multiplier, rounded up to a multiple of `multiple_of`.
+    width = int(int(2 * 4 * args.dim / 3) * args.ffn_dim_multiplier)
+    rounded = args.multiple_of * ((width + args.multiple_of - 1) // args.multiple_of)
+    assert rounded == intermediate
+
+
+def test_mixture_of_experts_routes_as_the_server_does(directory):
+    args = read_hf_model(directory(MOE)).model_args
+    assert args.moe_enabled
+    assert (args.moe_args.num_experts, args.moe_args.top_k) == (8, 2)
+    assert args.moe_args.load_balance_coeff is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (QWEN3 | {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM .* not supported"),
+        (QWEN3 | {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias"),
+        (QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        (LLAMA | {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        (LLAMA | {"head_dim": 20}, "head_dim = 20"),
+        (QWEN3 | {"eos_token_id": None}, "eos_token_id"),
+    ],
+)
+def test_what_upstream_does_not_compute_is_refused_by_name(directory, config, message):
+    with pytest.raises(ModelError, match=message):
+        read_hf_model(directory(config))
+
+
+def test_an_unreadable_directory_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"model\.hf_assets_path must be a readable"):
+        read_hf_model(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json failed"):
+        read_hf_model(tmp_path)

@@ -1,0 +1,210 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.rows import open_rows
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+VOCABULARY = {c: i for i, c in enumerate("?\x00abcdefghij 0123456789:")}
+EOS = 1
+
+
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
+    """One token a character; the end of sequence is no special token of the tokenizer."""
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    model = tmp_path / "model"
+    model.mkdir()
+    tokenizer.save(str(model / "tokenizer.json"))
+    return TextCodec(str(model), [EOS])
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_(rows: list[Any] | str) -> str:
+        path = tmp_path / "prompts.jsonl"
+        text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(text)
+        return str(path)
+
+    return write_
+
+
+def prompt_set(
+    path: str, codec: TextCodec, max_tokens: int = 100, vocab_size: int = 100, **settings
+) -> PromptSet:
+    table = Prompts(path=path, **settings)
+    rows = open_rows(path, table.split, table.rename, table.column, "prompts.path")
+    return PromptSet(rows, table, codec, PromptLimits(max_tokens, vocab_size), "prompts.path")
+
+
+def stream(prompts: PromptSet, shuffle: bool = True, seed: int = 0, position: int = 0):
+    return PromptStream(prompts, seed=seed, shuffle=shuffle, position=position)
+
+
+def test_row_becomes_tokens_text_and_remaining_columns(codec: TextCodec, write):
+    path = write([{"q": "abc", "answer": "cab", "level": 2}])
+    prompts = prompt_set(path, codec, rename={"q": "prompt"}, template="{level}: {prompt}")
+    prompt = stream(prompts).next()
+    assert prompt.text == "2: abc"
+    assert prompt.token_ids.tolist() == [VOCABULARY[c] for c in "2: abc"]
+    assert prompt.token_ids.dtype == np.int32
+    assert prompt.columns == {"answer": "cab", "level": 2}
+
+
+def test_each_epoch_is_another_permutation_given_by_the_seed(codec: TextCodec, write):
+    prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
+    source = stream(prompts)
+    drawn = [source.next() for _ in range(30)]
+    assert [prompt.index for prompt in drawn] == list(range(30))
+    texts = [prompt.text for prompt in drawn]
+    epochs = [texts[i : i + 10] for i in (0, 10, 20)]
+    assert all(sorted(epoch) == list("abcdefghij") for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = stream(prompts)
+    assert [again.next().text for _ in range(30)] == texts
+    other = stream(prompts, seed=1)
+    assert [other.next().text for _ in range(10)] != epochs[0]
+
+
+def test_stream_that_starts_later_goes_on_alike(codec: TextCodec, write):
+    prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
+    source = stream(prompts)
+    drawn = [(p.index, p.text) for p in (source.next() for _ in range(25))]
+    resumed = stream(prompts, position=13)
+    assert [(p.index, p.text) for p in (resumed.next() for _ in range(12))] == drawn[13:]
+
+
+def test_file_order_is_kept_without_shuffling(codec: TextCodec, write):
+    prompts = prompt_set(write([{"prompt": c} for c in "cab"]), codec)
+    source = stream(prompts, shuffle=False)
+    assert [source.next().text for _ in range(4)] == ["c", "a", "b", "c"]
+
+
+def test_long_prompts_are_left_out_and_counted(codec: TextCodec, write):
+    prompts = prompt_set(write([{"prompt": "a"}, {"prompt": "a" * 9}]), codec, max_tokens=8)
+    source = stream(prompts, shuffle=False)
+    assert [source.next().index for _ in range(3)] == [0, 2, 4]
+    assert source.num_too_long == 2
+    assert first_prompts(prompts, 0)[1] == 1
+
+
+def test_set_without_a_short_prompt_is_refused(codec: TextCodec, write):
+    prompts = prompt_set(write([{"prompt": "a" * 9}] * 3), codec, max_tokens=8)
+    with pytest.raises(ValueError, match=r"prompts.path: none of the 3 prompts .* at most 8"):
+        stream(prompts).next()
+    with pytest.raises(ValueError, match="none of the first 2 prompts"):
+        first_prompts(prompts, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "prompts.path: .* holds no prompt"),
+        ("\n\n", "prompts.path: .* holds no prompt"),
+        ('{"prompt": "a"}\n\n{"prompt": \n', r"prompts.jsonl:3: .*not JSON"),
+        ('{"prompt": "a"}\n[1]\n', r"prompts.jsonl:2: .* got a list"),
+        ('{"question": "a"}\n', r"prompts.jsonl:1: there is no column 'prompt'.*'question'"),
+    ],
+)
+def test_bad_file_is_refused_with_its_line(codec: TextCodec, write, text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        prompt_set(write(text), codec)
+
+
+def test_rename_of_a_missing_column_is_refused(codec: TextCodec, write):
+    with pytest.raises(ValueError, match="prompts.rename names the column 'q'"):
+        prompt_set(write([{"prompt": "a"}]), codec, rename={"q": "x"})
+
+
+def test_rename_over_another_column_is_refused(codec: TextCodec, write):
+    with pytest.raises(ValueError, match="would overwrite the column 'prompt'"):
+        prompt_set(write([{"prompt": "a", "q": "b"}]), codec, rename={"q": "prompt"})
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"prompt": 3}, {}, "must be a string, or a list of messages"),
+        ({"prompt": ""}, {}, "the prompt has no token"),
+        ({"prompt": "a"}, {"template": "{question}"}, "prompts.template .* cannot be filled in"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}]},
+            {"template": "{prompt}"},
+            "string prompts",
+        ),
+    ],
+)
+def test_row_that_is_no_prompt_is_refused(codec: TextCodec, write, row, settings, message: str):
+    prompts = prompt_set(write([row]), codec, **settings)
+    with pytest.raises(ValueError, match=message):
+        stream(prompts).next()
+
+
+def test_token_outside_the_models_vocabulary_is_refused(codec: TextCodec, write):
+    prompts = prompt_set(write([{"prompt": "a9"}]), codec, vocab_size=10)
+    with pytest.raises(ValueError, match="the model's vocabulary has 10 entries"):
+        stream(prompts).next()
+
+
+def test_saved_data_set_and_its_missing_split(codec: TextCodec, tmp_path: Path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]})
+    path = tmp_path / "saved"
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(path))
+    prompt = stream(prompt_set(str(path), codec), shuffle=False).next()
+    assert (prompt.text, prompt.columns) == ("a", {"answer": "1"})
+    with pytest.raises(ValueError, match=r"prompts.path: .* split 'test'"):
+        prompt_set(str(path), codec, split="test")
+    with pytest.raises(ValueError, match="there is no column 'question'"):
+        prompt_set(str(path), codec, column="question")
+
+
+def test_path_must_be_given(codec: TextCodec):
+    with pytest.raises(ValueError, match="prompts.path must name"):
+        prompt_set("", codec)
+
+
+def test_completion_is_decoded_without_its_end_of_sequence(codec: TextCodec):
+    ids = [VOCABULARY["a"], VOCABULARY["b"], EOS]
+    assert codec.decode(ids) == codec.decode(ids[:2])
+    assert codec.decode([EOS]) == ""
+
+
+def test_conversation_without_a_chat_template_is_refused(codec: TextCodec, write, tmp_path: Path):
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
+    prompts = prompt_set(write([{"prompt": [{"role": "user", "content": "a"}]}]), codec)
+    with pytest.raises(ValueError, match="no chat template"):
+        stream(prompts).next()
+
+
+def test_conversation_is_rendered_by_the_chat_template(codec: TextCodec, write, tmp_path: Path):
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for m in messages %}{{ m.content }}:{% endfor %}"
+        "{% if add_generation_prompt %}9{% endif %}",
+    }
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps(config))
+    messages = [{"role": "user", "content": "ab"}]
+    prompt = stream(prompt_set(write([{"prompt": messages}]), codec)).next()
+    assert prompt.text == messages
+    assert prompt.token_ids.tolist() == [VOCABULARY[c] for c in "ab:9"]
+
+
+def test_directory_without_a_tokenizer_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="model.hf_assets_path must hold a tokenizer.json"):
+        TextCodec(str(tmp_path), [])

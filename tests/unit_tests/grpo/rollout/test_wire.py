@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+
+def rollout(rng: np.random.Generator, prompt_ids: np.ndarray, length: int) -> Rollout:
+    return Rollout(
+        prompt_ids=prompt_ids,
+        completion_ids=rng.integers(0, 2**31 - 1, length, dtype=np.int32),
+        generator_logprobs=-rng.random(length, dtype=np.float32),
+        segments=(VersionSegment(3, 0, 1), VersionSegment(4, 1, length)),
+        finish_reason="stop",
+        completion="färbig\n",
+        reward=float(rng.random()),
+        reward_components={"exact_match": 1.0},
+    )
+
+
+def group(rng: np.random.Generator, group_id: int, lengths: list[int]) -> RolloutGroup:
+    prompt_ids = rng.integers(0, 100, 1 + group_id, dtype=np.int32)
+    rollouts = tuple(rollout(rng, prompt_ids, length) for length in lengths)
+    return RolloutGroup(group_id, "prompt ✓", rollouts, "http://127.0.0.1:1")
+
+
+def plain(groups: list[RolloutGroup]) -> list:
+    """Comparable: arrays turned into lists."""
+    return [
+        (
+            g.group_id,
+            g.prompt_text,
+            g.server_url,
+            [
+                (
+                    r.prompt_ids.tolist(),
+                    r.completion_ids.tolist(),
+                    r.generator_logprobs.tolist(),
+                    r.segments,
+                    r.finish_reason,
+                    r.completion,
+                    r.reward,
+                    r.reward_components,
+                )
+                for r in g.rollouts
+            ],
+        )
+        for g in groups
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), max_size=5))
+def test_batch_survives_the_wire_bit_for_bit(lengths: list[list[int]]):
+    rng = np.random.default_rng(0)
+    groups = [group(rng, i, sizes) for i, sizes in enumerate(lengths)]
+    headers, frames = wire.pack_groups(groups)
+    message = wire.encode(wire.Batch(7, 42, {"reward/mean": 0.5}, headers))
+    batch = wire.decode_answer(message)
+    assert isinstance(batch, wire.Batch)
+    assert (batch.version, batch.prompt_position, batch.metrics) == (7, 42, {"reward/mean": 0.5})
+    received = wire.unpack_groups(batch.groups, frames)
+    assert plain(received) == plain(groups)
+    for g in received:
+        for r in g.rollouts:
+            assert r.completion_ids.dtype == r.prompt_ids.dtype == np.int32
+            assert r.generator_logprobs.dtype == np.float32
+
+
+def test_commands_and_notices_keep_their_kind():
+    command = wire.decode_command(wire.encode(wire.NextBatch(3)))
+    assert command == wire.NextBatch(3)
+    notice = wire.decode_notice(wire.encode(wire.ServerLost("http://a", "gone")))
+    assert notice == wire.ServerLost("http://a", "gone")

@@ -1,0 +1,105 @@
+"""Configuration: precedence, typos, types, contradictions; and every shipped file loads."""
+
+import pytest
+
+from torchtitan.grpo.config_manager import ConfigError, describe, is_dry_run, load_config
+
+BASE = """
+[model]
+hf_assets_path = "model"
+[prompts]
+path = "prompts.jsonl"
+[reward]
+functions = ["exact_match"]
+[inference]
+launch = true
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(toml, *arguments):
+        file = tmp_path / "config.toml"
+        file.write_text(toml)
+        return load_config(["--job.config_file", str(file), *arguments])
+
+    return load
+
+
+def test_command_line_wins_over_toml_wins_over_defaults(load):
+    config = load(BASE + "[grpo]\ngroup_size = 4\nclip_high = 0.28\n", "--grpo.group_size", "6")
+    assert (config.grpo.group_size, config.grpo.clip_high, config.grpo.clip_low) == (6, 0.28, 0.2)
+    assert config.training.max_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[grpo]\ngroup_sise = 4", r"Unknown key grpo\.group_sise.*Did you mean grpo\.group_size"),
+        ("[gpro]\ngroup_size = 4", r"Unknown key gpro.*Did you mean grpo"),
+        ("[grpo]\nurls = []", r"Unknown key grpo\.urls.*There is inference\.urls"),
+        ("[grpo]\ngroup_size = '4'", r"Expected `int`, got `str` - at grpo\.group_size"),
+        ("[inference]\nkind = 'tgi'", r"Invalid enum value 'tgi' - at inference\.kind"),
+        ("[grpo", "not valid TOML"),
+    ],
+)
+def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
+    with pytest.raises(ConfigError, match=message):
+        load(toml)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grpo.group_size=1"], r"grpo\.group_size must be at least 2 .*, got 1"),
+        (["--grpo.clip_low=1"], r"grpo\.clip_low must be in \[0, 1\), got 1"),
+        (["--rollout.temperature=0"], r"rollout\.temperature must be above 0"),
+        (["--rollout.max_concurrent_rollouts=4"], r"at least grpo\.group_size \(8\).*got 4"),
+        (["--rollout.max_new_tokens=4096"], r"training\.seq_len \(2048\)"),
+        (["--inference.urls=http://a:1"], r"either inference\.launch = true or .*got both"),
+        (["--inference.no-launch"], r"either .*got neither"),
+        (["--inference.no-launch", "--inference.urls=localhost"], r"http://host:port"),
+        (["--inference.kind=vllm"], r"needs inference\.python.*install_vllm\.sh"),
+        (["--inference.python=/no/python"], r"inference\.python must be an executable"),
+        (["--reward.weights", "1", "2"], r"reward\.weights must have one entry .* got 2"),
+        (["--weight_sync.num_slots=1"], r"weight_sync\.num_slots must be at least 2"),
+        (["--parallelism.tensor_parallel_degree=2"], r"tensor_parallel_degree must be 1, got 2"),
+        (["--parallelism.data_parallel_shard_degree=3"], r"must be the number of ranks, 1"),
+        (["--training.global_batch_size=8"], r"global_batch_size must be left at -1"),
+        (["--model.flavor=8B"], r"model\.hf_assets_path.*Remove them"),
+        (["--prompts.path="], r"prompts\.path must name"),
+    ],
+)
+def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE, *arguments)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"must exist, got /no/such\.toml"):
+        load_config(["--job.config_file=/no/such.toml"])
+
+
+def test_dry_run_describes_the_resolved_configuration_and_the_layout(load):
+    arguments = ["--dry-run", "--x"]
+    assert is_dry_run(arguments)
+    assert arguments == ["--x"]
+    text = describe(load(BASE, "--grpo.prompts_per_step=3"))
+    assert "prompts_per_step = 3" in text
+    assert "3 prompts x 8 rollouts = 24" in text
+
+
+def test_every_shipped_configuration_loads_and_says_what_it_is_for(
+    repository, monkeypatch, tmp_path
+):
+    files = sorted((repository / "train_configs").glob("*.toml"))
+    assert files
+    # Interpreters of server environments, and data sets, are not there on every machine.
+    monkeypatch.setattr("os.access", lambda path, mode: True)
+    for file in files:
+        head = file.read_text().split("[", 1)[0]
+        for word in ("Purpose:", "Hardware:", "Expected:"):
+            assert word in head, f"{file.name} must open with {word}"
+        world_size = "8" if "8gpu" in file.name else "2"
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        load_config([f"--job.config_file={file}", f"--prompts.path={tmp_path}"])

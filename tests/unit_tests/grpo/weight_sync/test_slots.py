@@ -1,0 +1,50 @@
+"""The slot table: newest wins, what is being sent is never handed out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.grpo.weight_sync.slots import SlotTable
+
+
+def test_a_waiting_snapshot_gives_way_to_a_newer_one():
+    slots = SlotTable(2)
+    first = slots.reserve()
+    slots.filled(first, 1)
+    assert slots.take_newest(0) == (first, 1)
+    second = slots.reserve()
+    slots.filled(second, 2)
+    assert slots.reserve() == second != first
+    assert slots.num_superseded == 1
+    slots.filled(second, 3)
+    slots.release(first)
+    assert slots.take_newest(0) == (second, 3)
+
+
+def test_nothing_filled_is_none_after_the_timeout():
+    assert SlotTable(2).take_newest(0) is None
+
+
+def test_a_single_slot_is_refused():
+    with pytest.raises(ValueError, match=r"weight_sync\.num_slots"):
+        SlotTable(1)
+
+
+@given(st.integers(2, 4), st.lists(st.sampled_from(["publish", "take", "release"]), max_size=60))
+def test_the_newest_version_always_finds_a_slot_and_is_taken_next(num_slots, actions):
+    slots, sending, newest, taken = SlotTable(num_slots), None, 0, 0
+    for action in actions:
+        if action == "publish":
+            slot = slots.reserve()
+            assert sending is None or slot != sending
+            newest += 1
+            slots.filled(slot, newest)
+        elif action == "take" and sending is None:
+            got = slots.take_newest(0)
+            assert (got is None) == (newest == taken)
+            if got is not None:
+                sending, taken = got
+                assert taken == newest
+        elif action == "release" and sending is not None:
+            slots.release(sending)
+            sending = None

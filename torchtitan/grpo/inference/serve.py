@@ -1,0 +1,64 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Becomes one inference server, in the foreground, as a run would launch it.
+
+    python .../torchtitan/grpo/light_start.py torchtitan.grpo.inference.serve \\
+        vllm MODEL_DIR [--host H] [--port P] [--device D] [further server arguments]
+
+`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with their environments.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from torchtitan.grpo.inference.launch import ServerSpec, default_device, server_command
+
+
+def parse_arguments(arguments: list[str]) -> ServerSpec:
+    """The server that a command line asks for; what it does not know goes to the server."""
+    parser = argparse.ArgumentParser(prog="serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("kind", choices=["embedded", "sglang", "vllm"])
+    parser.add_argument("model_path", help="Hugging Face directory")
+    parser.add_argument("--python", default=sys.executable, help="the server's interpreter")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-running-requests", type=int, default=64)
+    options, extra = parser.parse_known_args(arguments)
+    if not (Path(options.model_path) / "config.json").is_file():
+        parser.error(f"{options.model_path} must be a Hugging Face directory with a config.json")
+    device = default_device(os.environ) if options.device == "auto" else options.device
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return ServerSpec(
+        kind=options.kind,
+        model_path=str(Path(options.model_path).resolve()),
+        host=options.host,
+        port=options.port,
+        device=device,
+        dtype=dtype,
+        max_model_len=options.max_model_len,
+        max_running_requests=options.max_running_requests,
+        python=options.python,
+        api_key=os.environ.get("TORCHTITAN_GRPO_API_KEY"),
+        admin_key=os.environ.get("TORCHTITAN_GRPO_ADMIN_KEY"),
+        extra_args=tuple(extra),
+    )
+
+
+def main() -> None:
+    """Replaces this process with the server."""
+    command, environ = server_command(parse_arguments(sys.argv[1:]), os.environ)
+    print(f"+ {shlex.join(command)}", flush=True)
+    os.execve(command[0], command, environ)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What of upstream's talk reaches the console."""
+
+import logging
+import warnings
+
+from torchtitan.tools.logging import init_logger, logger
+
+# Known, harmless, and printed by every rank of every run on CPU.
+_NOISE = (
+    "model.safetensors.index.json not found",  # a model of a single file has no index
+    "Error running lspci",
+)
+_NOISY_WARNINGS = (
+    "DTensor random operators may not have complete support on cpu",
+    "DTensor manual_seed.. may not have complete support on cpu",
+)
+
+
+def init_console(level: str, *, is_rank_zero: bool) -> None:
+    """Sets torchtitan's logger up; ranks other than 0 report problems only.
+
+    Args:
+        level: ``observe.log_level``.
+    """
+    init_logger()
+    logger.setLevel(level.upper() if is_rank_zero else "WARNING")
+    for handler in logger.handlers:
+        handler.addFilter(_is_news)
+    # It announces the building of its font cache, once a machine.
+    logging.getLogger("matplotlib").setLevel("WARNING")
+    for message in _NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(noise in message for noise in _NOISE)

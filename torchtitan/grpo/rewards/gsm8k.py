@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""GSM8K's own answer form: a last line `#### <number>`, rewarded for form and for number.
+
+Reward functions in TRL's signature. The column ``answer`` may be GSM8K's as it is, with
+the worked solution before the `####`, or the number alone.
+"""
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from torchtitan.grpo.rewards.builtin import Completion, completion_text
+
+CONTAINS_CREDIT = 0.5
+"""Reward for a well-formed `####` line that does not stand alone at the end."""
+
+_NUMBER = r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+_HASH_LINE = re.compile(rf"^####[ ]+({_NUMBER})[ ]*$", re.MULTILINE)
+
+
+def hash_answer_format(
+    prompts: Sequence[Any], completions: Sequence[Completion], **_: Any
+) -> list[float]:
+    """1 where the one `#### <number>` line is the last line, 1/2 where there is such a line.
+
+    White space after the last line is ignored.
+
+    Example: ``She has 2 + 3 = 5 apples.\\n#### 5`` earns 1; with a further sentence below,
+    or with a second `#### 5` line, 1/2; ``The answer is 5`` and ``#### five`` earn 0.
+    """
+    return [_format_reward(completion_text(completion)) for completion in completions]
+
+
+def hash_answer_exact(
+    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
+) -> list[float]:
+    """1 where the last `#### <number>` line has the expected number.
+
+    Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. A completion
+    without such a line earns 0.
+
+    Raises:
+        ValueError: if an expected answer holds no number.
+    """
+    return [
+        float(_last_number(completion_text(completion)) == _expected_number(str(expected)))
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def _format_reward(text: str) -> float:
+    lines = list(_HASH_LINE.finditer(text))
+    if not lines:
+        return 0.0
+    alone_at_the_end = len(lines) == 1 and not text[lines[0].end() :].strip()
+    return 1.0 if alone_at_the_end else CONTAINS_CREDIT
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = _HASH_LINE.findall(text)
+    return _to_number(found[-1]) if found else None
+
+
+def _expected_number(answer: str) -> Decimal:
+    number = answer.rpartition("####")[2].strip()
+    if not re.fullmatch(_NUMBER, number):
+        raise ValueError(
+            "The answer column must hold a number, alone or after the last ####, got "
+            f"{answer!r}. Check prompts.path and prompts.rename."
+        )
+    return _to_number(number)
+
+
+def _to_number(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace("$", ""))
