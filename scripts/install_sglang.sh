@@ -7,7 +7,7 @@
 # Without a GPU, or with --cpu, it is SGLang on torch's own attention: about two minutes and 3 GB; a real
 # server for the protocol, not for its speed.
 
-source "$(dirname "${BASH_SOURCE[0]}")/_server_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 SGLANG_VERSION=0.5.23
 
@@ -31,4 +31,5 @@ else
     "$PYTHON" -m pip install -q --no-deps "sglang==$SGLANG_VERSION" torchvision==0.28.0
     "$PYTHON" -m pip install -q "${CPU_REQUIREMENTS[@]}"
 fi
+install_overlay_alone
 close_environment

@@ -6,7 +6,7 @@
 # usage: bash scripts/install_vllm.sh [--cpu]
 # Without a GPU, or with --cpu, it is vLLM's CPU build: about two minutes and 3.4 GB.
 
-source "$(dirname "${BASH_SOURCE[0]}")/_server_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 VLLM_VERSION=0.32.0
 
@@ -38,4 +38,5 @@ else
     cpu_requirements >"$REPOSITORY/.venv-vllm/requirements.txt"
     "$PYTHON" -m pip install -q -r "$REPOSITORY/.venv-vllm/requirements.txt"
 fi
+install_overlay_alone
 close_environment

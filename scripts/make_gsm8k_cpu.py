@@ -65,10 +65,10 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         row = json.loads(line)
-        if not {"question", "answer"} <= row.keys():
+        if not {"question", "answer"} <= row.keys() or "####" not in row["answer"]:
             raise ValueError(
-                f"{path}, line {number}: needs the columns question and answer, got "
-                f"{sorted(row)}. Pass GSM8K's train.jsonl."
+                f"{path}, line {number}: needs the columns question and answer, the latter "
+                f"with a #### line, got {row}. Pass GSM8K's train.jsonl."
             )
         rows.append({"question": row["question"], "answer": row["answer"]})
     if not rows:
@@ -79,6 +79,12 @@ def read_rows(path: Path) -> list[Row]:
 def plain_answer(answer: str) -> str:
     """The answer without GSM8K's calculator annotations, `<<48/2=24>>`."""
     return re.sub(r"<<[^>]*>>", "", answer)
+
+
+def lesson_answer(answer: str, with_last_line: float, rng: random.Random) -> str:
+    """The plain answer, or, except for a share of ``with_last_line``, all but its last line."""
+    plain = plain_answer(answer)
+    return plain if rng.random() < with_last_line else plain[: plain.rindex("####")].rstrip()
 
 
 def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
@@ -110,7 +116,8 @@ def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokeni
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """Qwen3 in small: 4 layers, grouped-query attention, 3.8 M parameters, fp32."""
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        # Rounded up, so that the rows divide over tensor-parallel ranks.
+        vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=256,
         intermediate_size=640,
         num_hidden_layers=4,
@@ -146,9 +153,7 @@ def draw_lesson(
     row: Row, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, rng: random.Random
 ) -> Lesson:
     """One lesson; whether it ends in the `####` line is drawn anew each time."""
-    answer = f" {plain_answer(row['answer'])}"
-    if rng.random() >= lessons.with_last_line:
-        answer = answer[: answer.rindex("####")].rstrip()
+    answer = f" {lesson_answer(row['answer'], lessons.with_last_line, rng)}"
     prompt = tokenizer.encode(TEMPLATE.format(prompt=row["question"]))
     return prompt, [*tokenizer.encode(answer), tokenizer.eos_token_id]
 

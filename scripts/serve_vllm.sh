@@ -8,7 +8,7 @@
 # Then train with --inference.kind vllm --inference.urls http://H:P. Keys are taken from the environment
 # variables TORCHTITAN_GRPO_API_KEY and TORCHTITAN_GRPO_ADMIN_KEY.
 
-source "$(dirname "${BASH_SOURCE[0]}")/_server_env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 (($#)) || die "usage: bash scripts/serve_vllm.sh MODEL_DIR [--port P] [further arguments]"
 PYTHON="${TORCHTITAN_GRPO_VLLM_PYTHON:-$REPOSITORY/.venv-vllm/bin/python}"

@@ -123,6 +123,10 @@ class Rollout:
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion besides the model's own end-of-sequence tokens."""
 
+    ignore_eos: bool = False
+    """Write ``max_new_tokens`` tokens whatever the model says: for benchmarks, and for
+    verification runs that want requests in flight at every push."""
+
     request_timeout_seconds: float = 600.0
     """Longest time that one completion may take before its request is aborted and
     counted as failed."""

@@ -59,6 +59,7 @@ class GenerateRequest:
         top_p: Nucleus bound in (0, 1]; 1 is off.
         top_k: Number of most likely tokens kept; -1 is off.
         stop_token_ids: Tokens that end the completion; the stop token is part of it.
+        ignore_eos: Write ``max_new_tokens`` tokens whatever the model says.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class GenerateRequest:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)

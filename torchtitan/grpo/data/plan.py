@@ -83,7 +83,9 @@ def _samples(rollouts: Sequence[tuple[int, Rollout]], advantage_eps: float) -> l
 
 def _staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     ages = [version - rollout.oldest_version for rollout in rollouts]
+    mixed = [len({segment.version for segment in rollout.segments}) > 1 for rollout in rollouts]
     return {
+        "staleness/mixed_version_fraction": float(np.mean(mixed)) if mixed else 0.0,
         "staleness/mean_steps": float(np.mean(ages)) if ages else 0.0,
         "staleness/max_steps": float(max(ages, default=0)),
     }

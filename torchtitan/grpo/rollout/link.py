@@ -117,6 +117,8 @@ class RolloutLink:
         self._asked_version: int | None = None
         self._evaluation_id = 0
         self._progress = ""
+        # Answers that came while another one was waited for.
+        self._unclaimed: list[tuple[wire.Answer, list[bytes]]] = []
 
     def start(self) -> None:
         """Starts the process. Call it from a thread that lives as long as the run."""
@@ -255,10 +257,11 @@ class RolloutLink:
         """The next answer of ``kind`` with its frames; None where stopped."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            answer = self._receive()
-            if answer is not None:
-                if isinstance(answer[0], kind):
-                    return answer[0], answer[1]
+            for position, (message, frames) in enumerate(self._unclaimed):
+                if isinstance(message, kind):
+                    del self._unclaimed[position]
+                    return message, frames
+            if self._receive():
                 continue
             if should_stop is not None and should_stop():
                 return None
@@ -269,15 +272,15 @@ class RolloutLink:
                     f"Its log is {self._log}."
                 )
 
-    def _receive(self) -> tuple[wire.Answer, list[bytes]] | None:
-        """One answer, or None after a short while without any."""
+    def _receive(self) -> bool:
+        """Takes in one answer; False after a short while without any."""
         assert self._messages is not None, self._failure or "start() comes first"
         # Asked before polling: what a child sent before it ended is still read.
         ended = self._child is None or self._child.poll() is not None
         if not self._messages.poll(_POLL_MILLISECONDS):
             if ended:
                 self._check_alive()
-            return None
+            return False
         header, *frames = self._messages.recv_multipart()
         answer = wire.decode_answer(header)
         if isinstance(answer, wire.Fatal):
@@ -285,7 +288,9 @@ class RolloutLink:
             raise RolloutFailed(answer.message)
         if isinstance(answer, wire.Progress):
             self._progress = answer.message
-        return answer, frames
+        else:
+            self._unclaimed.append((answer, frames))
+        return True
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -65,6 +65,7 @@ class JsonlRows(Rows):
 
     def __init__(self, path: str, rename: Mapping[str, str], column: str, key: str) -> None:
         self.path = path
+        self._key = key
         self._rename = dict(rename)
         self._offsets = array("q")
         self._line_numbers = array("q")
@@ -72,14 +73,14 @@ class JsonlRows(Rows):
             self._file = open(path, "rb")  # noqa: SIM115 - kept open for row()
         except OSError as error:
             raise ValueError(f"{key}: {path} cannot be read: {error.strerror}.") from error
-        self._index(column, key)
+        self._index(column)
 
-    def _index(self, column: str, key: str) -> None:
+    def _index(self, column: str) -> None:
         offset = 0
         for number, line in enumerate(self._file, start=1):
             if line.strip():
                 where = f"{self.path}:{number}"
-                row = _renamed(_parse(line, where, key), self._rename, where)
+                row = _renamed(_parse(line, where, self._key), self._rename, where)
                 _check_column(row, column, where)
                 self._offsets.append(offset)
                 self._line_numbers.append(number)
@@ -91,7 +92,7 @@ class JsonlRows(Rows):
     def row(self, i: int) -> dict[str, Any]:
         self._file.seek(self._offsets[i])
         line = self._file.readline()
-        return _renamed(_parse(line, self.where(i), "prompts.path"), self._rename, self.where(i))
+        return _renamed(_parse(line, self.where(i), self._key), self._rename, self.where(i))
 
     def where(self, i: int) -> str:
         return f"{self.path}:{self._line_numbers[i]}"

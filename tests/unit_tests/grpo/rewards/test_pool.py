@@ -149,7 +149,7 @@ def test_what_cannot_be_trained_on_is_a_failure_of_one_group(
 def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(functions: str):
     async def body(pool: RewardPool) -> None:
         before = psutil.Process().children(recursive=True)
-        with pytest.raises(ScoringFailed, match="reward.timeout_seconds = 2"):
+        with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 2"):
             await pool.score(PROMPT, ["hang", "b"], IDS)
         assert not any(process.is_running() for process in before)
         sleepers = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
@@ -177,7 +177,7 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
         for _ in range(2):
             with pytest.raises(ScoringFailed):
                 await pool.score(PROMPT, ["nan", "b"], IDS)
-        with pytest.raises(RewardError, match="3 groups in a row .*raised KeyError"):
+        with pytest.raises(RewardError, match=r"3 groups in a row .*raised KeyError"):
             await pool.score(PROMPT, ["raise", "b"], IDS)
 
     run_with_pool([f"{functions}:by_completion"], body, max_consecutive_failures=3)
@@ -213,7 +213,7 @@ def test_import_that_hangs_is_refused_at_the_start(tmp_path: Path):
 
 def test_check_refuses_a_function_that_returns_nan(functions: str):
     async def body(pool: RewardPool) -> None:
-        with pytest.raises(RewardError, match="finite numbers, got nan.*checked before training"):
+        with pytest.raises(RewardError, match=r"finite numbers, got nan.*checked before training"):
             await pool.check(PROMPT)
 
     run_with_pool([f"{functions}:nan_at_once"], body)

@@ -237,7 +237,7 @@ def test_request_without_an_answer_fails_at_its_timeout():
         server.answer = server.hang
         dispatcher = make(server, request_timeout_seconds=0.05)
         dispatcher.set_version("http://a", 0)
-        with pytest.raises(ServerError, match="rollout.request_timeout_seconds = 0.05"):
+        with pytest.raises(ServerError, match=r"rollout.request_timeout_seconds = 0.05"):
             await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], SAMPLING)
 
     asyncio.run(run())

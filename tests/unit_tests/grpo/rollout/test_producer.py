@@ -212,7 +212,7 @@ def test_unscored_groups_are_replaced_and_unscored_rollouts_left_out(run_world, 
 
 def test_trainer_out_of_step_is_refused(run_world):
     async def body(world: World) -> None:
-        with pytest.raises(RuntimeError, match="asked for the batch of version 3.* out of step"):
+        with pytest.raises(RuntimeError, match=r"asked for the batch of version 3.* out of step"):
             await world.producer.batch(3)
 
     run_world(body, prompts=["1"], max_staleness=0)

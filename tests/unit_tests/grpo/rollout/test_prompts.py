@@ -125,7 +125,7 @@ def test_bad_file_is_refused_with_its_line(codec: TextCodec, write, text: str, m
 
 
 def test_rename_of_a_missing_column_is_refused(codec: TextCodec, write):
-    with pytest.raises(ValueError, match="prompts.rename names the column 'q'"):
+    with pytest.raises(ValueError, match=r"prompts.rename names the column 'q'"):
         prompt_set(write([{"prompt": "a"}]), codec, rename={"q": "x"})
 
 
@@ -174,7 +174,7 @@ def test_saved_data_set_and_its_missing_split(codec: TextCodec, tmp_path: Path):
 
 
 def test_path_must_be_given(codec: TextCodec):
-    with pytest.raises(ValueError, match="prompts.path must name"):
+    with pytest.raises(ValueError, match=r"prompts.path must name"):
         prompt_set("", codec)
 
 
@@ -206,5 +206,5 @@ def test_conversation_is_rendered_by_the_chat_template(codec: TextCodec, write, 
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="model.hf_assets_path must hold a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"model.hf_assets_path must hold a tokenizer.json"):
         TextCodec(str(tmp_path), [])

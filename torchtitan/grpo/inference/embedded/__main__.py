@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import threading
 
 import transformers
 from aiohttp import web
@@ -144,10 +143,11 @@ def main() -> None:
     except KeyboardInterrupt:
         # Before the handlers stood: the model was still being loaded.
         sys.exit(130)
-    if threading.active_count() > 1:
-        # A thread that waits for a trainer must not be torn down under C++'s feet.
-        logging.shutdown()
-        os._exit(0)
+    # Not by the interpreter's own end: it would wait for gloo's threads, and they for a
+    # trainer that is in no hurry.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

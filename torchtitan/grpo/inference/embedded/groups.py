@@ -71,8 +71,10 @@ class WeightGroup:
         deadline = time.monotonic() + self._timeout_seconds
         while not work.is_completed():
             if self._left.is_set():
+                _abandoned.append(self._group)
                 raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
             if time.monotonic() > deadline:
+                _abandoned.append(self._group)
                 raise RuntimeError(
                     f"No broadcast came in group {self.name!r} within {self._timeout_seconds} s."
                 )
@@ -88,5 +90,6 @@ class WeightGroup:
         """Leaves the group; a waiting :meth:`receive` fails."""
         self._left.set()
         if self._is_receiving and not self._is_nccl:
+            # Before the waiting thread can end, and drop its reference.
             _abandoned.append(self._group)
         destroy_weight_group(self._group)

@@ -1,8 +1,8 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Sourced by install_vllm.sh, install_sglang.sh and the scripts that serve: makes the environment of
-# an inference server, which is never the trainer's own, since their requirements contradict.
+# Sourced by the other scripts: finds Python and GPUs, and makes virtual environments. A server's is never
+# the trainer's own, since their requirements contradict.
 
 set -euo pipefail
 
@@ -21,6 +21,15 @@ die() {
 has_gpu() {
     [[ "${CUDA_VISIBLE_DEVICES-all}" != "" ]] && command -v nvidia-smi >/dev/null \
         && nvidia-smi -L 2>/dev/null | grep -q GPU
+}
+
+# How many GPUs a process started here sees.
+visible_gpus() {
+    if [[ -n "${CUDA_VISIBLE_DEVICES-}" ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+    else
+        nvidia-smi -L | grep -c GPU
+    fi
 }
 
 find_python() {
@@ -65,9 +74,13 @@ open_environment() {
     "$python" -m venv "$folder"
 }
 
-close_environment() {
-    # Namespace packages are found in an editable install only in this mode.
+# The overlay alone, for a server's environment, where torchtitan is not installed: the overlay's folder
+# is then a namespace package, which an editable install finds in this mode only.
+install_overlay_alone() {
     "$PYTHON" -m pip install -q --no-deps --config-settings editable_mode=compat -e "$REPOSITORY"
+}
+
+close_environment() {
     echo "$STAMP" >"$STAMP_FILE"
     echo "done"
 }

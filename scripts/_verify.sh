@@ -1,0 +1,70 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Sourced by the verify scripts: serve, train, compare.
+
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+cd "$REPOSITORY"
+
+MODEL=assets/reverse_digits/model
+
+# parse_server "$@": sets SERVER and EXTRA.
+parse_server() {
+    SERVER=embedded
+    EXTRA=()
+    while (($#)); do
+        case "$1" in
+            --server)
+                SERVER="${2-}"
+                shift
+                ;;
+            --server=*) SERVER="${1#*=}" ;;
+            *) EXTRA+=("$1") ;;
+        esac
+        shift
+    done
+    case "$SERVER" in
+        embedded) SERVER_PYTHON="$REPOSITORY/.venv/bin/python" ;;
+        vllm) SERVER_PYTHON="${TORCHTITAN_GRPO_VLLM_PYTHON:-$REPOSITORY/.venv-vllm/bin/python}" ;;
+        sglang) SERVER_PYTHON="${TORCHTITAN_GRPO_SGLANG_PYTHON:-$REPOSITORY/.venv-sglang/bin/python}" ;;
+        *) die "--server must be embedded, vllm or sglang, got '$SERVER'" ;;
+    esac
+}
+
+# start_server DEVICE: starts $SERVER on a free loopback port; sets URL. It ends with this script.
+start_server() {
+    local port log="$DUMP_FOLDER/server.log"
+    port="$("$PYTHON" -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+    URL="http://127.0.0.1:$port"
+    mkdir -p "$DUMP_FOLDER"
+    echo "starting $SERVER at $URL on $1, log in $log"
+    # In a session of its own: a server has workers, and they end together.
+    setsid "$PYTHON" torchtitan/grpo/light_start.py torchtitan.grpo.inference.serve "$SERVER" "$MODEL" \
+        --python "$SERVER_PYTHON" --port "$port" --device "$1" --dtype "$2" \
+        --max-model-len 256 --max-running-requests 32 >"$log" 2>&1 &
+    SERVER_PID=$!
+    trap stop_server EXIT
+    trap 'exit 130' INT TERM
+}
+
+stop_server() {
+    kill -TERM -- "-$SERVER_PID" 2>/dev/null || true
+    for _ in $(seq 30); do
+        kill -0 -- "-$SERVER_PID" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL -- "-$SERVER_PID" 2>/dev/null || true
+}
+
+# train_and_verify RANKS TOLERANCE [trainer arguments]
+train_and_verify() {
+    local ranks="$1" tolerance="$2"
+    shift 2
+    # -m by path: `torchrun` on PATH might be another environment's.
+    "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$ranks" -m torchtitan.grpo_train \
+        --job.config_file train_configs/verify.toml --job.dump_folder "$DUMP_FOLDER" \
+        --inference.kind "$SERVER" --inference.urls "$URL" "$@"
+    "$PYTHON" -m torchtitan.grpo.verify --kind "$SERVER" --url "$URL" --run "$DUMP_FOLDER" \
+        --prompts assets/reverse_digits/heldout.jsonl --tolerance "$tolerance"
+    echo "verified: $SERVER serves what the trainer has"
+}

@@ -1,0 +1,160 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Checks that a server serves exactly the weights of a checkpoint.
+
+    python -m torchtitan.grpo.verify --kind vllm --url http://127.0.0.1:8000 \\
+        --run outputs/verify
+
+Asks the server for greedy completions of a few prompts and compares the logprob of every
+token with what transformers computes from the run's exported checkpoint; and checks that
+the run pushed its weights while requests were in flight. Exit status 0 only if all holds.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.types import GenerateRequest, Generation
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold, and what was found."""
+
+    what: str
+    found: str
+    holds: bool
+
+
+def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
+    """What the run's own records say."""
+    summary = json.loads((run / "summary.json").read_text())
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    checks = [
+        Check(
+            "the server's version is the last step's",
+            f"{summary['server_version']} of {summary['policy_version']}",
+            summary["server_version"] == summary["policy_version"] == summary["steps"],
+        ),
+        Check(
+            "no push failed",
+            f"{records[-1]['weight_sync/failures']:.0f} failures",
+            records[-1]["weight_sync/failures"] == 0,
+        ),
+    ]
+    if want_in_flight:
+        mixed = max(record["staleness/mixed_version_fraction"] for record in records)
+        checks.append(
+            Check(
+                "requests were in flight while weights were pushed",
+                f"up to {mixed:.0%} of a step's rollouts span two versions",
+                mixed > 0,
+            )
+        )
+    return checks
+
+
+async def greedy_completions(
+    client: InferenceClient, prompts: list[list[int]], max_new_tokens: int
+) -> list[Generation]:
+    """One greedy completion for each prompt, at the same time."""
+    try:
+        return await asyncio.gather(
+            *(
+                client.generate(
+                    GenerateRequest(f"verify-{i}", ids, max_new_tokens, temperature=0.0)
+                )
+                for i, ids in enumerate(prompts)
+            )
+        )
+    finally:
+        await client.close()
+
+
+@torch.no_grad()
+def compare(
+    checkpoint: Path, prompts: list[list[int]], answers: list[Generation]
+) -> tuple[float, int, int]:
+    """Server against transformers.
+
+    Returns:
+        Largest difference of a token's logprob, number of tokens that are not the greedy
+        choice of transformers, number of tokens compared.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    largest, not_greedy, compared = 0.0, 0, 0
+    for ids, answer in zip(prompts, answers, strict=True):
+        completion = torch.from_numpy(answer.token_ids.astype("int64"))
+        tokens = torch.cat([torch.tensor(ids), completion])
+        logprobs = model(tokens[None]).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        of_token = logprobs.gather(1, completion[:, None])[:, 0]
+        difference = (of_token - torch.from_numpy(answer.logprobs)).abs().max().item()
+        largest = max(largest, difference)
+        # A tie may be broken either way.
+        not_greedy += int((of_token < logprobs.max(-1).values - 1e-4).sum())
+        compared += len(completion)
+    return largest, not_greedy, compared
+
+
+def check_server(options: argparse.Namespace) -> list[Check]:
+    """What the server itself answers."""
+    summary = json.loads((options.run / "summary.json").read_text())
+    checkpoint = Path(summary["hf_checkpoint"])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    with options.prompts.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line, _ in zip(file, range(options.num_prompts), strict=False)]
+    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
+    client = make_client(options.kind, options.url)
+    answers = asyncio.run(greedy_completions(client, prompts, options.max_new_tokens))
+    largest, not_greedy, compared = compare(checkpoint, prompts, answers)
+    versions = {segment.version for answer in answers for segment in answer.segments}
+    return [
+        Check(
+            "completions carry the last version",
+            f"{sorted(versions)}",
+            versions == {summary["policy_version"]},
+        ),
+        Check(
+            f"logprobs equal transformers' within {options.tolerance:g}",
+            f"largest difference {largest:.2e} over {compared} tokens of {len(prompts)} prompts",
+            compared > 0 and largest <= options.tolerance,
+        ),
+        Check(
+            "every token is transformers' greedy choice",
+            f"{not_greedy} of {compared} are not",
+            not_greedy == 0,
+        ),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table; returns 0 only if every check holds."""
+    parser = argparse.ArgumentParser(prog="verify", description=__doc__)
+    parser.add_argument("--kind", choices=["embedded", "sglang", "vllm"], required=True)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--run", type=Path, required=True, help="the run's dump_folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a prompt column")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=12)
+    parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--synchronous", action="store_true", help="no request was in flight")
+    options = parser.parse_args(arguments)
+    checks: list[Any] = check_run(options.run, want_in_flight=not options.synchronous)
+    checks += check_server(options)
+    for check in checks:
+        print(f"{'ok  ' if check.holds else 'FAIL'}  {check.what}: {check.found}")
+    return 0 if all(check.holds for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
