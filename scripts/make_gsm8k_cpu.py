@@ -50,10 +50,10 @@ class Lessons:
     """Rows with more tokens than these are left out."""
     with_last_line: float = 0.5
     """Share of the lessons that end in `#### <number>`."""
-    batch_size: int = 16
-    learning_rate: float = 2e-3
+    batch_size: int = 8
+    learning_rate: float = 1.5e-3
     warmup_steps: int = 20
-    num_steps: int = 400
+    num_steps: int = 800
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.data.feed import Feed, TrainBatch
-from torchtitan.grpo.data.feed import Signal
+from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.plan import StepPlan
 from torchtitan.grpo.data.rows import TrainRows
 

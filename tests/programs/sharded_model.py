@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.models.hf_config import read_hf_model

@@ -28,7 +28,19 @@ _SGLANG_CPU_MAIN = Path(__file__).with_name("sglang_cpu.py")
 _SGLANG_CPU_MAX_TOKENS = 32768
 
 # What torchrun told our parent about its own ranks would be taken for the server's.
-_LAUNCHER_VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+_LAUNCHER_VARIABLES = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+]
 
 
 @dataclass(frozen=True)

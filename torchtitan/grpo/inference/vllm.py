@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 GENERATE_ROUTE = "/inference/v1/generate"
 # The server puts this before the id that it was given, and aborts by the whole.
 _REQUEST_ID_PREFIX = "generate-tokens-"
-# At this temperature every token is as likely as any other.
-_FLAT_TEMPERATURE = 1e6
-_FLAT_TOLERANCE = 1e-2
+_PROBE_TOKENS = (0, 1)  # every vocabulary has them
+_PROBE_TOLERANCE = 1e-3
 
 
 class VLLMClient(InferenceClient):
@@ -57,12 +56,12 @@ class VLLMClient(InferenceClient):
         self._http = http
         self._request_timeout_seconds = request_timeout_seconds
         self._group: WeightGroupInfo | None = None
-        self._scaled_logprobs: asyncio.Task[None] | None = None
+        self._logprobs_probe: asyncio.Task[None] | None = None
         self._update_marked = False
 
     async def generate(self, request: GenerateRequest) -> Generation:
         if request.temperature not in (0.0, 1.0):
-            await self._require_scaled_logprobs(request.prompt_ids)
+            await self._require_processed_logprobs(request.prompt_ids)
         try:
             answer = await self._http.post(
                 GENERATE_ROUTE,
@@ -79,35 +78,39 @@ class VLLMClient(InferenceClient):
             raise
         return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, answer.body)
 
-    async def _require_scaled_logprobs(self, prompt_ids: list[int]) -> None:
+    async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
         """Finds out once what the server's logprobs are; requests wait for the answer."""
-        if self._scaled_logprobs is None or (
-            self._scaled_logprobs.done() and self._scaled_logprobs.exception() is not None
-        ):
-            self._scaled_logprobs = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
-        await asyncio.shield(self._scaled_logprobs)
+        probe = self._logprobs_probe
+        if probe is None or (probe.done() and (probe.cancelled() or probe.exception())):
+            probe = self._logprobs_probe = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
+        await asyncio.shield(probe)
 
     async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
-        """Samples two tokens at a temperature at which logprobs after it are all alike.
+        """Asks for one token where one alone is allowed, of two different ones.
 
-        The server's ``/server_info`` would tell as well, but it describes the whole
-        machine with it, which takes half a minute.
+        After everything that shapes sampling, temperature included, each is certain:
+        logprob 0. Before it, they cannot both be. (The server's ``/server_info`` would
+        tell as well, but it describes the whole machine with it, for half a minute.)
         """
-        request = GenerateRequest(f"probe-{uuid.uuid4().hex}", prompt_ids, 2, _FLAT_TEMPERATURE)
-        body = generate_body(request)
-        body["sampling_params"] |= {"logprobs": 1, "ignore_eos": True}
-        answer = await self._http.post(
-            GENERATE_ROUTE,
-            body,
-            scope="generation",
-            timeout_seconds=self._request_timeout_seconds,
-        )
-        if not logprobs_are_flat(f"{self.url}{GENERATE_ROUTE}", answer.body):
-            raise ServerError(
-                f"{self.url}: rollout.temperature other than 1 needs logprobs after temperature, "
-                "but the server returns them before it. Start it with "
-                "--logprobs-mode processed_logprobs."
+        for token in _PROBE_TOKENS:
+            name = f"probe-{uuid.uuid4().hex}"
+            request = GenerateRequest(name, prompt_ids, max_new_tokens=1)
+            body = generate_body(request)
+            body["sampling_params"]["allowed_token_ids"] = [token]
+            answer = await self._http.post(
+                GENERATE_ROUTE,
+                body,
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
             )
+            source = f"{self.url}{GENERATE_ROUTE}"
+            (logprob,) = parse_logprobs(source, answer.body)
+            if abs(logprob) > _PROBE_TOLERANCE:
+                raise ServerError(
+                    f"{self.url}: rollout.temperature other than 1 needs logprobs after "
+                    "temperature, but the server returns them before it. Start it with "
+                    "--logprobs-mode processed_logprobs."
+                )
 
     async def abort(self, request_id: str | None) -> None:
         ids = [] if request_id is None else [_REQUEST_ID_PREFIX + request_id]
@@ -156,8 +159,10 @@ class VLLMClient(InferenceClient):
 
     async def leave_weight_group(self) -> None:
         self._group = None
-        await self._abandon_update()
-        await self._http.post("/shutdown_weight_transfer_engine")
+        route = "/shutdown_weight_transfer_engine"
+        if (await self._http.post(route, accept=(500,))).status != 200:
+            await self._abandon_update()  # it refuses while an update is open
+            await self._http.post(route)
 
     async def begin_update(self) -> None:
         self._update_marked = False
@@ -207,8 +212,8 @@ class VLLMClient(InferenceClient):
             )
 
     async def close(self) -> None:
-        if self._scaled_logprobs is not None:
-            self._scaled_logprobs.cancel()
+        if self._logprobs_probe is not None:
+            self._logprobs_probe.cancel()
         await self._http.close()
 
 
@@ -260,22 +265,18 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
         ) from error
 
 
-def logprobs_are_flat(source: str, body: Any) -> bool:
-    """Whether each sampled token's logprob is that of the likeliest token.
+def parse_logprobs(source: str, body: Any) -> list[float]:
+    """Logprobs of the sampled tokens, whatever their versions.
 
     Raises:
-        ServerError: The answer does not tell.
+        ServerError: The answer does not hold them.
     """
     try:
         (choice,) = body["choices"]
-        return all(
-            abs(entry["logprob"] - candidate["logprob"]) < _FLAT_TOLERANCE
-            for entry in choice["logprobs"]["content"]
-            for candidate in entry["top_logprobs"]
-        )
+        return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(
-            f"{source}: the answer must hold the likeliest tokens' logprobs "
+            f"{source}: the answer must hold one choice with logprobs "
             f"({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
 

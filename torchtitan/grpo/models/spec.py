@@ -10,6 +10,7 @@ import torch.nn as nn
 import torchtitan.protocols.train_spec as train_specs
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import TrainSpec
 
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.device import prepare_fsdp_for_gloo
@@ -18,7 +19,6 @@ from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.packed_attention import PackedAttentionKind, install_packed_attention
 from torchtitan.grpo.models.tied_embeddings import parallelize_tied_qwen3
 from torchtitan.grpo.observe.metrics import build_grpo_metrics_processor
-from torchtitan.protocols.train_spec import TrainSpec
 
 
 def hf_train_spec(model: HFModel, flavor: str) -> TrainSpec:

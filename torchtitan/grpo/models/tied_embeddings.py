@@ -14,10 +14,9 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
+import torchtitan.models.qwen3.infra.parallelize as qwen3_parallelize
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-import torchtitan.models.qwen3.infra.parallelize as qwen3_parallelize
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 
 

@@ -266,8 +266,10 @@ class ServerConnection:
             # A gloo broadcast cannot be interrupted: it ends with the server's sockets,
             # or at the group's timeout. Nobody waits for that longer than this.
             idle = executor.submit(lambda: None)
-            await asyncio.wait({asyncio.wrap_future(idle)}, timeout=_BROADCAST_GRACE_SECONDS)
-            executor.shutdown(wait=False, cancel_futures=True)
+            done, _ = await asyncio.wait(
+                {asyncio.wrap_future(idle)}, timeout=_BROADCAST_GRACE_SECONDS
+            )
+            executor.shutdown(wait=bool(done), cancel_futures=True)
         self._store = None
 
 

@@ -217,14 +217,6 @@ def test_fused_parameters_know_their_checkpoint_names() -> None:
     assert unknown_names([*known, *wrong], held) == wrong
 
 
-@pytest.mark.parametrize("sampled, flat", [(-5.76, True), (-2.0, False)])
-def test_flat_logprobs_show_that_temperature_was_applied(sampled: float, flat: bool) -> None:
-    candidates = [{"token_id": 1, "logprob": -5.76}, {"token_id": 2, "logprob": sampled}]
-    entry = {"token_id": 2, "logprob": sampled, "top_logprobs": candidates}
-    body = {"choices": [{"logprobs": {"content": [entry]}}]}
-    assert vllm.logprobs_are_flat("url", body) is flat
-
-
 @pytest.mark.parametrize(
     ("kind", "url", "message"),
     [("tgi", "http://h:1", "inference.kind"), ("vllm", "h:1", "inference.urls")],
@@ -283,17 +275,23 @@ def test_an_error_names_url_route_status_and_body() -> None:
 
 
 def test_a_server_that_does_not_answer_is_given_up_after_the_timeout() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
-        return web.Response()
+    async def run() -> None:
+        given_up = asyncio.Event()
 
-    async def test(url: str) -> None:
-        client = make_client("vllm", url, control_timeout_seconds=0.2)
-        with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
-            await client.version()
-        await client.close()
+        async def handler(request: web.Request) -> web.Response:
+            await given_up.wait()
+            return web.Response()
 
-    asyncio.run(with_server(handler, test))
+        async def test(url: str) -> None:
+            client = make_client("vllm", url, control_timeout_seconds=0.2)
+            with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
+                await client.version()
+            given_up.set()
+            await client.close()
+
+        await with_server(handler, test)
+
+    asyncio.run(run())
 
 
 def test_a_server_that_is_not_there_is_a_server_error() -> None:
@@ -392,3 +390,43 @@ def test_unknown_names_are_refused_before_sglang_is_asked_to_receive() -> None:
     asyncio.run(with_server(handler, test))
     assert "/update_weights_from_distributed" not in routes
     assert "/update_weight_version" not in routes
+
+
+def vllm_answer(logprob: float, token: int) -> dict[str, Any]:
+    entry = {"token_id": token, "logprob": logprob}
+    choice = {
+        "token_ids": [token],
+        "finish_reason": "length",
+        "logprobs": {"content": [entry]},
+        "weight_versions": [{"version": "1", "start": 0, "end": 1}],
+    }
+    return {"choices": [choice], "usage": {"completion_tokens": 1}}
+
+
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> None:
+    probes: list[list[int]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        allowed = (await request.json())["sampling_params"].get("allowed_token_ids")
+        if allowed is None:
+            return web.json_response(vllm_answer(-1.0, 7))
+        probes.append(allowed)
+        # Raw: this model is nearly sure of token 0, as a real one may be.
+        certain = mode == "processed" or allowed == [0]
+        return web.json_response(vllm_answer(-1e-5 if certain else -9.0, allowed[0]))
+
+    async def test(url: str) -> None:
+        client = make_client("vllm", url)
+        assert (await client.generate(GenerateRequest("a", [1], 1))).token_ids.tolist() == [7]
+        assert not probes  # at temperature 1 both are the same
+        warm = [GenerateRequest(name, [1], 1, temperature=0.7) for name in "bcd"]
+        if mode == "processed":
+            await asyncio.gather(*(client.generate(request) for request in warm))
+        else:
+            with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
+                await client.generate(warm[0])
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+    assert probes == [[0], [1]]

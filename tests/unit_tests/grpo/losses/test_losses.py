@@ -33,7 +33,9 @@ def test_advantages_refuse_rewards_that_are_not_finite():
 
 
 def surrogate(trainer, old, generator, advantages, mask=None, **kwargs):
-    tensors = [torch.tensor([x], dtype=torch.float64) for x in (trainer, old, generator, advantages)]
+    tensors = [
+        torch.tensor([x], dtype=torch.float64) for x in (trainer, old, generator, advantages)
+    ]
     tensors[0].requires_grad_()
     mask = torch.ones_like(tensors[0], dtype=torch.bool) if mask is None else torch.tensor([mask])
     settings = {"clip_low": 0.2, "clip_high": 0.3, "importance_cap": None} | kwargs

@@ -1,0 +1,117 @@
+"""Whole runs: how they are started, and how what they leave behind is found."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARK = "TORCHTITAN_GRPO_TEST_MARK"
+
+
+@dataclass
+class Run:
+    """A training run under torchrun, and everything that descends from it."""
+
+    folder: Path
+    config: str = "quickstart"
+    num_ranks: int = 2
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"),
+            *("--job.config_file", f"train_configs/{self.config}.toml"),
+            *("--job.dump_folder", str(self.folder), *self.arguments),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self.mark}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "console.log").open("wb") as console:
+            self.process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment | self.environment,
+                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def finish(self, timeout_seconds: float = 240) -> int:
+        """Waits for the end; returns the exit status."""
+        assert self.process is not None
+        return self.process.wait(timeout_seconds)
+
+    def succeed(self) -> "Run":
+        """Runs to the end, which must be a good one."""
+        self.start()
+        assert self.finish() == 0, self.console[-6000:]
+        return self
+
+    @property
+    def console(self) -> str:
+        return (self.folder / "console.log").read_text(errors="replace")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def wait_for_step(self, step: int, timeout_seconds: float = 120) -> None:
+        """Returns when the run has logged ``step``."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout_seconds
+        while len(self.metrics) < step:
+            assert self.process.poll() is None, self.console[-6000:]
+            assert time.monotonic() < deadline, self.console[-6000:]
+            time.sleep(0.05)
+
+    def left_behind(self) -> list[psutil.Process]:
+        """Living processes that descend from this run, found by a mark in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def wait_for_nobody(self, timeout_seconds: float = 10) -> None:
+        """Fails where a process is left after the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while left := self.left_behind():
+            assert time.monotonic() < deadline, [p.cmdline() for p in left]
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        for process in self.left_behind():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Makes runs; what they leave behind is killed at the test's end."""
+    runs: list[Run] = []
+
+    def make(*arguments: str, name: str = "run", **kwargs: Any) -> Run:
+        run = Run(folder=tmp_path / name, arguments=list(arguments), **kwargs)
+        runs.append(run)
+        return run
+
+    yield make
+    for run in runs:
+        run.kill()

@@ -1,0 +1,95 @@
+"""Whole runs with the embedded server: what they compute, and what they leave behind."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training.steps=4")
+
+
+def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository):
+    run = make_run(*SMALL, "--rollout.max_head_offpolicyness=2").succeed()
+    assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
+    for key in (
+        "reward/mean", "loss/policy", "grad_norm", "policy_version", "staleness/mean_steps",
+        "staleness/max_steps", "time/step_seconds", "time/wait_data_seconds",
+        "time/boundary_stall_seconds", "weight_sync/push_seconds", "rollout/tokens_per_second",
+        "mismatch/kl", "rollout/completion_tokens_mean", "memory/peak_gib",
+    ):  # fmt: skip
+        assert all(key in record for record in run.metrics), key
+    assert all(record["staleness/max_steps"] <= 2 for record in run.metrics)
+    summary = run.summary
+    assert summary["policy_version"] == summary["server_version"] == summary["steps"] == 4
+    assert 0 <= summary["heldout_before"] <= 1
+    assert (run.folder / "reward_curve.png").stat().st_size > 1000
+    sample = json.loads((run.folder / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["completion"].isdigit()
+    # The export is a model that has learned: transformers loads it, and it is not the old one.
+    exported = AutoModelForCausalLM.from_pretrained(summary["hf_checkpoint"]).state_dict()
+    original = AutoModelForCausalLM.from_pretrained(repository / "assets/reverse_digits/model")
+    assert any(not torch.equal(v, exported[k]) for k, v in original.state_dict().items())
+    assert AutoTokenizer.from_pretrained(summary["hf_checkpoint"]).encode("12")
+    run.wait_for_nobody()
+
+
+def test_without_staleness_trainer_and_server_compute_the_same_model(make_run):
+    run = make_run(*SMALL, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3").succeed()
+    for record in run.metrics:
+        assert record["staleness/max_steps"] == 0
+        assert record["mismatch/kl"] < 1e-6
+        assert record["weight_sync/server_version"] >= record["policy_version"] - 1
+    assert run.summary["mismatch_kl_mean"] < 1e-6
+
+
+def test_foreground_pushes_leave_the_server_current_after_every_step(make_run):
+    run = make_run(*SMALL, "--grpo.no-async_weight_update").succeed()
+    for record in run.metrics:
+        assert record["weight_sync/server_version"] == record["policy_version"]
+        # The push is inside the boundary.
+        assert record["time/boundary_stall_seconds"] >= record["weight_sync/push_seconds"]
+
+
+def test_a_kl_penalty_starts_at_zero_and_grows_with_the_distance(make_run):
+    run = make_run(
+        *SMALL, "--grpo.kl_coef=0.1", "--optimizer.lr=3e-3", "--lr_scheduler.warmup_steps=0"
+    ).succeed()
+    divergence = [record["loss/reference_kl"] for record in run.metrics]
+    assert abs(divergence[0]) < 1e-6
+    assert all(d > 1e-5 for d in divergence[1:])
+
+
+def test_a_run_resumes_from_its_checkpoint(make_run):
+    checkpoint = (
+        "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only",
+    )  # fmt: skip
+    first = make_run(*SMALL, *checkpoint).succeed()
+    second = make_run(*SMALL, *checkpoint, "--training.steps=6").succeed()
+    assert second.folder == first.folder
+    assert [record["step"] for record in second.metrics] == [1, 2, 3, 4, 5, 6]
+    assert second.summary["server_version"] == 6
+    samples = [json.loads(x) for x in (second.folder / "samples.jsonl").read_text().splitlines()]
+    before = {s["group_id"] for s in samples if s["step"] <= 4}
+    after = {s["group_id"] for s in samples if s["step"] > 4}
+    assert before.isdisjoint(after)
+
+
+def test_an_export_loaded_into_a_new_run_is_what_the_new_run_serves(make_run):
+    """With a learning rate of 0 the new run's server must serve the old run's last weights."""
+    first = make_run(*SMALL, "--optimizer.lr=3e-3", name="first").succeed()
+    exported = first.summary["hf_checkpoint"]
+    second = make_run(
+        *SMALL, "--optimizer.lr=0", f"--model.hf_assets_path={exported}",
+        "--rollout.max_head_offpolicyness=0", "--training.steps=1", name="second",
+    ).succeed()  # fmt: skip
+    # Its first step scores what the server sampled from those weights, token by token.
+    assert second.metrics[0]["mismatch/kl"] < 1e-6
+    assert second.summary["heldout_before"] == first.summary["heldout_after"]
+    old = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    new = AutoModelForCausalLM.from_pretrained(second.summary["hf_checkpoint"]).state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.items())
+
+
+def test_one_rank_runs_without_fsdp(make_run):
+    run = make_run(*SMALL, num_ranks=1).succeed()
+    assert run.summary["server_version"] == 4
