@@ -228,6 +228,10 @@ def _check_inference(config: JobConfig) -> None:
             re.fullmatch(r"https?://[^/\s]+:\d+/?", url) is not None,
             f"inference.urls must look like http://host:port, got {url!r}.",
         )
+    _require(
+        len({url.rstrip("/") for url in inference.urls}) == len(inference.urls),
+        f"inference.urls must name each server once, got {inference.urls}.",
+    )
     needs_python = inference.launch and inference.kind != "embedded"
     _require(
         not needs_python or inference.python is not None,

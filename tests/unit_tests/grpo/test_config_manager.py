@@ -60,6 +60,7 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         (["--inference.no-launch"], r"either .*got neither"),
         (["--inference.no-launch", "--inference.urls=localhost"], r"http://host:port"),
         (["--inference.kind=vllm"], r"needs inference\.python.*install_vllm\.sh"),
+        (["--inference.no-launch", "--inference.urls=http://a:1,http://a:1/"], "each server once"),
         (["--inference.python=/no/python"], r"inference\.python must be an executable"),
         (["--reward.weights", "1", "2"], r"reward\.weights must have one entry .* got 2"),
         (["--weight_sync.num_slots=1"], r"weight_sync\.num_slots must be at least 2"),

@@ -248,6 +248,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "top_p": request.top_p,
             "top_k": request.top_k,
             "stop_token_ids": list(request.stop_token_ids),
+            "ignore_eos": request.ignore_eos,
         },
     }
 

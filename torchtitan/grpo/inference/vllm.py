@@ -235,6 +235,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": list(request.stop_token_ids),
+            "ignore_eos": request.ignore_eos,
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
         },

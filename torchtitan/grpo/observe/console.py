@@ -12,6 +12,7 @@ from torchtitan.tools.logging import init_logger, logger
 _NOISE = (
     "model.safetensors.index.json not found",  # a model of a single file has no index
     "Error running lspci",
+    "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # set by torchrun, overridden by upstream
 )
 _NOISY_WARNINGS = (
     "DTensor random operators may not have complete support on cpu",

@@ -45,6 +45,7 @@ class Sampling:
     top_p: float
     top_k: int
     stop_token_ids: tuple[int, ...]
+    ignore_eos: bool = False
 
     def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
         """The request for one completion, cut so that prompt and completion fit."""
@@ -56,6 +57,7 @@ class Sampling:
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
         )
 
 

@@ -163,5 +163,10 @@ def _sampling(config: RolloutProcessConfig) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        stop_token_ids=(*config.eos_token_ids, *rollout.stop_token_ids),
+        # A stop token given by name ends a completion even where EOS is ignored.
+        stop_token_ids=(
+            *(() if rollout.ignore_eos else config.eos_token_ids),
+            *rollout.stop_token_ids,
+        ),
+        ignore_eos=rollout.ignore_eos,
     )
