@@ -57,13 +57,14 @@ parse_device() {
     done
 }
 
-# open_environment FOLDER RECIPE_FILE: exits 0 where FOLDER was made by this very recipe, else makes a
+# open_environment FOLDER RECIPE_FILE...: exits 0 where FOLDER was made by these very recipes, else makes a
 # fresh virtual environment there. Sets PYTHON, and STAMP for close_environment.
 open_environment() {
-    local folder="$1" recipe="$2" python
+    local folder="$1" python
+    shift
     PYTHON="$folder/bin/python"
     STAMP_FILE="$folder/.complete"
-    STAMP="$DEVICE $(cat "${BASH_SOURCE[0]}" "$recipe" "$REPOSITORY/pyproject.toml" | sha256sum | cut -d' ' -f1)"
+    STAMP="$DEVICE $(cat "$@" | sha256sum | cut -d' ' -f1)"
     if [[ -x "$PYTHON" && "$(cat "$STAMP_FILE" 2>/dev/null)" == "$STAMP" ]]; then
         echo "$folder is complete ($DEVICE)"
         exit 0

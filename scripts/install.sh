@@ -7,7 +7,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 parse_device "$@"
-open_environment "$REPOSITORY/.venv" "${BASH_SOURCE[0]}"
+open_environment "$REPOSITORY/.venv" "${BASH_SOURCE[0]}" "$REPOSITORY/pyproject.toml"
 if [[ "$DEVICE" == cpu ]]; then
     install_cpu_torch
 fi

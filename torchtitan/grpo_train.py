@@ -14,14 +14,21 @@ servers in the background while the next step runs.
 
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.device import settle_device
+
+if __name__ == "__main__":
+    # Until StopRequest takes over there is nothing to end in order, and a Ctrl-C during the
+    # imports needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 DEVICE_TYPE = settle_device()
 
@@ -47,7 +54,10 @@ from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.step import SUM_NAMES, Scorer, loss_and_sums
 from torchtitan.grpo.stop import StopRequest
 from torchtitan.grpo.weight_sync.build import build_publisher
-from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
+
+# Longer than rank 0 takes to say what is wrong and to close.
+_RANK_ZERO_PATIENCE_SECONDS = 15.0
 
 
 class RankZeroFailed(RuntimeError):
@@ -72,6 +82,7 @@ class GRPOTrainer(Trainer):
         self.config, self.hf_model, self.stop = job_config, hf_model, stop
         self.begin = time.perf_counter()
         self.prompt_position = 0
+        self.stopped = False
         register_hf_model(hf_model, job_config)
         super().__init__(job_config)
         self.is_rank_zero = dist.get_rank() == 0
@@ -100,8 +111,10 @@ class GRPOTrainer(Trainer):
             self.num_batch_ranks, batch_rank = mesh.size(), mesh.get_local_rank()
         # The other ranks wait while rank 0 waits for servers, rollouts and evaluations.
         patience_seconds = (
-            self.config.inference.startup_timeout_seconds
+            120
+            + self.config.inference.startup_timeout_seconds
             + 2 * self.config.rollout.batch_timeout_seconds
+            + 2 * self.config.weight_sync.timeout_seconds
         )
         return Feed(batch_rank, self.config.training.seq_len, patience_seconds)
 
@@ -110,8 +123,9 @@ class GRPOTrainer(Trainer):
     def train(self) -> None:
         """The whole run: start, steps, end."""
         self._load_weights()
+        self.first_step = self.step
         self._start()
-        while self.should_continue_training():
+        while not self.stopped and self.should_continue_training():
             batch = self._next_batch()
             if batch is None:
                 break
@@ -128,20 +142,9 @@ class GRPOTrainer(Trainer):
 
     def _start(self) -> None:
         """Starts rollouts, and serves the trainer's own weights before anything else."""
-        publish_slot = 0
-        if self.is_rank_zero:
-            with self._failing_others():
-                self.controller = RolloutController(
-                    self.config,
-                    self.hf_model,
-                    start_version=self.step,
-                    prompt_position=self.prompt_position,
-                    should_stop=lambda: self.stop.requested,
-                )
-                self.controller.start()
-            self.feed.send_signal(Signal.READY)
-        elif self.feed.receive() is not Signal.READY:
-            raise RankZeroFailed
+        self._rank_zero_first(self._start_rollouts)
+        if self.stopped:
+            return
         self.publisher = build_publisher(
             self.config,
             self.model_parts,
@@ -151,8 +154,7 @@ class GRPOTrainer(Trainer):
             self.controller.servers if self.controller else [],
         )
         self.metrics_processor.start(self.step)
-        if self.is_rank_zero:
-            publish_slot = self.publisher.slots.reserve()
+        publish_slot = self.publisher.slots.reserve() if self.is_rank_zero else 0
         self.publisher.publish(self.step, publish_slot)
         if self.controller is not None:
             with self._failing_others():
@@ -161,6 +163,16 @@ class GRPOTrainer(Trainer):
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
 
+    def _start_rollouts(self) -> None:
+        self.controller = RolloutController(
+            self.config,
+            self.hf_model,
+            start_version=self.step,
+            prompt_position=self.prompt_position,
+            should_stop=lambda: self.stop.requested,
+        )
+        self.controller.start()
+
     def _next_batch(self) -> TrainBatch | None:
         """This rank's share of the next step; None when the run is to end."""
         with self.clock.measure("wait_data"):
@@ -168,11 +180,13 @@ class GRPOTrainer(Trainer):
                 received = self.feed.receive()
                 if received is Signal.FAIL:
                     raise RankZeroFailed
+                self.stopped = received is Signal.STOP
                 return received if isinstance(received, TrainBatch) else None
             with self._failing_others():
                 self.publisher.raise_if_failed()
                 step = self.controller.next_step(self.step, self.num_batch_ranks)
             if step is None or self.stop.requested:
+                self.stopped = True
                 self.feed.send_signal(Signal.STOP)
                 return None
             self.prompt_position = self.controller.prompt_position
@@ -236,23 +250,49 @@ class GRPOTrainer(Trainer):
 
     def _finish(self) -> None:
         """The last version served and evaluated, the model exported, the run summed up."""
-        if self.stop.requested:
+        if not self.stopped:
+            self._rank_zero_first(self._settle)
+        if self.stopped:
             return self._save_stopped()
-        if self.controller is not None:
-            self._wait_for_push(self.step)
-            self._evaluate()
         folder = self._export(self.step)
         if self.controller is not None:
             self._report(folder)
         return None
 
+    def _settle(self) -> None:
+        self._wait_for_push(self.step)
+        self._evaluate()
+
     def _save_stopped(self) -> None:
-        """A stopped run keeps where it is."""
-        if self.config.checkpoint.enable and self.step > 0:
-            self.checkpointer.save(self.step, last_step=True)
-            logger.info(f"Stopped at step {self.step}; a checkpoint was written.")
+        """A stopped run keeps where it is, in a checkpoint that it can be resumed from."""
+        checkpoint = self.config.checkpoint
+        message = f"Stopped at step {self.step}"
+        if checkpoint.enable and self.step > self.first_step:
+            if self.step % checkpoint.interval:
+                # Upstream's last checkpoint of a run holds the model alone.
+                self.checkpointer.last_save_model_only = False
+                self.checkpointer.last_save_in_hf = False
+                self.checkpointer.save(self.step, last_step=True)
+            message += ", which is checkpointed"
+        logger.info(f"{message}.")
 
     # -- parts -------------------------------------------------------------------------
+
+    def _rank_zero_first(self, work: Callable[[], None]) -> None:
+        """Rank 0 works while the others wait for its word: go on, or stop.
+
+        Each rank may hear of a signal at another moment, so rank 0 alone decides.
+        """
+        if not self.is_rank_zero:
+            word = self.feed.receive()
+            if word is Signal.FAIL:
+                raise RankZeroFailed
+            self.stopped = word is Signal.STOP
+            return
+        with self._failing_others():
+            work()
+        self.stopped = self.stop.requested
+        self.feed.send_signal(Signal.STOP if self.stopped else Signal.READY)
 
     @contextmanager
     def _failing_others(self) -> Iterator[None]:
@@ -260,7 +300,8 @@ class GRPOTrainer(Trainer):
         try:
             yield
         except BaseException:
-            self.feed.send_signal(Signal.FAIL)
+            with suppress(RuntimeError):  # the others may be gone already
+                self.feed.send_signal(Signal.FAIL)
             raise
 
     def _wait_for_push(self, version: int) -> None:
@@ -387,23 +428,57 @@ def _run(config: JobConfig, hf_model: HFModel, is_rank_zero: bool) -> int:
         trainer = GRPOTrainer(config, hf_model, stop)
         trainer.train()
     except RankZeroFailed:
+        # Rank 0 speaks, and closes, first: torchrun ends everybody once one rank has ended.
+        stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
         return 1
-    except (ModelError, RolloutFailed, TimeoutError) as error:
-        return _say(is_rank_zero, error, 1)
+    except (ModelError, PublisherFailed, RolloutFailed, TimeoutError) as error:
+        return _say(is_rank_zero, error, 1, stop.wait)
+    except Exception as error:
+        if not stop.requested:
+            raise
+        # Ranks do not end at the same instant, and collectives with one that is gone fail.
+        logger.warning(f"Stopped by {signal.Signals(stop.exit_code - 128).name}, during: {error}")
     finally:
         if trainer is not None:
             trainer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return stop.exit_code if stop.requested else 0
+    if stop.requested:
+        return stop.exit_code
+    dist.destroy_process_group()
+    return 0
 
 
-def _say(is_rank_zero: bool, error: Exception, status: int) -> int:
-    """The one message that a user needs; a traceback would hide it."""
-    if is_rank_zero:
+def _say(
+    is_rank_zero: bool,
+    error: Exception,
+    status: int,
+    wait: Callable[[float], bool | None] = time.sleep,
+) -> int:
+    """The one message that a user needs; a traceback would hide it.
+
+    As a rule all ranks meet the same error: rank 0 says it and ends, and the others wait
+    for torchrun to end them. One that met it alone says so itself.
+    """
+    if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
     return status
 
 
+def _leave() -> None:
+    """Runs :func:`main` and ends the process with its status.
+
+    Everything is closed by then. After a failure a thread may still be inside a collective
+    with a rank that is gone, and must not hold up the end.
+    """
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status != 0:
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave()

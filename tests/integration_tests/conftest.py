@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,12 +20,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A training run under torchrun, and everything that descends from it."""
 
     folder: Path
-    config: str = "quickstart"
+    config: str | Path = "quickstart"
     num_ranks: int = 2
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -32,10 +33,14 @@ class Run:
     process: subprocess.Popen | None = None
 
     def start(self) -> None:
+        """Starts ``train_configs/<config>.toml``, or the file where ``config`` is a path."""
+        config = self.config
+        if not isinstance(config, Path):
+            config = REPOSITORY / "train_configs" / f"{config}.toml"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"),
-            *("--job.config_file", f"train_configs/{self.config}.toml"),
+            *("--job.config_file", str(config)),
             *("--job.dump_folder", str(self.folder), *self.arguments),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self.mark}
@@ -57,6 +62,27 @@ class Run:
         assert self.finish() == 0, self.console[-6000:]
         return self
 
+    def fail(self, timeout_seconds: float = 120) -> str:
+        """Runs to the end, which must be a bad one; returns the one message for the user."""
+        if self.process is None:
+            self.start()
+        assert self.finish(timeout_seconds) != 0, self.console[-6000:]
+        messages = self.errors()
+        assert len(messages) == 1, self.console[-6000:]
+        assert not self.has_traceback(), self.console[-6000:]
+        self.wait_for_nobody()
+        return messages[0]
+
+    def errors(self) -> list[str]:
+        """The messages for the user, each up to torchrun's own report of the failure."""
+        parts = re.split(r"^error: ", self.console, flags=re.MULTILINE)[1:]
+        return [re.split(r"^[EW]\d{4} ", part, maxsplit=1, flags=re.MULTILINE)[0] for part in parts]
+
+    def has_traceback(self) -> bool:
+        """Whether a traceback of ours was printed; torchrun prints one of its own."""
+        frames = [line for line in self.console.splitlines() if line.startswith('  File "')]
+        return any("torchtitan" in frame for frame in frames)
+
     @property
     def console(self) -> str:
         return (self.folder / "console.log").read_text(errors="replace")
@@ -70,14 +96,22 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
 
-    def wait_for_step(self, step: int, timeout_seconds: float = 120) -> None:
-        """Returns when the run has logged ``step``."""
+    def wait_for(self, holds: Callable[[], bool], timeout_seconds: float = 120) -> None:
+        """Returns when ``holds`` does; fails where the run ends before."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_seconds
-        while len(self.metrics) < step:
+        while not holds():
             assert self.process.poll() is None, self.console[-6000:]
             assert time.monotonic() < deadline, self.console[-6000:]
-            time.sleep(0.05)
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int, timeout_seconds: float = 120) -> None:
+        """Returns when the run has logged ``step``."""
+        self.wait_for(lambda: len(self.metrics) >= step, timeout_seconds)
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Living processes of this run that have all ``words`` in their command line."""
+        return [p for p in self.left_behind() if _has_words(p, words)]
 
     def left_behind(self) -> list[psutil.Process]:
         """Living processes that descend from this run, found by a mark in their environment."""
@@ -100,6 +134,12 @@ class Run:
         for process in self.left_behind():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+def _has_words(process: psutil.Process, words: tuple[str, ...]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return all(word in " ".join(process.cmdline()) for word in words)
+    return False
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ def config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProcessConfi
         dump_folder=str(tmp_path / "dump"),
         start_version=0,
         prompt_position=0,
+        server_gpus=[],
     )
 
 

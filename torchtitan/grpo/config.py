@@ -74,6 +74,10 @@ class Prompts:
     path: str = ""
     """A ``.jsonl`` file, or the name or directory of a Hugging Face data set. Required."""
 
+    name: str | None = None
+    """Configuration of a Hugging Face data set that has several, such as ``main`` of
+    ``openai/gsm8k``; not used for JSONL."""
+
     split: str = "train"
     """Split of a Hugging Face data set; not used for JSONL."""
 
@@ -242,6 +246,9 @@ class Evaluation:
     path: str | None = None
     """Held-out prompts, in the form of ``prompts.path``; None evaluates nothing."""
 
+    name: str | None = None
+    """Configuration of a Hugging Face data set that has several; not used for JSONL."""
+
     split: str = "test"
     """Split of a Hugging Face data set; not used for JSONL."""
 
@@ -288,6 +295,8 @@ class RolloutProcessConfig:
     """``training.seq_len``: prompt plus completion fit into one row."""
     seed: int
     dump_folder: str
+    server_gpus: list[str]
+    """GPUs of launched servers, as in ``CUDA_VISIBLE_DEVICES``; empty without any."""
     start_version: int
     """Optimizer steps already taken (a resumed run)."""
     prompt_position: int

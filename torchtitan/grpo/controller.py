@@ -11,6 +11,7 @@ from pathlib import Path
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.plan import StepPlan, plan_step
+from torchtitan.grpo.device import gpus_for_servers
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.report import SampleLog
 from torchtitan.grpo.rollout.link import EvaluationResult, RolloutLink, ServerInfo
@@ -57,9 +58,14 @@ class RolloutController:
         self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
-        """Starts the rollout process; returns when servers, prompts and rewards are there."""
+        """Starts the rollout process.
+
+        Returns when servers, prompts and rewards are there, or when asked to stop.
+        """
         self.link.start()
-        self.servers = self.link.wait_ready(self.config.inference.startup_timeout_seconds + 60)
+        self.servers = self.link.wait_ready(
+            self.config.inference.startup_timeout_seconds + 60, self._should_stop
+        )
 
     def next_step(self, version: int, num_ranks: int) -> NextStep | None:
         """The batch that ``version`` is trained on, planned. None when asked to stop."""
@@ -123,6 +129,7 @@ def _process_config(
         seq_len=config.training.seq_len,
         seed=config.debug.seed or 0,
         dump_folder=config.job.dump_folder,
+        server_gpus=gpus_for_servers()[0],
         start_version=start_version,
         prompt_position=prompt_position,
     )

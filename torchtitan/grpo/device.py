@@ -97,6 +97,21 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
 
+def gpus_for_servers() -> tuple[list[str], bool]:
+    """The GPUs that servers launched on this machine may use.
+
+    Returns:
+        Names as in ``CUDA_VISIBLE_DEVICES``, and whether they are the servers' own: those
+        that the training ranks of this machine leave, or all of them where none is left.
+    """
+    if not torch.cuda.is_available():
+        return [], False
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    spare = gpus[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
+    return spare or gpus, bool(spare)
+
+
 def default_backend(device_type: str) -> str:
     """The collective backend of a device: NCCL on CUDA, gloo on CPU."""
     return "nccl" if device_type == "cuda" else "gloo"

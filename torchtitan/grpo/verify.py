@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.launch import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 
@@ -65,10 +66,11 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
 
 
 async def greedy_completions(
-    client: InferenceClient, prompts: list[list[int]], max_new_tokens: int
+    client: InferenceClient, prompts: list[list[int]], max_new_tokens: int, wait_seconds: float
 ) -> list[Generation]:
     """One greedy completion for each prompt, at the same time."""
     try:
+        await wait_until_up([client], [], wait_seconds)
         return await asyncio.gather(
             *(
                 client.generate(
@@ -115,7 +117,7 @@ def check_server(options: argparse.Namespace) -> list[Check]:
         rows = [json.loads(line) for line, _ in zip(file, range(options.num_prompts), strict=False)]
     prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
     client = make_client(options.kind, options.url)
-    answers = asyncio.run(greedy_completions(client, prompts, options.max_new_tokens))
+    answers = asyncio.run(greedy_completions(client, prompts, options.max_new_tokens, options.wait))
     largest, not_greedy, compared = compare(checkpoint, prompts, answers)
     versions = {segment.version for answer in answers for segment in answer.segments}
     return [
@@ -148,6 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=12)
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--synchronous", action="store_true", help="no request was in flight")
+    parser.add_argument("--wait", type=float, default=30.0, help="seconds until the server is up")
     options = parser.parse_args(arguments)
     checks: list[Any] = check_run(options.run, want_in_flight=not options.synchronous)
     checks += check_server(options)

@@ -60,6 +60,7 @@ class ServerSpec:
         api_key: Key that the server asks for on generation routes.
         admin_key: Key that SGLang asks for on control routes.
         extra_args: Appended; where an option is given twice, the last one counts.
+        gpus: The GPUs that it sees; none given leaves it those that we see.
     """
 
     kind: ServerKind
@@ -74,6 +75,7 @@ class ServerSpec:
     api_key: str | None = None
     admin_key: str | None = None
     extra_args: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def server_command(
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     if spec.device == "cpu":
         defaults["OMP_NUM_THREADS"] = "1"  # the cores belong to the trainer, too
+    elif spec.gpus:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     return command + list(spec.extra_args), {**defaults, **kept}
 
 
@@ -206,10 +210,21 @@ def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> li
             api_key=inference.api_key or environ.get("TORCHTITAN_GRPO_API_KEY"),
             admin_key=inference.admin_key or environ.get("TORCHTITAN_GRPO_ADMIN_KEY"),
             extra_args=tuple(inference.extra_args),
+            gpus=gpus_of(index, inference.num_servers, config.server_gpus),
         )
         for ports in [free_ports(inference.num_servers)]
-        for port in ports
+        for index, port in enumerate(ports)
     ]
+
+
+def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """An even share of the GPUs for server ``index``; some share one where there are few."""
+    if not gpus:
+        return ()
+    share = len(gpus) // num_servers
+    if share == 0:
+        return (gpus[index % len(gpus)],)
+    return tuple(gpus[index * share : (index + 1) * share])
 
 
 def start_servers(config: RolloutProcessConfig) -> list[LaunchedServer]:

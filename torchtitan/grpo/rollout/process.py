@@ -81,6 +81,7 @@ class RolloutProcess:
             await self._send(wire.Ready(session.servers))
             tasks.create_task(self._hear_notices(session))
             tasks.create_task(session.producer.run())
+            tasks.create_task(session.watch_servers())
 
     async def _report(self, error: BaseException | None) -> int:
         if error is None or isinstance(error, asyncio.CancelledError):

@@ -59,7 +59,13 @@ class PromptSet:
 
     @classmethod
     def open(
-        cls, path: str, split: str, config: RolloutProcessConfig, codec: TextCodec, key: str
+        cls,
+        path: str,
+        split: str,
+        config: RolloutProcessConfig,
+        codec: TextCodec,
+        key: str,
+        name: str | None = None,
     ) -> "PromptSet":
         """Opens and checks the table at ``path``.
 
@@ -67,7 +73,7 @@ class PromptSet:
             ValueError: It is missing, empty, unreadable or lacks the prompt column.
         """
         settings = config.prompts
-        rows = open_rows(path, split, settings.rename, settings.column, key)
+        rows = open_rows(path, split, settings.rename, settings.column, key, name)
         return cls(rows, settings, codec, PromptLimits.of(config), key)
 
     def __len__(self) -> int:

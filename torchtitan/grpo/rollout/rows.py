@@ -32,7 +32,14 @@ class Rows(ABC):
         """Names row ``i`` in messages."""
 
 
-def open_rows(path: str, split: str, rename: Mapping[str, str], column: str, key: str) -> Rows:
+def open_rows(
+    path: str,
+    split: str,
+    rename: Mapping[str, str],
+    column: str,
+    key: str,
+    name: str | None = None,
+) -> Rows:
     """Opens a table and checks that it has rows with a prompt column.
 
     Args:
@@ -41,6 +48,7 @@ def open_rows(path: str, split: str, rename: Mapping[str, str], column: str, key
         rename: Columns renamed before use, old to new.
         column: The prompt column, after renaming.
         key: TOML key of ``path``, for messages.
+        name: Configuration of a Hugging Face data set that has several.
 
     Raises:
         ValueError: Anything is wrong with the table; the message names ``key``.
@@ -50,7 +58,7 @@ def open_rows(path: str, split: str, rename: Mapping[str, str], column: str, key
     if path.endswith((".jsonl", ".json")) or Path(path).is_file():
         rows: Rows = JsonlRows(path, rename, column, key)
     else:
-        rows = DatasetRows(path, split, rename, column, key)
+        rows = DatasetRows(path, split, rename, column, key, name)
     if len(rows) == 0:
         raise ValueError(f"{key}: {path} holds no prompt. Give a file with at least one row.")
     return rows
@@ -102,11 +110,17 @@ class DatasetRows(Rows):
     """A split of a Hugging Face data set, saved to disk, local, or from the hub."""
 
     def __init__(
-        self, path: str, split: str, rename: Mapping[str, str], column: str, key: str
+        self,
+        path: str,
+        split: str,
+        rename: Mapping[str, str],
+        column: str,
+        key: str,
+        name: str | None = None,
     ) -> None:
         self.path = f"{path} (split {split!r})"
         self._rename = dict(rename)
-        self._dataset = _load_dataset(path, split, key)
+        self._dataset = _load_dataset(path, name, split, key)
         names = dict.fromkeys(self._dataset.column_names)
         _check_column(_renamed(names, self._rename, self.path), column, self.path)
 
@@ -120,7 +134,7 @@ class DatasetRows(Rows):
         return f"{self.path}, row {i}"
 
 
-def _load_dataset(path: str, split: str, key: str) -> Any:
+def _load_dataset(path: str, name: str | None, split: str, key: str) -> Any:
     # Slow to import, and not needed for JSONL.
     import datasets
 
@@ -128,11 +142,12 @@ def _load_dataset(path: str, split: str, key: str) -> Any:
         if (Path(path) / "dataset_dict.json").is_file() or (Path(path) / "state.json").is_file():
             loaded = datasets.load_from_disk(path)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(path, split=split)
+        return datasets.load_dataset(path, name, split=split)
     except Exception as error:  # the library raises many kinds, from files and network alike
+        named = f"configuration {name!r} and " if name else ""
         raise ValueError(
             f"{key}: {path!r} is neither a readable .jsonl file nor a Hugging Face data set with "
-            f"split {split!r}: {type(error).__name__}: {error}"
+            f"{named}split {split!r}: {type(error).__name__}: {error}"
         ) from error
 
 

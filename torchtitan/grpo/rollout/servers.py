@@ -4,6 +4,7 @@
 """The servers of a run: those named in ``inference.urls``, or those started here."""
 
 import asyncio
+import logging
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient
@@ -15,6 +16,9 @@ from torchtitan.grpo.inference.launch import (
     wait_until_up,
 )
 
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 1.0
 _CLOSE_SECONDS = 0.5
 _STOP_GRACE_SECONDS = 1.5
 
@@ -58,6 +62,26 @@ class ServerFleet:
             for url in urls
         ]
         await wait_until_up(self.clients, self._launched, inference.startup_timeout_seconds)
+
+    async def watch(self) -> None:
+        """Watches the servers that were started here; returns where there are none.
+
+        Raises:
+            RuntimeError: The last of them has ended. Nobody starts them again.
+        """
+        running = list(self._launched)
+        while running:
+            await asyncio.sleep(_WATCH_SECONDS)
+            for server in [s for s in running if s.process.poll() is not None]:
+                running.remove(server)
+                message = (
+                    f"The {server.kind} server {server.url} ended with exit status "
+                    f"{server.process.returncode}. The end of its log "
+                    f"{server.log_file}:\n{server.log_tail()}"
+                )
+                if not running:
+                    raise RuntimeError(message)
+                logger.error("%d servers are left. %s", len(running), message)
 
     async def close(self) -> None:
         """Closes the clients and ends the servers that were started here. Idempotent."""

@@ -85,6 +85,10 @@ class RolloutSession:
                 config.rollout.max_concurrent_rollouts,
             )
 
+    async def watch_servers(self) -> None:
+        """Raises once no server is left; see :meth:`ServerFleet.watch`."""
+        await self._fleet.watch()
+
     async def close(self) -> None:
         """Ends everything that was started. Bounded in time."""
         try:
@@ -110,7 +114,9 @@ class RolloutSession:
 
 def _open_prompts(config: RolloutProcessConfig, codec: TextCodec) -> tuple[PromptStream, Prompt]:
     settings = config.prompts
-    prompts = PromptSet.open(settings.path, settings.split, config, codec, "prompts.path")
+    prompts = PromptSet.open(
+        settings.path, settings.split, config, codec, "prompts.path", settings.name
+    )
     position = config.prompt_position
 
     def stream() -> PromptStream:
@@ -124,7 +130,9 @@ def _open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Promp
     settings = config.evaluation
     if settings.path is None:
         return []
-    prompts = PromptSet.open(settings.path, settings.split, config, codec, "evaluation.path")
+    prompts = PromptSet.open(
+        settings.path, settings.split, config, codec, "evaluation.path", settings.name
+    )
     usable, num_too_long = first_prompts(prompts, settings.num_prompts)
     if num_too_long:
         logger.warning("%d held-out prompts are too long and left out", num_too_long)

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import Inference
 from torchtitan.grpo.config_manager import JobConfig
-from torchtitan.grpo.device import default_backend
+from torchtitan.grpo.device import default_backend, gpus_for_servers
 from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink, ServerInfo
@@ -87,8 +87,8 @@ def weight_backend(config: JobConfig, device_type: str) -> str:
         return "gloo"
     # Launched servers share the trainer's GPUs unless there are some to spare, and NCCL
     # refuses two ranks on one GPU.
-    spare_gpus = torch.cuda.device_count() - dist.get_world_size()
-    return "gloo" if config.inference.launch and spare_gpus < 1 else "nccl"
+    _, are_their_own = gpus_for_servers()
+    return "gloo" if config.inference.launch and not are_their_own else "nccl"
 
 
 def client_for(inference: Inference, server: ServerInfo):

@@ -43,6 +43,10 @@ _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
 """What a push may fail with on account of the server; RuntimeError covers torch's own."""
 
 
+class PublisherFailed(RuntimeError):
+    """The publisher's thread ended by an error; the message says which."""
+
+
 @dataclass
 class SyncStatus:
     """What is known of the servers, for metrics. Written by the leader's thread.
@@ -52,6 +56,7 @@ class SyncStatus:
             the first push and while a server is lost.
         num_pushes: Completed pushes, counted per server.
         num_failures: Failed pushes, counted per server.
+        last_errors: Why the last push to a server failed, by URL, until one succeeds.
         gather_seconds: Of the last version.
         last_push: Report of the last completed push, the slowest server's.
     """
@@ -59,6 +64,7 @@ class SyncStatus:
     server_versions: dict[str, int] = field(default_factory=dict)
     num_pushes: int = 0
     num_failures: int = 0
+    last_errors: dict[str, str] = field(default_factory=dict)
     gather_seconds: float = 0.0
     last_push: PushReport | None = None
 
@@ -130,7 +136,7 @@ class WeightPublisher:
 
         Raises:
             TimeoutError: Not in time; names the servers that lag.
-            RuntimeError: The publisher's thread died.
+            PublisherFailed: Its thread died.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
@@ -139,8 +145,8 @@ class WeightPublisher:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"Pushing policy_version {version} must end within {timeout_seconds:.0f} s, "
-                        f"but these servers lag: {self._behind(version)}. Check their logs, or "
-                        "raise weight_sync.timeout_seconds."
+                        f"but these servers lag: {self._describe_behind(version)}. Check their "
+                        "logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)
 
@@ -162,7 +168,7 @@ class WeightPublisher:
     def raise_if_failed(self) -> None:
         """Raises what ended the publisher's thread, if anything did."""
         if self.error is not None:
-            raise RuntimeError(f"The weight publisher failed: {self.error}") from self.error
+            raise PublisherFailed(f"The weight publisher failed: {self.error}") from self.error
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Ends the thread; a push under way is given up after the timeout."""
@@ -181,6 +187,13 @@ class WeightPublisher:
         if not versions:
             return {"<no server joined yet>": -1}
         return {url: have for url, have in versions.items() if have < version}
+
+    def _describe_behind(self, version: int) -> str:
+        errors = self.status.last_errors
+        return "; ".join(
+            f"{url} serves version {have}" + (f" ({errors[url]})" if url in errors else "")
+            for url, have in self._behind(version).items()
+        )
 
     # -- publisher's thread ------------------------------------------------------------
 
@@ -268,12 +281,14 @@ class WeightPublisher:
             report = await connection.push(version, buckets)
         except _LOSSES as error:
             self.status.num_failures += 1
+            self.status.last_errors[url] = str(error)
             self._set_version(url, -1)
             logger.warning("Pushing policy_version %d to %s failed: %s", version, url, error)
             self._on_lost(url, str(error))
             return
         self.status.num_pushes += 1
         self.status.last_push = report
+        self.status.last_errors.pop(url, None)
         self._on_version(url, version)
         self._set_version(url, version)
 

@@ -19,6 +19,7 @@ from torchtitan.grpo.inference.launch import (
     ServerSpec,
     default_device,
     free_ports,
+    gpus_of,
     server_command,
     server_specs,
     start_server,
@@ -132,6 +133,7 @@ def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
         dump_folder=str(folder),
         start_version=0,
         prompt_position=0,
+        server_gpus=[],
     )
 
 
@@ -184,3 +186,16 @@ def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path:
         server.stop()
     assert server.process.returncode is not None
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "gpus", "expected"),
+    [
+        (1, ["2", "3"], [("2", "3")]),
+        (2, ["2", "3"], [("2",), ("3",)]),
+        (3, ["0"], [("0",), ("0",), ("0",)]),
+        (2, [], [(), ()]),
+    ],
+)
+def test_servers_share_the_gpus_evenly(num_servers, gpus, expected):
+    assert [gpus_of(i, num_servers, gpus) for i in range(num_servers)] == expected

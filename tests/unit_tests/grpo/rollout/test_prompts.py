@@ -46,7 +46,7 @@ def prompt_set(
     path: str, codec: TextCodec, max_tokens: int = 100, vocab_size: int = 100, **settings
 ) -> PromptSet:
     table = Prompts(path=path, **settings)
-    rows = open_rows(path, table.split, table.rename, table.column, "prompts.path")
+    rows = open_rows(path, table.split, table.rename, table.column, "prompts.path", table.name)
     return PromptSet(rows, table, codec, PromptLimits(max_tokens, vocab_size), "prompts.path")
 
 
@@ -171,6 +171,22 @@ def test_saved_data_set_and_its_missing_split(codec: TextCodec, tmp_path: Path):
         prompt_set(str(path), codec, split="test")
     with pytest.raises(ValueError, match="there is no column 'question'"):
         prompt_set(str(path), codec, column="question")
+
+
+def test_data_set_with_several_configurations_is_opened_by_name(codec: TextCodec, tmp_path: Path):
+    path = tmp_path / "several"
+    path.mkdir()
+    for name in ("main", "other"):
+        (path / f"{name}.jsonl").write_text(json.dumps({"prompt": name[0]}) + "\n")
+    configurations = [
+        {"config_name": name, "data_files": f"{name}.jsonl"} for name in ("main", "other")
+    ]
+    (path / "README.md").write_text(f"---\nconfigs: {json.dumps(configurations)}\n---\n")
+    for name in ("main", "other"):
+        rows = open_rows(str(path), "train", {}, "prompt", "prompts.path", name)
+        assert rows.row(0) == {"prompt": name[0]}
+    with pytest.raises(ValueError, match="configuration 'none' and split 'train'"):
+        prompt_set(str(path), codec, name="none")
 
 
 def test_path_must_be_given(codec: TextCodec):

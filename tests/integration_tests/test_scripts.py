@@ -1,0 +1,69 @@
+"""The shell scripts that a user starts, as a user starts them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan.grpo.inference.launch import ServerSpec, free_ports, start_server
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "server",
+    [
+        "embedded",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
+)
+def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_path):
+    script = repository / "scripts/verify_grpo_cpu.sh"
+    result = subprocess.run(
+        ["bash", str(script), "--server", server], capture_output=True, text=True, timeout=540
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert result.stdout.count("\nok ") == 6
+    assert f"verified: {server} serves what the trainer has" in result.stdout
+
+
+def test_verification_fails_where_the_server_has_other_weights(make_run, repository):
+    """The run's own server is gone; one with the original weights stands in its place."""
+    run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")
+    run.succeed()
+    model = str(repository / "assets/reverse_digits/model")
+    (port,) = free_ports(1)
+    spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 8)
+    server = start_server(spec, run.folder / "other.log")
+    try:
+        command = [
+            *(sys.executable, "-m", "torchtitan.grpo.verify", "--kind", "embedded"),
+            *("--url", server.url, "--run", str(run.folder), "--synchronous", "--wait", "60"),
+            *("--prompts", str(repository / "assets/reverse_digits/heldout.jsonl")),
+        ]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finally:
+        server.stop()
+    assert result.returncode == 1, result.stderr[-3000:]
+    assert "FAIL  completions carry the last version" in result.stdout
+    assert "FAIL  logprobs equal transformers'" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_learns(repository, tmp_path):
+    """The promise of the README, for one seed; `make_run` is not used, the script is."""
+    folder = tmp_path / "quickstart"
+    result = subprocess.run(
+        ["bash", str(repository / "scripts/quickstart.sh"), f"--job.dump_folder={folder}"],
+        capture_output=True, text=True, timeout=840,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["reward_last10"] >= 0.8
+    assert summary["reward_last10"] >= summary["reward_first10"] + 0.25
+    assert summary["heldout_before"] <= 0.7
+    assert summary["heldout_after"] >= 0.9
+    assert summary["policy_version"] == summary["server_version"] == summary["steps"]
+    assert summary["max_staleness_steps"] <= 1

@@ -1,0 +1,130 @@
+"""Ctrl-C, SIGTERM and processes that die: everything ends, and soon; checkpoints stay."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4", "--training.steps=1000")
+CHECKPOINT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
+# A run of its own needs less than 10 s; tests share their machine with others.
+LONGEST_SECONDS = 20.0
+
+SLOW_SCORE = """
+import pathlib
+import time
+
+def slow(completions):
+    if completions != [""]:  # the check before training
+        pathlib.Path(__file__).with_name("evaluating").touch()
+        time.sleep(5)
+    return [1.0] * len(completions)
+"""
+
+
+def _interrupt(run) -> None:
+    """What Ctrl-C in a terminal does: SIGINT to the foreground process group."""
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
+def _terminate(run) -> None:
+    """What a batch system or a supervisor does: SIGTERM to the process it started."""
+    run.process.terminate()
+
+
+def _expect_end(run) -> None:
+    """The run ends soon, with an exit status that says so, and leaves nobody."""
+    begin = time.monotonic()
+    assert run.finish(LONGEST_SECONDS) != 0
+    run.wait_for_nobody(max(1.0, LONGEST_SECONDS - (time.monotonic() - begin)))
+    print(f"ended after {time.monotonic() - begin:.1f} s")
+
+
+def _rank(run, rank: int):
+    """The process of one rank, of those under torchrun."""
+    ranks = [p for p in run.processes("torchtitan.grpo_train") if p.pid != run.process.pid]
+    (found,) = [p for p in ranks if p.environ().get("RANK") == str(rank)]
+    return found
+
+
+def _start(*runs) -> None:
+    """Started together: most of the time they import torch, on one core each."""
+    for run in runs:
+        run.start()
+
+
+@pytest.mark.parametrize("moment", ["building", "starting servers"])
+def test_a_signal_before_the_first_step_ends_the_run(make_run, moment):
+    cases = {
+        make_run(*SMALL, name="interrupted"): _interrupt,
+        make_run(*SMALL, name="terminated"): _terminate,
+    }
+    _start(*cases)
+    waiting = dict(cases)
+    while waiting:
+        for run in list(waiting):
+            assert run.process.poll() is None, run.console[-6000:]
+            if _is_at(run, moment):
+                waiting.pop(run)(run)
+        time.sleep(0.02)
+    for run in cases:
+        _expect_end(run)
+        assert not run.has_traceback(), run.console[-6000:]
+        assert run.errors() == []
+
+
+def _is_at(run, moment: str) -> bool:
+    if moment == "building":
+        return "Building huggingface directory" in run.console
+    return bool(run.processes("grpo.inference.embedded"))
+
+
+def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
+    first = make_run(*SMALL, *CHECKPOINT)
+    first.start()
+    first.wait_for_step(3)
+    _interrupt(first)
+    _expect_end(first)
+    assert not first.has_traceback(), first.console[-6000:]
+    last = first.metrics[-1]["step"]
+    assert (first.folder / "checkpoint" / "step-2").is_dir()
+    assert (first.folder / "checkpoint" / f"step-{last}").is_dir(), "the stopped step is kept"
+
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(SLOW_SCORE)
+    second = make_run(*SMALL, *CHECKPOINT, f"--evaluation.function={scorer}:slow")
+    second.start()
+    second.wait_for(Path(tmp_path, "evaluating").exists)
+    _terminate(second)
+    _expect_end(second)
+    assert not second.has_traceback(), second.console[-6000:]
+
+    third = make_run(*SMALL, *CHECKPOINT, f"--training.steps={last + 1}").succeed()
+    assert [record["step"] for record in third.metrics] == list(range(1, last + 2))
+
+
+def test_the_end_of_any_process_is_the_end_of_the_run(make_run):
+    names = ("rollout", "server", "rank", "agent")
+    runs = {name: make_run(*SMALL, name=name) for name in names}
+    _start(*runs.values())
+    victims = {
+        "rollout": lambda run: run.processes("grpo.rollout.process")[0],
+        "server": lambda run: run.processes("grpo.inference.embedded")[0],
+        "rank": lambda run: _rank(run, 0),
+        "agent": lambda run: run.process,
+    }
+    messages = {}
+    for name, run in runs.items():
+        run.wait_for_step(2)
+        victims[name](run).kill()
+        if name in ("rollout", "server"):
+            messages[name] = run.fail()
+        else:
+            _expect_end(run)
+    assert "The rollout process ended with exit code -9" in messages["rollout"]
+    assert "The embedded server http://" in messages["server"]
+    assert "ended with exit status -9" in messages["server"]
+    # Nobody is left whose message could say what happened to torchrun.
+    assert not runs["agent"].has_traceback(), runs["agent"].console[-6000:]
