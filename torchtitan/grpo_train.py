@@ -58,6 +58,8 @@ from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublish
 
 # Longer than rank 0 takes to say what is wrong and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
+# Longer than torchrun takes to stop all ranks when one of them has ended.
+_AGENT_PATIENCE_SECONDS = 1.0
 
 
 class RankZeroFailed(RuntimeError):
@@ -211,9 +213,8 @@ class GRPOTrainer(Trainer):
         self.lr_schedulers.step()
         with self.clock.measure("boundary_stall"):
             self.publisher.publish(self.step, batch.publish_slot)
-            if self.controller is not None and not self.config.grpo.async_weight_update:
-                with self._failing_others():
-                    self._wait_for_push(self.step)
+            if not self.config.grpo.async_weight_update:
+                self._rank_zero_first(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += batch.num_tokens
         self._log_step(batch, sums, float(grad_norm), learning_rate)
 
@@ -296,7 +297,11 @@ class GRPOTrainer(Trainer):
 
     @contextmanager
     def _failing_others(self) -> Iterator[None]:
-        """Around what rank 0 does alone: lets the waiting ranks go when it fails."""
+        """Around what rank 0 does alone: lets the waiting ranks go when it fails.
+
+        Only where the others' next word with rank 0 is ``feed.receive()``: any other
+        collective would not match the signal, and hang.
+        """
         try:
             yield
         except BaseException:
@@ -434,10 +439,12 @@ def _run(config: JobConfig, hf_model: HFModel, is_rank_zero: bool) -> int:
     except (ModelError, PublisherFailed, RolloutFailed, TimeoutError) as error:
         return _say(is_rank_zero, error, 1, stop.wait)
     except Exception as error:
-        if not stop.requested:
+        # A collective with a rank that is gone fails, and that is not what went wrong: then
+        # torchrun is about to stop this rank, too.
+        if not stop.wait(_AGENT_PATIENCE_SECONDS):
             raise
-        # Ranks do not end at the same instant, and collectives with one that is gone fail.
-        logger.warning(f"Stopped by {signal.Signals(stop.exit_code - 128).name}, during: {error}")
+        name = signal.Signals(stop.exit_code - 128).name
+        logger.warning(f"Stopped by {name}, during {type(error).__name__}: {error}")
     finally:
         if trainer is not None:
             trainer.close()

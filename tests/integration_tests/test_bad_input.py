@@ -77,8 +77,8 @@ def test_a_model_that_cannot_be_used_is_refused(make_run, repository, tmp_path):
         _no_directory: ["model.hf_assets_path", "config.json"],
         _other_architecture: ["MambaForCausalLM", "Qwen3ForCausalLM"],
         _no_weights: ["model.hf_assets_path", "*.safetensors"],
-        _truncated_weights: [WEIGHTS],
-        _missing_tensor: ["lack the tensor model.norm.weight"],
+        _truncated_weights: ["model.hf_assets_path", WEIGHTS],
+        _missing_tensor: ["model.hf_assets_path", "lack the tensor model.norm.weight"],
     }
     runs = {}
     for break_model, parts in cases.items():

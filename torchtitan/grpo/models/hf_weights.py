@@ -97,11 +97,17 @@ class _SafetensorsReader:
                 with safe_open(file, framework="pt") as handle:
                     self.file_of |= dict.fromkeys(handle.keys(), file)
             except Exception as error:  # safetensors raises a type of its own, unexported
-                raise ModelError(f"Reading {file} failed: {error}") from error
+                raise ModelError(
+                    f"model.hf_assets_path must hold complete safetensors; reading {file} "
+                    f"failed: {error}. Copy or download the model again."
+                ) from error
 
     def read(self, key: str, shape: torch.Size) -> torch.Tensor:
         if key not in self.file_of:
-            raise ModelError(f"The weights in {self.path} lack the tensor {key}.")
+            raise ModelError(
+                f"The weights in model.hf_assets_path ({self.path}) lack the tensor {key}, which "
+                "its config.json asks for. Is a safetensors file missing?"
+            )
         with safe_open(self.file_of[key], framework="pt") as handle:
             tensor = handle.get_tensor(key)
         if tensor.shape != shape:
