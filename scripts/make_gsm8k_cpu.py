@@ -8,7 +8,7 @@
 reads GSM8K's JSONL (https://github.com/openai/grade-school-math; columns `question` and
 `answer`) and writes `model/`, a Hugging Face directory with a BPE tokenizer and a Qwen3 of
 1.3 M parameters, and `train.jsonl` and `heldout.jsonl`, the rows short enough for it, in
-GSM8K's own form. It takes about @CPU@ seconds of one core.
+GSM8K's own form. It takes about five minutes of one core.
 
 The model is briefly taught to continue `Question: ...\\nAnswer:` with a worked answer. Half of
 its lessons end in GSM8K's last line, `#### <number>`, and half stop short of it, so that a
@@ -33,7 +33,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 PAD, EOS = "<pad>", "<eos>"
 TEMPLATE = "Question: {prompt}\nAnswer:"
 """What `prompts.template` must be when the model is trained further."""
-TEMPERATURE = 0.8
+TEMPERATURE = 0.7
 """`rollout.temperature` of the configuration."""
 IGNORED = -100
 """Target of positions that carry no loss."""

@@ -304,9 +304,13 @@ class GRPOTrainer(Trainer):
         """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             with suppress(RuntimeError):  # the others may be gone already
                 self.feed.send_signal(Signal.FAIL)
+            if isinstance(error, PublisherFailed) and self.controller is not None:
+                # It ends when it cannot tell the rollout process of a push. Why that is
+                # gone is the news.
+                self.controller.link.raise_if_ended()
             raise
 
     def _wait_for_push(self, version: int) -> None:

@@ -29,7 +29,7 @@ _Answer = TypeVar("_Answer")
 LOG_FILE = "rollout_process.log"
 
 _POLL_MILLISECONDS = 50
-_ORDERLY_STOP_SECONDS = 3.0
+_ORDERLY_STOP_SECONDS = 4.0
 _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
 # A Unix socket's path holds 107 bytes on Linux and 103 on macOS.
@@ -201,6 +201,11 @@ class RolloutLink:
                     done.score, done.num_prompts, done.version, done.seconds, samples
                 )
 
+    def raise_if_ended(self) -> None:
+        """Raises :class:`RolloutFailed`, with the process's own words, where it has ended."""
+        while self._receive():
+            pass
+
     def notify_version(self, url: str, version: int) -> None:
         """The server at ``url`` now serves ``version``, attested. Any thread."""
         self._notify(wire.VersionServed(url, version))
@@ -237,6 +242,9 @@ class RolloutLink:
         return socket
 
     def _send(self, command: wire.Command) -> None:
+        if self._failure is None and self._child is not None and self._child.poll() is not None:
+            # It may have said why before it ended.
+            self.raise_if_ended()
         self._check_alive()
         assert self._messages is not None, "start() comes first"
         self._messages.send(wire.encode(command))

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _PARENT_POLL_SECONDS = 1.0
 _PROGRESS_SECONDS = 2.0
+_CANCEL_SECONDS = 0.5
 _LINGER_MILLISECONDS = 2000
 
 
@@ -60,11 +61,14 @@ class RolloutProcess:
         stopped = asyncio.create_task(self._stop.wait())
         parent = asyncio.create_task(self._watch_parent())
         try:
-            await asyncio.wait({work, stopped, parent}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (work, stopped, parent):
+            tasks = {work, stopped, parent}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 task.cancel()
-            (error, *_) = await asyncio.gather(work, stopped, parent, return_exceptions=True)
-            return await self._report(error)
+            # Bounded: a request that is cancelled tells its server, which may not answer.
+            done, _ = await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+            failed = work in done and not work.cancelled()
+            return await self._report(work.exception() if failed else None)
         finally:
             if self._session is not None:
                 await self._session.close()

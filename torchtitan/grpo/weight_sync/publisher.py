@@ -170,7 +170,7 @@ class WeightPublisher:
         if self.error is not None:
             raise PublisherFailed(f"The weight publisher failed: {self.error}") from self.error
 
-    def close(self, timeout_seconds: float = 5.0) -> None:
+    def close(self, timeout_seconds: float = 2.0) -> None:
         """Ends the thread; a push under way is given up after the timeout."""
         with self._changed:
             self._closing = True
@@ -205,8 +205,9 @@ class WeightPublisher:
                 self._follow()
         except BaseException as error:  # the thread's boundary: kept for the training thread
             if not self._closing:
-                logger.error("The weight publisher failed: %s", error)
                 self.error = error
+                if not self.is_leader:  # the leader's training thread raises it
+                    logger.error("The weight publisher failed: %s", error)
             with self._changed:
                 self._changed.notify_all()
 
