@@ -250,7 +250,7 @@ def reward_file(text: str) -> Callable[[RolloutProcessConfig, Path], None]:
         (reward_file("def reward(**kw):\n    return [float('nan')]\n"), "must return finite"),
         (reward_file("import time\ndef reward(**kw):\n    time.sleep(999)\n"), "timeout_seconds"),
         (use("inference", urls=[]), "inference.urls must name a server"),
-        (use("inference", startup_timeout_seconds=1.0), "http://127.0.0.1:9 was not up within"),
+        (use("inference", startup_timeout_seconds=1.0), "http://127.0.0.1:9 must be up within"),
     ],
 )
 def test_bad_input_is_one_clear_message(

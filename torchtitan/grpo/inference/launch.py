@@ -283,7 +283,7 @@ async def wait_until_up(
     deadline = time.monotonic() + timeout_seconds
     async with asyncio.TaskGroup() as tasks:
         waits = [
-            tasks.create_task(_settle(_wait_for_one(c, launched.get(c.url), deadline)))
+            tasks.create_task(_settle(_wait_for_one(c, launched.get(c.url), deadline, timeout_seconds)))
             for c in clients
         ]
         # The first failure ends the other waits; it is raised by itself, not in a group.
@@ -307,8 +307,9 @@ async def _settle(wait) -> Exception | None:
 
 
 async def _wait_for_one(
-    client: InferenceClient, server: LaunchedServer | None, deadline: float
+    client: InferenceClient, server: LaunchedServer | None, deadline: float, timeout_seconds: float
 ) -> None:
+    last = "none"
     while True:
         try:
             async with asyncio.timeout_at(
@@ -317,7 +318,7 @@ async def _wait_for_one(
                 await client.health()
             return
         except (ServerError, TimeoutError) as error:
-            last = error
+            last = f"{type(error).__name__}: {error}" if str(error) else "none in time"
         if server is not None and server.process.poll() is not None:
             raise RuntimeError(
                 f"The {server.kind} server {server.url} ended with exit status "
@@ -327,9 +328,10 @@ async def _wait_for_one(
         if time.monotonic() >= deadline:
             log = f" The end of its log:\n{server.log_tail()}" if server is not None else ""
             raise TimeoutError(
-                f"The server {client.url} was not up within "
-                f"inference.startup_timeout_seconds. Last answer: {last}{log}"
-            ) from last
+                f"The server {client.url} must be up within inference.startup_timeout_seconds "
+                f"({timeout_seconds:g} s). Last answer: {last}. Start it first, correct "
+                f"inference.urls, or allow it more time.{log}"
+            )
         await asyncio.sleep(_POLL_SECONDS)
 
 
