@@ -166,14 +166,15 @@ class GRPOTrainer(Trainer):
         self.clock.restart()
 
     def _start_rollouts(self) -> None:
-        self.controller = RolloutController(
+        # Kept before it is started: what it has started by then must be closed.
+        self.controller = controller = RolloutController(
             self.config,
             self.hf_model,
             start_version=self.step,
             prompt_position=self.prompt_position,
             should_stop=lambda: self.stop.requested,
         )
-        self.controller.start()
+        controller.start()
 
     def _next_batch(self) -> TrainBatch | None:
         """This rank's share of the next step; None when the run is to end."""
@@ -196,7 +197,7 @@ class GRPOTrainer(Trainer):
             return self.feed.send_step(step.plan, self.publisher.slots.reserve())
 
     def _train_step(self, batch: TrainBatch) -> None:
-        learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         self.optimizers.zero_grad()
         sums = self._forward_backward(batch)
         grad_norm = dist_utils.clip_grad_norm_(

@@ -91,6 +91,7 @@ def load_config(args: list[str]) -> JobConfig:
         ConfigError: With one clear message.
     """
     config = GRPOConfigManager().parse_args(args)
+    assert isinstance(config, JobConfig)
     validate(config)
     return config
 

@@ -14,6 +14,7 @@ import sys
 from typing import Literal
 
 import torch
+import torch._utils
 import torch.nn as nn
 
 DeviceType = Literal["cpu", "cuda"]

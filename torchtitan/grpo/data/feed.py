@@ -9,7 +9,6 @@ the feed's own, so that nothing is pickled and the training groups stay undistur
 """
 
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import IntEnum
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.data.plan import StepPlan
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.groups import new_group
 
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask")
 _FLOAT_FIELDS = ("generator_logprobs", "advantages")
@@ -62,9 +62,7 @@ class Feed:
 
     def __init__(self, batch_rank: int, row_len: int, timeout_seconds: float) -> None:
         self.row_len = row_len
-        self.group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc="grpo_feed"
-        )
+        self.group = new_group("grpo_feed", "gloo", timeout_seconds)
         self.rank = dist.get_rank()
         batch_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(batch_ranks, batch_rank, group=self.group)

@@ -283,7 +283,9 @@ async def wait_until_up(
     deadline = time.monotonic() + timeout_seconds
     async with asyncio.TaskGroup() as tasks:
         waits = [
-            tasks.create_task(_settle(_wait_for_one(c, launched.get(c.url), deadline, timeout_seconds)))
+            tasks.create_task(
+                _settle(_wait_for_one(c, launched.get(c.url), deadline, timeout_seconds))
+            )
             for c in clients
         ]
         # The first failure ends the other waits; it is raised by itself, not in a group.

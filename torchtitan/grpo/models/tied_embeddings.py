@@ -48,7 +48,7 @@ def apply_fsdp_tied(
     if cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
     for block in model.layers.values():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        fully_shard(block, **config)
+        fully_shard(block, **config)  # pyright: ignore
     # First and last in the forward: resharding in between would only gather it twice.
     ends = [model.tok_embeddings, model.norm, model.output]
     fully_shard(ends, **(config | {"reshard_after_forward": False}))  # pyright: ignore

@@ -9,7 +9,6 @@ parameters, so DTensor itself knows how any layout is put together again.
 """
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.weight_sync.connection import Bucket
@@ -177,12 +177,7 @@ def _mirror_meshes(
     everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     groups = {
-        ranks: dist.new_group(
-            list(ranks),
-            backend=backend,
-            timeout=timedelta(seconds=timeout_seconds),
-            group_desc="grpo_gather",
-        )
+        ranks: new_group("grpo_gather", backend, timeout_seconds, ranks)
         for ranks in sorted(set().union(*everyone))
     }
     return {

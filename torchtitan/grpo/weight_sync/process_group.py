@@ -54,9 +54,10 @@ def create_weight_group(
         [],
         dist.Backend(backend),
         dist.PrefixStore(group_name, store),
-        group_name=group_name,
+        group_name=group_name,  # pyright: ignore[reportArgumentType]  (a str by another name)
         timeout=timeout,
     )
+    assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 

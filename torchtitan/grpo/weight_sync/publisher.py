@@ -23,11 +23,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.weight_sync.connection import Bucket, PushReport, ServerConnection
 from torchtitan.grpo.weight_sync.gather import Gatherer
@@ -103,11 +103,7 @@ class WeightPublisher:
         self.error: BaseException | None = None
         self._make_connections = make_connections
         self._on_version, self._on_lost = on_version, on_lost
-        self._commands = dist.new_group(
-            backend="gloo",
-            timeout=timedelta(seconds=command_timeout_seconds),
-            group_desc="grpo_publisher",
-        )
+        self._commands = new_group("grpo_publisher", "gloo", command_timeout_seconds)
         self._changed = threading.Condition()
         self._closing = False
         self._slot_versions: dict[int, int] = {}

@@ -54,7 +54,9 @@ class Snapshots:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            self._last_copied = self._copied[slot] = self._stream.record_event()
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        self._last_copied = self._copied[slot] = copied
 
     def fence(self) -> None:
         """Orders what the training stream does next after the last copy."""

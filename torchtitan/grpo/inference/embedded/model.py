@@ -183,7 +183,7 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
         attn_implementation="sdpa",
         local_files_only=True,
     )
-    return model.to(torch.device(device))
+    return model.to(device=torch.device(device))
 
 
 def load_tokenizer(path: str) -> Tokenizer | None:
