@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.device import settle_device
+from torchtitan.grpo.device import keep_gloo_on_loopback, lower_timeouts, settle_device
 
 if __name__ == "__main__":
     # Until StopRequest takes over there is nothing to end in order, and a Ctrl-C during the
@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer
 
 from torchtitan.grpo.config_manager import ConfigError, JobConfig, describe, is_dry_run, load_config
@@ -49,7 +50,7 @@ from torchtitan.grpo.models.spec import build_reference, prepare_model_parts, re
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
-from torchtitan.grpo.observe.report import draw_reward_curve, mean_over, write_summary
+from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.step import SUM_NAMES, Scorer, loss_and_sums
 from torchtitan.grpo.stop import StopRequest
@@ -103,7 +104,6 @@ class GRPOTrainer(Trainer):
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.clock = StepClock()
         self.controller: RolloutController | None = None
-        self.evaluations: dict[int, float] = {}
         self.feed = self._build_feed()
 
     def _build_feed(self) -> Feed:
@@ -127,14 +127,17 @@ class GRPOTrainer(Trainer):
         self._load_weights()
         self.first_step = self.step
         self._start()
-        while not self.stopped and self.should_continue_training():
-            batch = self._next_batch()
-            if batch is None:
-                break
-            self.step += 1
-            self.gc_handler.run(self.step)
-            self._train_step(batch)
-            self._after_step()
+        with self._profilers() as profilers:
+            while not self.stopped and self.should_continue_training():
+                batch = self._next_batch()
+                if batch is None:
+                    break
+                self.step += 1
+                self.gc_handler.run(self.step)
+                self._train_step(batch)
+                self._after_step()
+                for profiler in profilers:
+                    profiler.step()
         self._finish()
 
     def _load_weights(self) -> None:
@@ -180,6 +183,7 @@ class GRPOTrainer(Trainer):
         """This rank's share of the next step; None when the run is to end."""
         with self.clock.measure("wait_data"):
             if self.controller is None:
+                self.publisher.raise_if_failed()
                 received = self.feed.receive()
                 if received is Signal.FAIL:
                     raise RankZeroFailed
@@ -192,9 +196,9 @@ class GRPOTrainer(Trainer):
                 self.stopped = True
                 self.feed.send_signal(Signal.STOP)
                 return None
-            self.prompt_position = self.controller.prompt_position
             self.rollout_metrics = step.metrics
-            return self.feed.send_step(step.plan, self.publisher.slots.reserve())
+            slot = self.publisher.slots.reserve()
+            return self.feed.send_step(step.plan, slot, self.controller.prompt_position)
 
     def _train_step(self, batch: TrainBatch) -> None:
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
@@ -217,6 +221,7 @@ class GRPOTrainer(Trainer):
             if not self.config.grpo.async_weight_update:
                 self._rank_zero_first(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += batch.num_tokens
+        self.prompt_position = batch.prompt_position
         self._log_step(batch, sums, float(grad_norm), learning_rate)
 
     def _forward_backward(self, batch: TrainBatch) -> torch.Tensor:
@@ -239,6 +244,10 @@ class GRPOTrainer(Trainer):
 
     def _after_step(self) -> None:
         """Checkpoint, export and evaluation, when due."""
+        if self.step == self.first_step + 1:
+            meshes = self.parallel_dims.get_all_one_dimensional_meshes().values()
+            groups = [mesh.get_group() for mesh in meshes]
+            lower_timeouts(groups, self.config.comm.train_timeout_seconds)
         is_last = self.step == self.config.training.steps
         self.checkpointer.save(self.step, last_step=is_last)
         interval = self.config.grpo.hf_export_interval
@@ -251,19 +260,19 @@ class GRPOTrainer(Trainer):
             self.clock.restart()
 
     def _finish(self) -> None:
-        """The last version served and evaluated, the model exported, the run summed up."""
-        if not self.stopped:
-            self._rank_zero_first(self._settle)
+        """The model exported, the last version served and evaluated, the run summed up."""
         if self.stopped:
             return self._save_stopped()
+        # First what was learned: a server that does not come round must not cost it.
         folder = self._export(self.step)
-        if self.controller is not None:
-            self._report(folder)
+        self._rank_zero_first(lambda: self._settle(folder))
         return None
 
-    def _settle(self) -> None:
+    def _settle(self, hf_checkpoint: Path) -> None:
         self._wait_for_push(self.step)
         self._evaluate()
+        if not self.stop.requested:
+            self._report(hf_checkpoint)
 
     def _save_stopped(self) -> None:
         """A stopped run keeps where it is, in a checkpoint that it can be resumed from."""
@@ -279,6 +288,19 @@ class GRPOTrainer(Trainer):
         logger.info(f"{message}.")
 
     # -- parts -------------------------------------------------------------------------
+
+    @contextmanager
+    def _profilers(self) -> Iterator[list[Any]]:
+        """Upstream's profilers, those of them that ``[profiling]`` enables."""
+        settings = {
+            "global_step": self.step,
+            "base_folder": self.config.job.dump_folder,
+        }
+        with (
+            maybe_enable_profiling(self.config.profiling, **settings) as trace,
+            maybe_enable_memory_snapshot(self.config.profiling, **settings) as snapshot,
+        ):
+            yield [profiler for profiler in (trace, snapshot) if profiler is not None]
 
     def _rank_zero_first(self, work: Callable[[], None]) -> None:
         """Rank 0 works while the others wait for its word: go on, or stop.
@@ -323,11 +345,8 @@ class GRPOTrainer(Trainer):
             return
         result = self.controller.evaluate(self.step)
         if result is not None:
-            self.evaluations[self.step] = result.score
-            self.metrics_processor.log_event(
-                f"held-out {self.config.evaluation.function} at step {self.step}: "
-                f"{result.score:.3f} ({result.num_prompts} prompts, {result.seconds:.1f} s)"
-            )
+            function = self.config.evaluation.function
+            self.metrics_processor.log_evaluation(self.step, function, result)
 
     def _export(self, step: int) -> Path:
         target = Path(self.config.job.dump_folder) / "hf" / f"step-{step}"
@@ -362,34 +381,25 @@ class GRPOTrainer(Trainer):
             "data/trained_tokens": float(batch.num_trained_tokens),
             "time/tokens_per_second": batch.num_tokens / times["time/step_seconds"],
         }
-        if self.step in self.evaluations:
-            metrics["evaluation/score"] = self.evaluations[self.step]
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
         self.metrics_processor.log_step(self.step, metrics)
 
     def _report(self, hf_checkpoint: Path) -> None:
         assert self.controller is not None
         folder = Path(self.config.job.dump_folder)
-        history = self.metrics_processor.history
-        scores = list(self.evaluations.values())
+        logs = self.metrics_processor
+        assert logs.steps is not None and logs.evaluations is not None
         summary: dict[str, Any] = {
             "steps": self.step,
             "seconds": round(time.perf_counter() - self.begin, 1),
-            "reward_first10": mean_over(history[:10], "reward/mean"),
-            "reward_last10": mean_over(history[-10:], "reward/mean"),
-            "heldout_before": scores[0] if scores else None,
-            "heldout_after": scores[-1] if scores else None,
+            **summarise(logs.steps.records, logs.evaluations.records),
             "policy_version": self.step,
             "server_version": self.controller.served_version(),
-            "max_staleness_steps": max(
-                (record["staleness/max_steps"] for record in history), default=0
-            ),
-            "mismatch_kl_mean": mean_over(history, "mismatch/kl"),
+            "weight_sync_failures": self.publisher.num_failures,
             "hf_checkpoint": str(hf_checkpoint),
         }
         write_summary(folder, summary)
-        if history:
-            draw_reward_curve(folder, history)
+        draw_reward_curve(folder, logs.steps.records)
         self.metrics_processor.close()
         print(json.dumps(summary, indent=2))
         print(f"Everything is in {folder}: metrics.jsonl, samples.jsonl, reward_curve.png.")
@@ -432,6 +442,7 @@ def main(args: list[str] | None = None) -> int:
 
 def _run(config: JobConfig, hf_model: HFModel, is_rank_zero: bool) -> int:
     init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
+    keep_gloo_on_loopback(config.inference.urls)
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     trainer: GRPOTrainer | None = None
     try:

@@ -24,18 +24,18 @@ def main(arguments):
     for step in range(2):
         if rank == 0:
             plan = StepPlan([rows(10 + step, 1 + step, 4), rows(20 + step, 1 + step, 4)], 5, 9, {})
-            batch = feed.send_step(plan, publish_slot=step)
+            batch = feed.send_step(plan, publish_slot=step, prompt_position=7 + step)
         else:
             batch = feed.receive()
         assert isinstance(batch, TrainBatch)
         expected = rows(10 * (1 + rank // 2) + step, 1 + step, 4)
         equal = all(torch.equal(v, vars(expected)[k]) for k, v in vars(batch.rows).items())
-        received.append([equal, batch.num_trained_tokens, batch.num_tokens, batch.publish_slot])
+        received.append([equal, batch.num_trained_tokens, batch.num_tokens, batch.publish_slot,
+                         batch.prompt_position])  # fmt: skip
     if rank == 0:
         feed.send_signal(Signal.STOP)
         signal = Signal.STOP
     else:
         signal = feed.receive()
     total = feed.all_reduce_sum(torch.tensor([1.0 + rank]))
-    feed.close()
     return {"received": received, "signal": signal.name, "total": total.item()}

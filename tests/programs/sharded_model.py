@@ -69,7 +69,8 @@ def main(arguments):
     plans = plan_buckets(parameters, adapter, torch.float32, arguments["bucket_bytes"])
     cpu = torch.device("cpu")
     gatherer = Gatherer(parameters, adapter, plans, "gloo", 60.0, cpu, cpu)
-    buckets = gatherer.gather(snapshots.read(1), keep=dist.get_rank() == 0)
+    buffers = gatherer.new_buffers() if dist.get_rank() == 0 else None
+    buckets = gatherer.gather(snapshots.read(1), buffers)
     gathered_equal = True
     full = dict(full_hf_tensors([model], adapter))
     for bucket in buckets:

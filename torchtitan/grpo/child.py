@@ -15,12 +15,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 # Loaded before any fork: the hook below may not import or allocate much.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+
+
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what torchrun told this process about its own rank.
+
+    A child that is no training rank would take it for its own.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
+    }
 
 
 def die_with_parent() -> None:

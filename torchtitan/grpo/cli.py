@@ -17,7 +17,7 @@ USAGE = (__doc__ or "").split("\n\n", 1)[1]
 
 def check_config(arguments: list[str]) -> int:
     """Loads and checks a configuration; prints it resolved, with the planned layout."""
-    from torchtitan.grpo.config_manager import ConfigError, describe, load_config
+    from torchtitan.grpo.config_manager import ConfigError, check_model, describe, load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 
     if arguments and not arguments[0].startswith("-"):
@@ -25,6 +25,7 @@ def check_config(arguments: list[str]) -> int:
     try:
         config = load_config(arguments)
         model = read_hf_model(config.model.hf_assets_path)
+        check_model(config, model)
     except (ConfigError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -118,11 +118,14 @@ class Rollout:
     """Sampling temperature, above 0. The trainer scores with the same temperature."""
 
     top_p: float = 1.0
-    """Nucleus bound in (0, 1]; 1 is off. Sampling-time logprobs are not renormalised
-    for it, so anything below 1 biases the importance ratio."""
+    """Nucleus bound in (0, 1]; 1 is off. The trainer scores with the whole distribution,
+    so anything below 1 biases the importance ratio: vLLM reports logprobs renormalised
+    over the kept tokens, SGLang and the embedded server report those of the whole
+    distribution for tokens that were drawn from a part of it."""
 
     top_k: int = -1
-    """Number of most likely tokens kept; -1 is off. The same bias as ``top_p``."""
+    """Number of most likely tokens kept, at least 1; -1 is off. The same bias as
+    ``top_p``."""
 
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a completion besides the model's own end-of-sequence tokens."""
@@ -171,10 +174,12 @@ class Inference:
     """Weights' dtype in launched servers. ``auto``: float32 on CPU, bfloat16 on CUDA."""
 
     max_model_len: int = 0
-    """Longest sequence of launched servers; 0 is ``training.seq_len``."""
+    """Longest sequence of launched servers, at least the longest prompt with
+    ``rollout.max_new_tokens``; 0 is ``training.seq_len``."""
 
     extra_args: list[str] = field(default_factory=list)
-    """Further command line arguments of launched servers, passed as they are."""
+    """Further command line arguments of launched servers, passed as they are. Each server
+    is also given a sampling seed: ``debug.seed`` plus its index."""
 
     api_key: str | None = None
     """Key for generation routes. None reads the environment variable
@@ -196,8 +201,10 @@ class WeightSync:
     """``[weight_sync]``: how weights travel to the servers."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of the weight groups. ``auto``: NCCL where trainer and servers each have
-    GPUs of their own, gloo otherwise."""
+    """Transport of the weight groups. ``auto`` with ``inference.launch``: NCCL where trainer
+    and servers each have GPUs of their own, gloo otherwise. ``auto`` with
+    ``inference.urls``: NCCL where the trainer has a GPU; set gloo for servers on CPU or on
+    the trainer's own GPU, which it cannot see."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Wire dtype. ``auto``: ``training.mixed_precision_param``, which is what the
@@ -207,7 +214,8 @@ class WeightSync:
     """Tensors travel in buckets of about this size; one tensor is never split."""
 
     num_slots: int = 2
-    """Snapshots of the local shards that may be alive at once, at least 1."""
+    """Snapshots of the local shards that may be alive at once, at least 2: one is sent
+    while the next is filled."""
 
     master_address: str = "auto"
     """Address under which servers reach rank 0. ``auto``: this host's address on the

@@ -9,19 +9,23 @@ wrong type is refused with its key, and contradictions are found here, before an
 group exists. Nothing in this module needs a device.
 """
 
+import contextlib
 import difflib
+import io
 import os
 import re
-import sys
 import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torchtitan.config import ConfigManager, job_config
 
 from torchtitan.grpo import config as grpo_config
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.models.hf_config import HFModel
 
 
 class ConfigError(ValueError):
@@ -56,6 +60,14 @@ class JobConfig(job_config.JobConfig):
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What is printed, logged and saved of a configuration: keys are masked."""
+        values = super().to_dict()
+        for name in ("api_key", "admin_key"):
+            if values["inference"][name]:
+                values["inference"][name] = "***"
+        return values
+
 
 class GRPOConfigManager(ConfigManager):
     """Torchtitan's manager with stricter reading of the TOML file."""
@@ -71,6 +83,11 @@ class GRPOConfigManager(ConfigManager):
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--job.config_file is not valid TOML: {error}.") from error
         return values
+
+    def _maybe_add_custom_config(self, args: list[str], toml_values: dict[str, Any] | None) -> type:
+        cls = super()._maybe_add_custom_config(args, toml_values)
+        check_arguments(cls, args)
+        return cls
 
     def _dict_to_dataclass(self, cls, data: dict[str, Any]) -> Any:
         check_keys(cls, data)
@@ -90,10 +107,44 @@ def load_config(args: list[str]) -> JobConfig:
     Raises:
         ConfigError: With one clear message.
     """
-    config = GRPOConfigManager().parse_args(args)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = GRPOConfigManager().parse_args(args)
+    except SystemExit as error:
+        if error.code in (0, None):  # --help
+            raise
+        raise ConfigError(_unboxed(said.getvalue())) from error
     assert isinstance(config, JobConfig)
     validate(config)
     return config
+
+
+def _unboxed(text: str) -> str:
+    """The first paragraph of a message that tyro drew a box around."""
+    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    paragraph = " ".join(lines).split("────", 1)[0].strip()
+    return f"{paragraph.rstrip('.')}. Change it on the command line."
+
+
+def check_arguments(cls: type, args: list[str]) -> None:
+    """Refuses ``--table.key`` arguments that no table has, naming the nearest key.
+
+    Both spellings (``-`` and ``_``), ``--key=value`` and ``--table.no-flag`` are known.
+    """
+    known = _all_keys(cls)
+    for arg in args:
+        given = arg.partition("=")[0]
+        if not given.startswith("--") or given == "--help" or given.startswith("--tyro-"):
+            continue
+        key = given[2:].replace("-", "_")
+        table, _, name = key.rpartition(".")
+        if key in known or f"{table}.{name.removeprefix('no_')}" in known:
+            continue
+        siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == table}
+        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
+        hint = f"Did you mean --{siblings[near[0]]}?" if near else _elsewhere(name, known)
+        raise ConfigError(f"Unknown argument {given}. {hint}")
 
 
 def check_keys(cls: type, data: dict[str, Any], prefix: str = "") -> None:
@@ -134,7 +185,15 @@ def validate(config: JobConfig) -> None:
     Raises:
         ConfigError: The first problem found.
     """
-    for check in (_check_required, _check_ranges, _check_inference, _check_layout):
+    for check in (
+        _check_required,
+        _check_refused,
+        _check_ranges,
+        _check_lengths,
+        _check_machine,
+        _check_inference,
+        _check_layout,
+    ):
         check(config)
 
 
@@ -160,6 +219,24 @@ def _check_required(config: JobConfig) -> None:
     )
 
 
+_REFUSED = {
+    "validation.enable": "held-out prompts are decoded and scored by [evaluation]",
+    "checkpoint.create_seed_checkpoint": "a run begins with the weights of model.hf_assets_path",
+    "training.enable_cpu_offload": "weights are pushed from the device that they are trained on",
+    "memory_estimation.enable": "only torchtitan's own estimation script reads it",
+    "fault_tolerance.enable": "the weight push knows a single group of ranks",
+    "model.converters": "servers are given plain weights and do not round as a converted model "
+    "(float8, mx) does, so their logprobs would not be those of the trainer's policy",
+}
+"""Torchtitan's keys that would be ignored here, or fail later, and why."""
+
+
+def _check_refused(config: JobConfig) -> None:
+    for key, reason in _REFUSED.items():
+        value = _get(config, key)
+        _require(not value, f"{key} must be left at its default, got {value!r}: {reason}.")
+
+
 _MINIMA = {
     "grpo.group_size": (2, "advantages are relative to the group"),
     "grpo.prompts_per_step": (1, "a step needs a prompt"),
@@ -167,6 +244,8 @@ _MINIMA = {
     "grpo.hf_export_interval": (0, "0 exports at the end only"),
     "rollout.max_head_offpolicyness": (0, "0 is synchronous training"),
     "rollout.max_new_tokens": (1, "a completion needs a token"),
+    "prompts.max_prompt_tokens": (0, "0 is what rollout.max_new_tokens leaves"),
+    "inference.max_model_len": (0, "0 is training.seq_len"),
     "rollout.max_consecutive_failures": (1, "some failure must be the last"),
     "reward.num_workers": (1, "somebody must score"),
     "reward.max_consecutive_failures": (1, "some failure must be the last"),
@@ -204,16 +283,74 @@ def _check_ranges(config: JobConfig) -> None:
     clip_low, top_p = config.grpo.clip_low, config.rollout.top_p
     _require(0 <= clip_low < 1, f"grpo.clip_low must be in [0, 1), got {clip_low}.")
     _require(0 < top_p <= 1, f"rollout.top_p must be in (0, 1], got {top_p}.")
+    top_k = config.rollout.top_k
+    _require(
+        top_k == -1 or top_k >= 1, f"rollout.top_k must be -1 (off) or at least 1, got {top_k}."
+    )
     concurrent = config.rollout.max_concurrent_rollouts
     _require(
         concurrent >= config.grpo.group_size,
         f"rollout.max_concurrent_rollouts must be at least grpo.group_size "
         f"({config.grpo.group_size}), or no group could ever start, got {concurrent}.",
     )
+
+
+def _check_lengths(config: JobConfig) -> None:
     _require(
         config.rollout.max_new_tokens < config.training.seq_len,
         f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) must leave room for a prompt "
         f"in training.seq_len ({config.training.seq_len}). Raise the one or lower the other.",
+    )
+    served, longest = config.inference.max_model_len, longest_sequence(config)
+    _require(
+        served == 0 or served >= longest,
+        f"inference.max_model_len must be 0 (training.seq_len) or at least {longest}, the longest "
+        "prompt (prompts.max_prompt_tokens, or what training.seq_len leaves) with "
+        f"rollout.max_new_tokens, got {served}.",
+    )
+
+
+def longest_sequence(config: JobConfig) -> int:
+    """Tokens of the longest prompt with the longest completion."""
+    seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
+    if longest_prompt == 0:
+        return seq_len
+    return min(seq_len, longest_prompt + config.rollout.max_new_tokens)
+
+
+def check_model(config: JobConfig, model: "HFModel") -> None:
+    """Refuses sequences that are longer than the model was made for: servers do so, too.
+
+    Raises:
+        ConfigError: With the keys to change.
+    """
+    needed = longest_sequence(config)
+    if config.inference.launch:
+        needed = config.inference.max_model_len or config.training.seq_len
+    limit = model.max_position_embeddings
+    _require(
+        limit == 0 or needed <= limit,
+        f"Sequences must be at most {limit} tokens long (max_position_embeddings of "
+        f"{model.path}), got {needed}. Lower training.seq_len; or, to pack short sequences into "
+        "longer rows, set prompts.max_prompt_tokens and inference.max_model_len.",
+    )
+
+
+def _check_machine(config: JobConfig) -> None:
+    """What must be there where the trainer runs."""
+    grpo = config.grpo
+    if grpo.packed_attention == "flex":
+        import torch
+
+        _require(
+            torch.cuda.is_available(),
+            "grpo.packed_attention = 'flex' needs a CUDA GPU, and none is visible: use 'auto' or "
+            "'sdpa'.",
+        )
+    _require(
+        grpo.kl_coef <= 0 or grpo.ref_model_path is None or Path(grpo.ref_model_path).is_dir(),
+        "grpo.ref_model_path must be a Hugging Face model directory (grpo.kl_coef is above 0), "
+        f"got {grpo.ref_model_path}.",
     )
 
 
@@ -334,12 +471,3 @@ def _describe_servers(config: JobConfig) -> str:
     if inference.launch:
         return f"{inference.num_servers} x {inference.kind}, launched on this machine"
     return f"{inference.kind} at {', '.join(inference.urls)}"
-
-
-def resolve_path(path: str) -> Path:
-    """A path as given, absolute."""
-    return Path(path).expanduser().resolve()
-
-
-if __name__ == "__main__":
-    print(describe(load_config(sys.argv[1:])))

@@ -5,13 +5,17 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.plan import StepPlan, plan_step
 from torchtitan.grpo.device import gpus_for_servers
+from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.report import SampleLog
 from torchtitan.grpo.rollout.link import EvaluationResult, RolloutLink, ServerInfo
@@ -52,7 +56,7 @@ class RolloutController:
         folder = Path(config.job.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.samples = SampleLog(
-            folder / "samples.jsonl", config.observe.samples_per_step, append=start_version > 0
+            folder / "samples.jsonl", config.observe.samples_per_step, start_version
         )
         self.link = RolloutLink(_process_config(config, model, start_version, prompt_position))
         self.servers: list[ServerInfo] = []
@@ -93,20 +97,22 @@ class RolloutController:
         )
 
     def served_version(self) -> int:
-        """The lowest version that the servers themselves say they serve."""
+        """The lowest version that servers say they serve; those that do not answer are left out."""
 
-        async def ask() -> int:
-            versions = []
-            for server in self.servers:
-                client = client_for(self.config.inference, server)
-                try:
-                    version = await client.version()
-                    versions.append(-1 if version is None else version)
-                finally:
-                    await client.close()
-            return min(versions)
+        async def ask(server: ServerInfo) -> int | None:
+            client = client_for(self.config.inference, server)
+            try:
+                return await client.version()
+            except ServerError as error:
+                logger.warning(f"{server.url} does not say what it serves: {error}")
+                return None
+            finally:
+                await client.close()
 
-        return asyncio.run(ask())
+        async def ask_all() -> list[int | None]:
+            return await asyncio.gather(*(ask(server) for server in self.servers))
+
+        return min((v for v in asyncio.run(ask_all()) if v is not None), default=-1)
 
     def close(self) -> None:
         self.samples.close()
@@ -116,11 +122,15 @@ class RolloutController:
 def _process_config(
     config: JobConfig, model: HFModel, start_version: int, prompt_position: int
 ) -> RolloutProcessConfig:
+    device = config.inference.device
+    if device == "auto":
+        # Asked of torch, as for the trainer: a CPU build of torch cannot use a GPU.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return RolloutProcessConfig(
         grpo=config.grpo,
         prompts=config.prompts,
         rollout=config.rollout,
-        inference=config.inference,
+        inference=replace(config.inference, device=device),
         reward=config.reward,
         evaluation=config.evaluation,
         hf_assets_path=str(model.path),

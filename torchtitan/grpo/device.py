@@ -11,11 +11,16 @@ that exist and what later imports will read; call it before importing ``torchtit
 import os
 import resource
 import sys
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch
 import torch._utils
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -36,7 +41,6 @@ def settle_device() -> DeviceType:
             if hasattr(module, "device_module"):
                 vars(module)["device_module"] = torch.cpu
     _use_host_memory_monitor()
-    _keep_gloo_on_loopback()
     return "cpu"
 
 
@@ -50,13 +54,20 @@ def _use_host_memory_monitor() -> None:
     upstream_utils.get_peak_flops = lambda device_name: 1e12
 
 
-def _keep_gloo_on_loopback() -> None:
+def keep_gloo_on_loopback(server_urls: Sequence[str]) -> None:
     """On one node, gloo needs no other interface than loopback.
 
-    Otherwise it binds to whatever address this host's name resolves to.
+    Otherwise it binds to whatever address this host's name resolves to. Call it before any
+    process group exists.
+
+    Args:
+        server_urls: Servers that were not launched here; empty where all are.
     """
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if one_node and "GLOO_SOCKET_IFNAME" not in os.environ:
+    hosts = {urlsplit(url).hostname for url in server_urls}
+    if not one_node or not hosts <= {"127.0.0.1", "localhost", "::1"}:
+        return
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -96,6 +107,17 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def lower_timeouts(groups: Sequence[dist.ProcessGroup], timeout_seconds: float) -> None:
+    """Applies ``comm.train_timeout_seconds`` once the first step, with its slow starts, is done.
+
+    What upstream's ``set_pg_timeouts`` does, which asks for a device index that CPU lacks.
+    """
+    # No rank may use the shorter bound while another is still in what took longer.
+    dist.barrier()
+    for group in [*groups, dist.group.WORLD]:
+        _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def gpus_for_servers() -> tuple[list[str], bool]:

@@ -80,7 +80,9 @@ class Generation:
         token_ids: [completion_len] int32, as the server sampled them, the stop token
             included.
         logprobs: [completion_len] float32, of each sampled token at sampling time,
-            after temperature, before top-p and top-k.
+            after temperature. With top-p or top-k set, vLLM's are renormalised over the
+            tokens kept; SGLang's and the embedded server's are not. Either way they are
+            then biased against what the trainer scores.
         finish_reason: See :data:`FinishReason`.
         segments: Which weights wrote which tokens, in order, without gaps.
     """

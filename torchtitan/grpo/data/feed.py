@@ -20,6 +20,7 @@ from torchtitan.grpo.groups import new_group
 
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask")
 _FLOAT_FIELDS = ("generator_logprobs", "advantages")
+_HEADER_LENGTH = 6
 
 
 class Signal(IntEnum):
@@ -43,12 +44,14 @@ class TrainBatch:
         num_trained_tokens: Over all ranks; the loss is divided by it.
         num_tokens: Over all ranks.
         publish_slot: Snapshot slot into which the step's weights go.
+        prompt_position: Prompts used up with this step; every rank checkpoints it.
     """
 
     rows: TrainRows
     num_trained_tokens: int
     num_tokens: int
     publish_slot: int
+    prompt_position: int
 
 
 class Feed:
@@ -68,11 +71,12 @@ class Feed:
         dist.all_gather_object(batch_ranks, batch_rank, group=self.group)
         self.batch_rank_of = batch_ranks
 
-    def send_step(self, plan: StepPlan, publish_slot: int) -> TrainBatch:
+    def send_step(self, plan: StepPlan, publish_slot: int, prompt_position: int) -> TrainBatch:
         """Rank 0: announces the step and scatters its rows."""
         num_rows = plan.rows_of_rank[0].num_rows
         header = [
             Signal.STEP, num_rows, plan.num_trained_tokens, plan.num_tokens, publish_slot,
+            prompt_position,
         ]  # fmt: skip
         self._broadcast_header(header)
         shares = [_stack(plan.rows_of_rank[b]) for b in self.batch_rank_of]
@@ -81,7 +85,7 @@ class Feed:
 
     def send_signal(self, signal: Signal) -> None:
         """Rank 0: announces the end."""
-        self._broadcast_header([signal, 0, 0, 0, 0])
+        self._broadcast_header([signal] + [0] * (_HEADER_LENGTH - 1))
 
     def receive(self) -> TrainBatch | Signal:
         """Other ranks: waits for rank 0's next word."""
@@ -96,11 +100,8 @@ class Feed:
         dist.all_reduce(values, group=self.group)
         return values
 
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
-
     def _broadcast_header(self, header: list[int] | None) -> list[int]:
-        tensor = torch.tensor(header or [0] * 5, dtype=torch.int64)
+        tensor = torch.tensor(header or [0] * _HEADER_LENGTH, dtype=torch.int64)
         dist.broadcast(tensor, src=0, group=self.group)
         return tensor.tolist()
 
@@ -130,4 +131,5 @@ def _batch(header: list[int], ints: torch.Tensor, floats: torch.Tensor) -> Train
         num_trained_tokens=header[2],
         num_tokens=header[3],
         publish_slot=header[4],
+        prompt_position=header[5],
     )

@@ -6,13 +6,14 @@
 import os
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.inference.http import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    HttpConnection,
+)
 from torchtitan.grpo.inference.sglang import SGLangClient
 from torchtitan.grpo.inference.vllm import VLLMClient
 from torchtitan.grpo.types import ServerKind
-
-API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
-ADMIN_KEY_VARIABLE = "TORCHTITAN_GRPO_ADMIN_KEY"
 
 _CLIENTS: dict[ServerKind, type[SGLangClient] | type[VLLMClient]] = {
     "embedded": SGLangClient,

@@ -12,6 +12,9 @@ import aiohttp
 
 from torchtitan.grpo.inference.client import ServerError
 
+API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
+ADMIN_KEY_VARIABLE = "TORCHTITAN_GRPO_ADMIN_KEY"
+
 _EXCERPT_CHARS = 600
 
 
@@ -154,6 +157,6 @@ def _status_message(method: str, address: str, status: int, text: str) -> str:
     if status in (401, 403):
         hint = (
             " Check inference.api_key and inference.admin_key"
-            " (TORCHTITAN_GRPO_API_KEY, TORCHTITAN_GRPO_ADMIN_KEY)."
+            f" ({API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE})."
         )
     return f"{method} {address} answered {status}: {excerpt(text)}{hint}"

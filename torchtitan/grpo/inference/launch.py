@@ -14,33 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import ServerKind
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _LOG_TAIL_BYTES = 4000
+KEY_OPTIONS = ("--api-key", "--admin-api-key")
 _SGLANG_CPU_MAIN = Path(__file__).with_name("sglang_cpu.py")
 # SGLang on CPU would otherwise take 15 GB for its KV cache.
 _SGLANG_CPU_MAX_TOKENS = 32768
-
-# What torchrun told our parent about its own ranks would be taken for the server's.
-_LAUNCHER_VARIABLES = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-]
 
 
 @dataclass(frozen=True)
@@ -61,6 +48,7 @@ class ServerSpec:
         admin_key: Key that SGLang asks for on control routes.
         extra_args: Appended; where an option is given twice, the last one counts.
         gpus: The GPUs that it sees; none given leaves it those that we see.
+        seed: Of sampling; None is the server's own.
     """
 
     kind: ServerKind
@@ -76,6 +64,7 @@ class ServerSpec:
     admin_key: str | None = None
     extra_args: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,18 +113,14 @@ def server_command(
     if spec.kind not in commands:
         raise ValueError(f"inference.kind must be one of {sorted(commands)}, got {spec.kind!r}.")
     command, defaults = commands[spec.kind](spec)
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith("TORCHELASTIC_")
-    }
+    kept = without_rank_variables(environ)
     # Without bytecode files, each start would compile the server's sources for a minute.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     if spec.device == "cpu":
         defaults["OMP_NUM_THREADS"] = "1"  # the cores belong to the trainer, too
     elif spec.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-    return command + list(spec.extra_args), {**defaults, **kept}
+    return command + list(spec.extra_args), {**defaults, **kept, **_key_variables(spec)}
 
 
 def _embedded(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
@@ -145,7 +130,7 @@ def _embedded(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
     command += ["--device", spec.device, "--dtype", spec.dtype]
     command += ["--max-model-len", str(spec.max_model_len)]
     command += ["--max-running-requests", str(spec.max_running_requests)]
-    command += _keys(spec)
+    command += _seed("--seed", spec)
     return command, {"HF_HUB_OFFLINE": "1"}
 
 
@@ -161,7 +146,9 @@ def _sglang(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
     command += ["--device", spec.device, "--dtype", spec.dtype]
     command += ["--context-length", str(spec.max_model_len)]
     command += ["--max-running-requests", str(spec.max_running_requests)]
-    command += _keys(spec)
+    command += _seed("--random-seed", spec)
+    for option, key in zip(KEY_OPTIONS, (spec.api_key, spec.admin_key), strict=True):
+        command += [option, key] if key else []
     return command, {"HF_HUB_OFFLINE": "1"}
 
 
@@ -174,8 +161,7 @@ def _vllm(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
     # Token ids in and out, with the weight version of each token; see VLLMClient.
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
-    if spec.api_key:
-        command += ["--api-key", spec.api_key]
+    command += _seed("--seed", spec)
     defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if spec.device == "cpu":
         command += ["--enforce-eager"]
@@ -184,9 +170,31 @@ def _vllm(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
     return command, defaults
 
 
-def _keys(spec: ServerSpec) -> list[str]:
-    keys = ["--api-key", spec.api_key] if spec.api_key else []
-    return keys + (["--admin-api-key", spec.admin_key] if spec.admin_key else [])
+def _seed(option: str, spec: ServerSpec) -> list[str]:
+    return [] if spec.seed is None else [option, str(spec.seed)]
+
+
+def _key_variables(spec: ServerSpec) -> dict[str, str]:
+    """Keys by environment where a server reads one: any user can list command lines."""
+    variables = {
+        "embedded": {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key},
+        "vllm": {"VLLM_API_KEY": spec.api_key},
+        "sglang": {},  # reads none
+    }
+    return {name: key for name, key in variables[spec.kind].items() if key}
+
+
+def mask_keys(command: Sequence[str]) -> list[str]:
+    """A command line to print: ``***`` in the place of keys."""
+    shown: list[str] = []
+    for argument in command:
+        option, equals, _ = argument.partition("=")
+        if shown and shown[-1] in KEY_OPTIONS:
+            argument = "***"
+        elif equals and option in KEY_OPTIONS:
+            argument = f"{option}=***"
+        shown.append(argument)
+    return shown
 
 
 def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> list[ServerSpec]:
@@ -207,10 +215,12 @@ def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> li
             max_model_len=inference.max_model_len or config.seq_len,
             max_running_requests=-(-config.rollout.max_concurrent_rollouts // len(ports)),
             python=inference.python,
-            api_key=inference.api_key or environ.get("TORCHTITAN_GRPO_API_KEY"),
-            admin_key=inference.admin_key or environ.get("TORCHTITAN_GRPO_ADMIN_KEY"),
+            api_key=inference.api_key or environ.get(API_KEY_VARIABLE),
+            admin_key=inference.admin_key or environ.get(ADMIN_KEY_VARIABLE),
             extra_args=tuple(inference.extra_args),
             gpus=gpus_of(index, inference.num_servers, config.server_gpus),
+            # Servers with one seed would write the same completions to the same prompt.
+            seed=config.seed + index,
         )
         for ports in [free_ports(inference.num_servers)]
         for index, port in enumerate(ports)

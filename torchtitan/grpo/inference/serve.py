@@ -15,7 +15,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from torchtitan.grpo.inference.launch import ServerSpec, default_device, server_command
+from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from torchtitan.grpo.inference.launch import (
+    ServerSpec,
+    default_device,
+    mask_keys,
+    server_command,
+)
 
 
 def parse_arguments(arguments: list[str]) -> ServerSpec:
@@ -47,8 +53,8 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
         max_model_len=options.max_model_len,
         max_running_requests=options.max_running_requests,
         python=options.python,
-        api_key=os.environ.get("TORCHTITAN_GRPO_API_KEY"),
-        admin_key=os.environ.get("TORCHTITAN_GRPO_ADMIN_KEY"),
+        api_key=os.environ.get(API_KEY_VARIABLE),
+        admin_key=os.environ.get(ADMIN_KEY_VARIABLE),
         extra_args=tuple(extra),
     )
 
@@ -56,7 +62,7 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
 def main() -> None:
     """Replaces this process with the server."""
     command, environ = server_command(parse_arguments(sys.argv[1:]), os.environ)
-    print(f"+ {shlex.join(command)}", flush=True)
+    print(f"+ {shlex.join(mask_keys(command))}", flush=True)
     os.execve(command[0], command, environ)
 
 

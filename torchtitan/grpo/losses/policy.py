@@ -16,13 +16,11 @@ class PolicyLoss:
         loss_sum: Scalar []; the caller divides by the global number of trained tokens.
         clipped_sum: Detached []; tokens on which the clip bound was active.
         capped_sum: Detached []; tokens whose importance weight was truncated.
-        ratio_max: Detached []; largest ratio of a trained token.
     """
 
     loss_sum: torch.Tensor
     clipped_sum: torch.Tensor
     capped_sum: torch.Tensor
-    ratio_max: torch.Tensor
 
 
 def truncated_importance_weights(
@@ -97,5 +95,4 @@ def clipped_surrogate_loss(
         loss_sum=-masked(objective).sum(),
         clipped_sum=((ratio * advantages > clipped * advantages) & loss_mask).sum().detach(),
         capped_sum=capped_sum.detach(),
-        ratio_max=masked(ratio).max().detach(),
     )

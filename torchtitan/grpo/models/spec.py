@@ -11,6 +11,7 @@ import torchtitan.protocols.train_spec as train_specs
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec
+from torchtitan.tools import utils
 
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.device import prepare_fsdp_for_gloo
@@ -60,7 +61,8 @@ def build_reference(
 ) -> nn.Module:
     """A frozen model, sharded like the policy, with ``grpo.ref_model_path``'s weights."""
     spec = train_specs.get_train_spec(config.model.name)
-    with torch.device("meta"):
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with torch.device("meta"), utils.set_default_dtype(dtype):
         reference = spec.model_cls(model.model_args)
     reference = spec.parallelize_fn(reference, parallel_dims, config)
     reference.to_empty(device=device)
@@ -70,4 +72,4 @@ def build_reference(
     assert spec.state_dict_adapter is not None
     path = config.grpo.ref_model_path or config.model.hf_assets_path
     load_hf_weights([reference], spec.state_dict_adapter(model.model_args, path), path)
-    return reference.eval().requires_grad_(False).to(TORCH_DTYPE_MAP[config.training.dtype])
+    return reference.eval().requires_grad_(False)

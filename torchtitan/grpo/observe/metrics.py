@@ -7,11 +7,10 @@ Console, ``metrics.jsonl``, and upstream's TensorBoard and wandb loggers. Keys a
 that end in a unit where they have one.
 """
 
-import json
 import netrc
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
@@ -19,13 +18,16 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.observe.progress import Progress
+from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.rollout.link import EvaluationResult
 
 
 class GRPOMetricsProcessor(MetricsProcessor):
     """Upstream's processor with our keys; files and console on rank 0 alone.
 
     Attributes:
-        history: One dict of metrics for each step since this process started.
+        steps: ``metrics.jsonl``: a record a step. None on other ranks.
+        evaluations: ``evaluations.jsonl``: a record an evaluation. None on other ranks.
     """
 
     def __init__(
@@ -33,46 +35,51 @@ class GRPOMetricsProcessor(MetricsProcessor):
     ) -> None:
         _keep_wandb_offline_without_key()
         super().__init__(job_config, parallel_dims, tag)
-        self.history: list[dict[str, Any]] = []
-        self._file: TextIO | None = None
+        self.steps: RunLog | None = None
+        self.evaluations: RunLog | None = None
         self._progress: Progress | None = None
         if dist.get_rank() == 0:
-            folder = Path(job_config.job.dump_folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._path = folder / "metrics.jsonl"
+            self._folder = Path(job_config.job.dump_folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
 
     def start(self, step: int) -> None:
-        """Opens the files; a run that starts anew does not append to an older one's."""
+        """Opens the files; a resumed run continues those of the one before."""
         if self._progress is not None:
-            self._file = self._path.open("a" if step else "w", encoding="utf-8", buffering=1)
+            self.steps = RunLog(self._folder / "metrics.jsonl", step)
+            self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """Records one step on rank 0; other ranks call it in vain."""
-        if self._progress is None or self._file is None:
+        if self._progress is None or self.steps is None:
             return
         stats = self.device_memory_monitor.get_peak_stats()
         metrics = metrics | {"memory/peak_gib": stats.max_reserved_gib}
         self.device_memory_monitor.reset_peak_stats()
-        record = {"step": step, **{key: round(value, 8) for key, value in metrics.items()}}
-        self.history.append(record)
-        self._file.write(json.dumps(record) + "\n")
+        digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
+        self.steps.add({"step": step, **digits})
         if self.should_log(step):
             self.logger.log(metrics, step)
         self._progress.update(step, metrics)
 
-    def log_event(self, message: str) -> None:
-        """A line above the progress display, on rank 0."""
-        if self._progress is not None:
-            self._progress.print(message)
+    def log_evaluation(self, step: int, function: str, result: EvaluationResult) -> None:
+        """Records an evaluation of the weights after ``step``, on rank 0."""
+        if self._progress is None or self.evaluations is None:
+            return
+        metrics = {"evaluation/score": result.score, "evaluation/seconds": result.seconds}
+        self.evaluations.add({"step": step, **metrics, "num_prompts": result.num_prompts})
+        self.logger.log(metrics, step)
+        self._progress.print(
+            f"held-out {function} at step {step}: {result.score:.3f} "
+            f"({result.num_prompts} prompts, {result.seconds:.1f} s)"
+        )
 
     def close(self) -> None:
         super().close()
-        if self._progress is not None:
-            self._progress.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for part in (self._progress, self.steps, self.evaluations):
+            if part is not None:
+                part.close()
+        self._progress = self.steps = self.evaluations = None
 
 
 def build_grpo_metrics_processor(

@@ -8,35 +8,55 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.types import RolloutGroup
 
 
 class SampleLog:
-    """Appends a few rollouts a step to ``samples.jsonl``."""
+    """A few rollouts a step, in ``samples.jsonl``.
 
-    def __init__(self, path: Path, per_step: int, *, append: bool) -> None:
+    Args:
+        path: The file.
+        per_step: ``observe.samples_per_step``.
+        step: Optimizer steps already taken.
+    """
+
+    def __init__(self, path: Path, per_step: int, step: int) -> None:
         self._per_step = per_step
-        self._file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
+        self._log = RunLog(path, step)
 
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> None:
         """Writes the first rollouts of different groups, so that prompts vary."""
         for group in list(groups)[: self._per_step]:
             rollout = group.rollouts[0]
-            record = {
-                "step": step,
-                "group_id": group.group_id,
-                "prompt": group.prompt_text,
-                "completion": rollout.completion,
-                "reward": rollout.reward,
-                "reward_components": rollout.reward_components,
-                "finish_reason": rollout.finish_reason,
-                "versions": [[s.version, s.start, s.end] for s in rollout.segments],
-                "server": group.server_url,
-            }
-            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._log.add(
+                {
+                    "step": step,
+                    "group_id": group.group_id,
+                    "prompt": group.prompt_text,
+                    "completion": rollout.completion,
+                    "reward": rollout.reward,
+                    "reward_components": rollout.reward_components,
+                    "finish_reason": rollout.finish_reason,
+                    "versions": [[s.version, s.start, s.end] for s in rollout.segments],
+                    "server": group.server_url,
+                }
+            )
 
     def close(self) -> None:
-        self._file.close()
+        self._log.close()
+
+
+def summarise(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    """The part of ``summary.json`` that the run's records tell."""
+    return {
+        "reward_first10": mean_over(steps[:10], "reward/mean"),
+        "reward_last10": mean_over(steps[-10:], "reward/mean"),
+        "heldout_before": evaluations[0]["evaluation/score"] if evaluations else None,
+        "heldout_after": evaluations[-1]["evaluation/score"] if evaluations else None,
+        "max_staleness_steps": max((s["staleness/max_steps"] for s in steps), default=0),
+        "mismatch_kl_mean": mean_over(steps, "mismatch/kl"),
+    }
 
 
 def mean_over(history: list[dict[str, Any]], key: str) -> float | None:

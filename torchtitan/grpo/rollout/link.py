@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import zmq
 
-from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.rollout import wire
@@ -34,9 +34,6 @@ _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
 # A Unix socket's path holds 107 bytes on Linux and 103 on macOS.
 _LONGEST_DIRECTORY = 80
-# torchrun's environment makes a process a training rank, and the servers below are none.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-_RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 
 
 class RolloutFailed(RuntimeError):
@@ -133,7 +130,7 @@ class RolloutLink:
         self._notices = self._connect(zmq.PUSH, wire.NOTICES_SOCKET)
         self._child = start_child(
             [*LIGHT_PYTHON, "torchtitan.grpo.rollout.process", str(self._directory)],
-            env=_environment(),
+            env=without_rank_variables(os.environ),
             log_file=self._log,
         )
 
@@ -325,11 +322,3 @@ def _private_directory() -> Path:
         os.rmdir(directory)
         directory = tempfile.mkdtemp(prefix="grpo-", dir="/tmp")
     return Path(directory)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
-    }

@@ -41,6 +41,9 @@ T = TypeVar("T")
 
 # How long a failed push waits for its broadcast to notice that the server has left.
 _BROADCAST_GRACE_SECONDS = 2.0
+# NCCL's watchdog ends the whole process at a group's timeout. It must not come before the
+# requests that end a failed push in order, each of which has a bound of its own.
+_NCCL_PATIENCE = 5
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ class ServerConnection:
             info.world_size,
             info.group_name,
             info.backend,
-            info.timeout_seconds,
+            info.timeout_seconds * (_NCCL_PATIENCE if info.backend == "nccl" else 1),
             store=self._store,
         )
 
@@ -247,6 +250,9 @@ class ServerConnection:
 
     async def _recover(self, error: BaseException) -> None:
         """Ends the update and the group on both sides, then lets the server go on."""
+        if self._backend == "nccl":
+            # Its watchdog would end this process for a broadcast that nobody completes.
+            await self._take_down()
         # First the server's end: it closes the sockets that our broadcast waits on.
         for step in (self.client.leave_weight_group, self.client.resume):
             try:
@@ -257,6 +263,7 @@ class ServerConnection:
         await self._take_down()
 
     async def _take_down(self) -> None:
+        """Leaves the group on our side; harmless when there is none."""
         group, self._group = self._group, None
         executor, self._executor = self._executor, None
         if group is not None:

@@ -105,44 +105,45 @@ class Gatherer:
             [p.device_mesh for p in self._layouts.values()], backend, timeout_seconds
         )
         self._payload_device = payload_device
-        self._payloads: list[torch.Tensor] | None = None
 
-    def gather(self, shards: dict[str, torch.Tensor], *, keep: bool) -> list[Bucket]:
-        """All ranks gather; those with ``keep`` receive the buckets.
+    def new_buffers(self) -> list[torch.Tensor]:
+        """Room for one version: a uint8 tensor for each bucket."""
+        return [
+            torch.empty(plan.num_bytes, dtype=torch.uint8, device=self._payload_device)
+            for plan in self._plans
+        ]
 
-        The buckets are overwritten by the next call.
-        """
+    def gather(
+        self, shards: dict[str, torch.Tensor], buffers: list[torch.Tensor] | None
+    ) -> list[Bucket]:
+        """All ranks gather; who gives ``buffers`` gets the buckets, in those buffers."""
         if self._stream is None:
-            return self._gather(shards, keep=keep)
+            return self._gather(shards, buffers)
         # Device and stream are a thread's own choice, and this is not the training thread.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
-            buckets = self._gather(shards, keep=keep)
+            buckets = self._gather(shards, buffers)
         self._stream.synchronize()
         return buckets
 
     @torch.no_grad()
-    def _gather(self, shards: dict[str, torch.Tensor], *, keep: bool) -> list[Bucket]:
-        if keep and self._payloads is None:
-            self._payloads = [
-                torch.empty(plan.num_bytes, dtype=torch.uint8, device=self._payload_device)
-                for plan in self._plans
-            ]
+    def _gather(
+        self, shards: dict[str, torch.Tensor], buffers: list[torch.Tensor] | None
+    ) -> list[Bucket]:
         buckets = []
         for index, plan in enumerate(self._plans):
             position = 0
             for name in plan.parameters:
                 full = self._full(name, shards[name])
-                if not keep:
+                if buffers is None:
                     continue
-                assert self._payloads is not None
                 for tensor in self._adapter.to_hf({name: full}).values():
                     flat = tensor.contiguous().view(-1).view(torch.uint8)
-                    self._payloads[index][position : position + flat.numel()].copy_(flat)
+                    buffers[index][position : position + flat.numel()].copy_(flat)
                     position += flat.numel()
-            if keep:
-                assert self._payloads is not None and position == plan.num_bytes
-                buckets.append(Bucket(plan.spec, self._payloads[index]))
+            if buffers is not None:
+                assert position == plan.num_bytes, (plan.spec.names, position)
+                buckets.append(Bucket(plan.spec, buffers[index]))
         return buckets
 
     def _full(self, name: str, shard: torch.Tensor) -> torch.Tensor:

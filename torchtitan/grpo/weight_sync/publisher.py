@@ -6,15 +6,14 @@
 Every rank has one publisher. The training thread fills a slot and goes on; the threads do
 the rest. Rank 0's thread leads, the others follow its commands:
 
-    leader    consumes: filled slots.  produces: buckets on the servers, versions.
-              waits for: a filled slot, the followers' shards, the servers (with timeouts).
+    leader    consumes: filled slots.  produces: gathered versions, for the lanes.
+              waits for: a filled slot, the followers' shards.
+    lane      one for each server, in the leader's event loop; see `lane.py`.
     follower  consumes: the leader's commands.  produces: its shards.
               waits for: a snapshot of its own, then for a command.
 
-The leader gathers everything into host memory first and lets go of the slot, so a slow
-server holds up neither a slot nor another rank. All servers are pushed to at the same
-time. A server that fails is reported lost and is joined anew, with the newest weights,
-until it answers; the others do not notice.
+The leader gathers everything into buffers of its own first and lets go of the slot, so a
+slow server holds up neither a slot, nor another rank, nor another server.
 """
 
 import asyncio
@@ -22,15 +21,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.groups import new_group
-from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.weight_sync.connection import Bucket, PushReport, ServerConnection
+from torchtitan.grpo.weight_sync.connection import Bucket, ServerConnection
 from torchtitan.grpo.weight_sync.gather import Gatherer
+from torchtitan.grpo.weight_sync.lane import Lane, LaneState
+from torchtitan.grpo.weight_sync.payloads import Gathered, Payloads
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
@@ -38,35 +37,10 @@ logger = logging.getLogger(__name__)
 
 # How often an idle thread looks whether it should end.
 _POLL_SECONDS = 0.2
-_RETRY_SECONDS = 2.0
-_LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
-"""What a push may fail with on account of the server; RuntimeError covers torch's own."""
 
 
 class PublisherFailed(RuntimeError):
     """The publisher's thread ended by an error; the message says which."""
-
-
-@dataclass
-class SyncStatus:
-    """What is known of the servers, for metrics. Written by the leader's thread.
-
-    Attributes:
-        server_versions: Newest version that each server has confirmed, by URL; -1 before
-            the first push and while a server is lost.
-        num_pushes: Completed pushes, counted per server.
-        num_failures: Failed pushes, counted per server.
-        last_errors: Why the last push to a server failed, by URL, until one succeeds.
-        gather_seconds: Of the last version.
-        last_push: Report of the last completed push, the slowest server's.
-    """
-
-    server_versions: dict[str, int] = field(default_factory=dict)
-    num_pushes: int = 0
-    num_failures: int = 0
-    last_errors: dict[str, str] = field(default_factory=dict)
-    gather_seconds: float = 0.0
-    last_push: PushReport | None = None
 
 
 class WeightPublisher:
@@ -99,7 +73,8 @@ class WeightPublisher:
     ) -> None:
         self.snapshots, self.slots, self.gatherer = snapshots, slots, gatherer
         self.is_leader = make_connections is not None
-        self.status = SyncStatus()
+        self.lanes: list[Lane] = []
+        self.gather_seconds = 0.0
         self.error: BaseException | None = None
         self._make_connections = make_connections
         self._on_version, self._on_lost = on_version, on_lost
@@ -128,7 +103,9 @@ class WeightPublisher:
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
-        """Leader: waits until every server serves ``version`` or a newer one.
+        """Leader: waits until the servers serve ``version`` or something newer.
+
+        Lost servers are not waited for, as long as one that is not lost is there.
 
         Raises:
             TimeoutError: Not in time; names the servers that lag.
@@ -136,29 +113,35 @@ class WeightPublisher:
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while self._behind(version) and not should_stop():
+            while not self._are_served(version) and not should_stop():
                 self.raise_if_failed()
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"Pushing policy_version {version} must end within {timeout_seconds:.0f} s, "
-                        f"but these servers lag: {self._describe_behind(version)}. Check their "
+                        f"but these servers lag: {self._describe_lag(version)}. Check their "
                         "logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)
 
+    @property
+    def num_failures(self) -> int:
+        """How often a server was lost."""
+        return sum(lane.num_failures for lane in self.lanes)
+
     def metrics(self) -> dict[str, float]:
         """The state of the push, for the step's metrics; on the leader."""
-        status, report = self.status, self.status.last_push
-        versions = status.server_versions.values()
+        served = [lane.version for lane in self.lanes if lane.state is not LaneState.LOST]
+        reports = [lane.last_push for lane in self.lanes if lane.last_push is not None]
         return {
-            "weight_sync/server_version": float(min(versions, default=-1)),
-            "weight_sync/pushes": float(status.num_pushes),
-            "weight_sync/failures": float(status.num_failures),
+            "weight_sync/server_version": float(min(served, default=-1)),
+            "weight_sync/lost_servers": float(len(self.lanes) - len(served)),
+            "weight_sync/pushes": float(sum(lane.num_pushes for lane in self.lanes)),
+            "weight_sync/failures": float(self.num_failures),
             "weight_sync/superseded": float(self.slots.num_superseded),
-            "weight_sync/gather_seconds": status.gather_seconds,
-            "weight_sync/push_seconds": report.push_seconds if report else 0.0,
-            "weight_sync/pause_seconds": report.pause_seconds if report else 0.0,
-            "weight_sync/push_bytes": float(report.num_bytes if report else 0),
+            "weight_sync/gather_seconds": self.gather_seconds,
+            "weight_sync/push_seconds": max((r.push_seconds for r in reports), default=0.0),
+            "weight_sync/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
+            "weight_sync/push_bytes": float(max((r.num_bytes for r in reports), default=0)),
         }
 
     def raise_if_failed(self) -> None:
@@ -178,17 +161,16 @@ class WeightPublisher:
                 timeout_seconds,
             )
 
-    def _behind(self, version: int) -> dict[str, int]:
-        versions = self.status.server_versions
-        if not versions:
-            return {"<no server joined yet>": -1}
-        return {url: have for url, have in versions.items() if have < version}
+    def _are_served(self, version: int) -> bool:
+        present = [lane for lane in self.lanes if lane.state is not LaneState.LOST]
+        return bool(present) and all(lane.version >= version for lane in present)
 
-    def _describe_behind(self, version: int) -> str:
-        errors = self.status.last_errors
+    def _describe_lag(self, version: int) -> str:
         return "; ".join(
-            f"{url} serves version {have}" + (f" ({errors[url]})" if url in errors else "")
-            for url, have in self._behind(version).items()
+            f"{lane.url} is {lane.state.value}, serves version {lane.version}"
+            + (f" ({lane.last_error})" if lane.last_error else "")
+            for lane in self.lanes
+            if lane.version < version
         )
 
     # -- publisher's thread ------------------------------------------------------------
@@ -213,7 +195,7 @@ class WeightPublisher:
             command = torch.empty(2, dtype=torch.int64)
             dist.broadcast(command, src=0, group=self._commands)
             slot, done = command.tolist()
-            self._read_shards(slot, done, keep=False)
+            self._read_shards(slot, done, None)
 
     def _wait_for_snapshot_after(self, done: int) -> bool:
         """True once this rank holds something newer; False when closing."""
@@ -224,72 +206,64 @@ class WeightPublisher:
                 self._changed.wait(_POLL_SECONDS)
         return False
 
-    def _read_shards(self, slot: int, version: int, *, keep: bool) -> list[Bucket]:
+    def _read_shards(
+        self, slot: int, version: int, buffers: list[torch.Tensor] | None
+    ) -> list[Bucket]:
         with self._changed:
             # This rank's training thread may be a little behind rank 0's.
             while self._slot_versions.get(slot) != version:
                 self._changed.wait(_POLL_SECONDS)
                 if self._closing:
                     raise RuntimeError("closed while waiting for a snapshot")
-        buckets = self.gatherer.gather(self.snapshots.read(slot), keep=keep)
+        buckets = self.gatherer.gather(self.snapshots.read(slot), buffers)
         # Nobody may fill the slot again before all have read it.
         dist.barrier(group=self._commands)
         return buckets
 
     async def _lead(self) -> None:
         assert self._make_connections is not None
-        connections = self._make_connections()
+        payloads = Payloads()
+        lanes = [
+            Lane(
+                connection,
+                payloads,
+                on_change=self._notify,
+                on_version=self._on_version,
+                on_lost=self._on_lost,
+            )
+            for connection in self._make_connections()
+        ]
         with self._changed:
-            self.status.server_versions = {c.client.url: -1 for c in connections}
-        buckets: list[Bucket] = []
-        version = -1
+            self.lanes = lanes
+        tasks = [asyncio.create_task(lane.run(), name=lane.url) for lane in lanes]
         try:
-            while not self._closing:
-                lagging = [
-                    c for c in connections if self.status.server_versions[c.client.url] < version
-                ]
-                wait = _RETRY_SECONDS if lagging else _POLL_SECONDS
-                taken = await asyncio.to_thread(self.slots.take_newest, wait)
-                if taken is not None:
-                    slot, version = taken
-                    buckets = await asyncio.to_thread(self._gather, slot, version)
-                    lagging = connections
-                await asyncio.gather(*(self._push(c, version, buckets) for c in lagging))
+            await self._gather_versions(payloads, tasks)
         finally:
-            for connection in connections:
-                await connection.close()
-                await connection.client.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(lane.close() for lane in lanes))
 
-    def _gather(self, slot: int, version: int) -> list[Bucket]:
+    async def _gather_versions(self, payloads: Payloads, lanes: list[asyncio.Task[None]]) -> None:
+        while not self._closing:
+            for lane in lanes:
+                if lane.done():
+                    await lane  # raises what ended it
+            taken = await asyncio.to_thread(self.slots.take_newest, _POLL_SECONDS)
+            if taken is not None:
+                slot, version = taken
+                buffers = payloads.free_buffers()
+                buckets = await asyncio.to_thread(self._gather, slot, version, buffers)
+                await payloads.put(Gathered(version, buckets))
+
+    def _gather(self, slot: int, version: int, buffers: list[torch.Tensor] | None) -> list[Bucket]:
         begin = time.perf_counter()
         dist.broadcast(torch.tensor([slot, version]), src=0, group=self._commands)
-        buckets = self._read_shards(slot, version, keep=True)
+        buckets = self._read_shards(slot, version, buffers or self.gatherer.new_buffers())
         self.slots.release(slot)
-        self.status.gather_seconds = time.perf_counter() - begin
+        self.gather_seconds = time.perf_counter() - begin
         return buckets
 
-    async def _push(
-        self, connection: ServerConnection, version: int, buckets: list[Bucket]
-    ) -> None:
-        url = connection.client.url
-        try:
-            if not connection.is_joined:
-                await connection.join()
-            report = await connection.push(version, buckets)
-        except _LOSSES as error:
-            self.status.num_failures += 1
-            self.status.last_errors[url] = str(error)
-            self._set_version(url, -1)
-            logger.warning("Pushing policy_version %d to %s failed: %s", version, url, error)
-            self._on_lost(url, str(error))
-            return
-        self.status.num_pushes += 1
-        self.status.last_push = report
-        self.status.last_errors.pop(url, None)
-        self._on_version(url, version)
-        self._set_version(url, version)
-
-    def _set_version(self, url: str, version: int) -> None:
+    def _notify(self) -> None:
         with self._changed:
-            self.status.server_versions[url] = version
             self._changed.notify_all()

@@ -3,6 +3,6 @@
 
 def test_ranks_receive_the_rows_of_their_coordinate(run_ranks):
     for result in run_ranks("feed_ranks", 4):
-        assert result["received"] == [[True, 5, 9, 0], [True, 5, 9, 1]]
+        assert result["received"] == [[True, 5, 9, 0, 7], [True, 5, 9, 1, 8]]
         assert result["signal"] == "STOP"
         assert result["total"] == 10

@@ -8,6 +8,7 @@ import pytest
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.progress import progress_line
 from torchtitan.grpo.observe.report import SampleLog, draw_reward_curve, mean_over, write_summary
+from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
 METRICS = {
@@ -50,7 +51,7 @@ def test_the_samples_file_holds_readable_rollouts_of_different_prompts(tmp_path)
         )  # fmt: skip
         return RolloutGroup(index, f"prompt {index}", (rollout, rollout), "http://s:1")
 
-    log = SampleLog(tmp_path / "samples.jsonl", per_step=2, append=False)
+    log = SampleLog(tmp_path / "samples.jsonl", per_step=2, step=0)
     log.write(5, [group(i) for i in range(4)])
     log.close()
     text = (tmp_path / "samples.jsonl").read_text()
@@ -66,3 +67,20 @@ def test_summary_and_curve_are_written(tmp_path):
     assert mean_over(history, "no/such") is None
     assert draw_reward_curve(tmp_path, history).stat().st_size > 1000
     assert json.loads(write_summary(tmp_path, {"steps": 12}).read_text()) == {"steps": 12}
+
+
+def test_a_resumed_run_continues_its_records_where_the_checkpoint_was(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    log = RunLog(file, 0)
+    for step in (1, 2, 3):
+        log.add({"step": step})
+    log.close()
+    with file.open("a") as half:
+        half.write('{"step": 4, "rew')
+    resumed = RunLog(file, 2)
+    resumed.add({"step": 3, "again": True})
+    resumed.close()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert records == resumed.records == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    RunLog(file, 0).close()
+    assert file.read_text() == ""

@@ -30,6 +30,7 @@ from torchtitan.grpo.inference.embedded.protocol import ModelFacts
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer, write_port_file
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")
 
@@ -54,8 +55,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="prompt and completion; 0 is the model's own, at most 4096",
     )
     add("--max-prefill-tokens", type=int, default=4096, help="padded tokens in one prefill")
-    add("--api-key", help="key of generation routes")
-    add("--admin-api-key", help="key of control routes")
+    # In the environment a key is not seen by whoever lists processes.
+    for option, variable, routes in (
+        ("--api-key", API_KEY_VARIABLE, "generation"),
+        ("--admin-api-key", ADMIN_KEY_VARIABLE, "control"),
+    ):
+        default = os.environ.get(variable)
+        add(option, default=default, help=f"key of {routes} routes; else ${variable}, else none")
     add("--seed", type=int, help="of sampling; none is a random one")
     add("--dist-timeout", type=float, default=120.0, help="seconds, of each weight broadcast")
     arguments = parser.parse_args(argv)

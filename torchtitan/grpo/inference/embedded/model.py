@@ -183,7 +183,8 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
         attn_implementation="sdpa",
         local_files_only=True,
     )
-    return model.to(device=torch.device(device))
+    # pyright cannot read how transformers decorates `to`.
+    return model.to(device=torch.device(device))  # pyright: ignore[reportCallIssue]
 
 
 def load_tokenizer(path: str) -> Tokenizer | None:

@@ -73,7 +73,7 @@ class WeightTable:
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes, row-major."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(memoryview(flat.view(torch.uint8).numpy())).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def split_bucket(

@@ -1,0 +1,96 @@
+"""Servers that die, freeze, or come back with old weights: the run goes on, and they rejoin."""
+
+import os
+import signal
+
+import pytest
+
+from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+
+# Long enough for a server to come back, short of completions to wait for.
+ARGUMENTS = (
+    "--inference.no-launch", "--grpo.prompts_per_step=2", "--training.steps=400",
+    "--evaluation.num_prompts=8", "--inference.control_timeout_seconds=3",
+    "--weight_sync.timeout_seconds=5",
+)  # fmt: skip
+
+
+@pytest.fixture
+def serve(repository, tmp_path):
+    """Starts embedded servers, at a given port where one is to come back."""
+    servers: list[LaunchedServer] = []
+
+    def start(port: int | None = None) -> LaunchedServer:
+        model = str(repository / "assets/reverse_digits/model")
+        port = port or free_ports(1)[0]
+        spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 64)
+        servers.append(start_server(spec, tmp_path / f"server-{len(servers)}.log"))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        os.killpg(server.process.pid, signal.SIGCONT) if server.process.poll() is None else None
+        server.stop()
+
+
+def wait_for_metric(run, key, wanted, timeout_seconds=90.0):
+    """Returns the first record from now on in which ``wanted(record[key])`` holds."""
+    seen = len(run.metrics)
+    run.wait_for(
+        lambda: any(wanted(record[key]) for record in run.metrics[seen:]), timeout_seconds
+    )
+    return next(record for record in run.metrics[seen:] if wanted(record[key]))
+
+
+@pytest.mark.timeout(400)
+def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, serve):
+    first, second = serve(), serve()
+    run = make_run(*ARGUMENTS, f"--inference.urls={first.url},{second.url}")
+    run.start()
+    run.wait_for_step(5)
+
+    os.killpg(second.process.pid, signal.SIGKILL)
+    second.process.wait(10)
+    alone = wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 1)
+    # The other server's pushes go on.
+    wait_for_metric(run, "weight_sync/server_version", lambda v: v > alone["step"] + 2)
+
+    # It comes back under its address with the original weights, which must not be trained on
+    # as anything newer: it is lost until it has confirmed the newest.
+    second = serve(int(second.url.rsplit(":", 1)[1]))
+    both = wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 0)
+    assert both["weight_sync/server_version"] >= both["step"] - 3
+
+    os.killpg(second.process.pid, signal.SIGSTOP)
+    frozen = wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 1)
+    wait_for_metric(run, "weight_sync/server_version", lambda v: v > frozen["step"] + 2)
+    os.killpg(second.process.pid, signal.SIGCONT)
+    wait_for_metric(run, "weight_sync/lost_servers", lambda n: n == 0)
+
+    assert run.process is not None
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.finish(30)
+    assert all(record["staleness/max_steps"] <= 1 for record in run.metrics)
+    assert {record["mismatch/kl"] < 1 for record in run.metrics} == {True}
+    run.wait_for_nobody()
+
+
+@pytest.mark.timeout(300)
+def test_a_lone_server_restarted_between_pushes_is_noticed_and_rejoins(make_run, serve):
+    """Without staleness no batch comes, so no push would notice it."""
+    server = serve()
+    run = make_run(*ARGUMENTS, "--rollout.max_head_offpolicyness=0", f"--inference.urls={server.url}")
+    run.start()
+    run.wait_for_step(3)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(10)
+    steps = len(run.metrics)
+    serve(int(server.url.rsplit(":", 1)[1]))
+    run.wait_for_step(steps + 3, timeout_seconds=90)
+    for record in run.metrics:
+        assert record["staleness/max_steps"] == 0
+        assert record["mismatch/kl"] < 1e-6
+    assert run.process is not None
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.finish(30)
+    run.wait_for_nobody()

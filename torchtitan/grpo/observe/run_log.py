@@ -1,0 +1,43 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Records of a run, one JSON object a line, each with its ``step``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class RunLog:
+    """A file of records that a resumed run continues where its checkpoint was.
+
+    Args:
+        path: The file.
+        step: Optimizer steps already taken. Records of later steps are dropped: those
+            steps are taken again. 0 begins anew.
+
+    Attributes:
+        records: All of the run, those of former processes included.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.records: list[dict[str, Any]] = []
+        if step and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            # A process that was killed may have left half a line.
+            whole = [json.loads(line) for line in lines if line.endswith("}")]
+            self.records = [record for record in whole if record["step"] <= step]
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        for record in self.records:
+            self._write(record)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Appends a record."""
+        self.records.append(record)
+        self._write(record)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
