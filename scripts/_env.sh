@@ -7,6 +7,7 @@
 set -euo pipefail
 
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ADOPTED=" adopted" # ends the stamp of an environment that was made by other means
 TORCH_VERSION=2.13.0
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -57,17 +58,29 @@ parse_device() {
     done
 }
 
-# open_environment FOLDER RECIPE_FILE...: exits 0 where FOLDER was made by these very recipes, else makes a
-# fresh virtual environment there. Sets PYTHON, and STAMP for close_environment.
+# made_for FOLDER: cpu or cuda, what these scripts made FOLDER for; nothing where they did not make it.
+made_for() {
+    cut -d' ' -f1 "$1/.complete" 2>/dev/null || true
+}
+
+# open_environment FOLDER RECIPE_FILE...: exits 0 where FOLDER was made by these very recipes. Else an
+# environment that these scripts made is made anew, and one made by other means is installed into, now and
+# later. Sets PYTHON, and STAMP for close_environment.
 open_environment() {
-    local folder="$1" python
+    local folder="$1" found python
     shift
     PYTHON="$folder/bin/python"
     STAMP_FILE="$folder/.complete"
     STAMP="$DEVICE $(cat "$@" | sha256sum | cut -d' ' -f1)"
-    if [[ -x "$PYTHON" && "$(cat "$STAMP_FILE" 2>/dev/null)" == "$STAMP" ]]; then
+    found="$(cat "$STAMP_FILE" 2>/dev/null || true)"
+    if [[ -x "$PYTHON" && "${found%$ADOPTED}" == "$STAMP" ]]; then
         echo "$folder is complete ($DEVICE)"
         exit 0
+    fi
+    if [[ -x "$PYTHON" && (-z "$found" || "$found" == *"$ADOPTED") ]]; then
+        STAMP+="$ADOPTED"
+        echo "installing into $folder ($DEVICE), which was made by other means"
+        return
     fi
     python="$(find_python)"
     echo "making $folder ($DEVICE) with $python"

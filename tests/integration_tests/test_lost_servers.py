@@ -36,9 +36,7 @@ def serve(repository, tmp_path):
 def wait_for_metric(run, key, wanted, timeout_seconds=90.0):
     """Returns the first record from now on in which ``wanted(record[key])`` holds."""
     seen = len(run.metrics)
-    run.wait_for(
-        lambda: any(wanted(record[key]) for record in run.metrics[seen:]), timeout_seconds
-    )
+    run.wait_for(lambda: any(wanted(record[key]) for record in run.metrics[seen:]), timeout_seconds)
     return next(record for record in run.metrics[seen:] if wanted(record[key]))
 
 
@@ -79,7 +77,9 @@ def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, ser
 def test_a_lone_server_restarted_between_pushes_is_noticed_and_rejoins(make_run, serve):
     """Without staleness no batch comes, so no push would notice it."""
     server = serve()
-    run = make_run(*ARGUMENTS, "--rollout.max_head_offpolicyness=0", f"--inference.urls={server.url}")
+    run = make_run(
+        *ARGUMENTS, "--rollout.max_head_offpolicyness=0", f"--inference.urls={server.url}"
+    )
     run.start()
     run.wait_for_step(3)
     os.killpg(server.process.pid, signal.SIGKILL)

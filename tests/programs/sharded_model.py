@@ -16,7 +16,12 @@ from torchtitan.grpo.models.hf_weights import (
     load_hf_weights,
     named_parameters,
 )
-from torchtitan.grpo.models.spec import hf_train_spec, prepare_model_parts
+from torchtitan.grpo.models.spec import (
+    build_reference,
+    hf_train_spec,
+    prepare_model_parts,
+    register_hf_model,
+)
 from torchtitan.grpo.step import Scorer
 from torchtitan.grpo.weight_sync.gather import Gatherer, plan_buckets
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
@@ -43,11 +48,13 @@ def build(arguments):
     prepare_model_parts([model], "sdpa", "cpu")
     adapter = hf_model.train_spec.state_dict_adapter(hf_model.model_args, arguments["model"])
     load_hf_weights([model], adapter, arguments["model"])
-    return model, adapter, hf_model
+    register_hf_model(hf_model, config)
+    reference = build_reference(hf_model, config, dims, torch.device("cpu"), "sdpa")
+    return model, reference, adapter, hf_model
 
 
 def main(arguments):
-    model, adapter, hf_model = build(arguments)
+    model, reference, adapter, hf_model = build(arguments)
     sequences = arguments["sequences"]
     samples = [
         Sample(
@@ -60,6 +67,7 @@ def main(arguments):
     ]
     rows = build_rows(samples, arguments["rows"], arguments["seq_len"])
     logprobs = Scorer("sdpa", 1.0)(model, rows)
+    reference_logprobs = Scorer("sdpa", 1.0)(reference, rows)
     (logprobs * rows.loss_mask).sum().backward()
     grad_norm = dist_utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True)
 
@@ -90,6 +98,8 @@ def main(arguments):
     )  # fmt: skip
     return {
         "logprobs": logprobs.tolist(),
+        "reference_equal": torch.equal(reference_logprobs, logprobs),
+        "reference_trains": any(p.requires_grad for p in reference.parameters()),
         "mask": rows.loss_mask.tolist(),
         "labels": rows.labels.tolist(),
         "grad_norm": float(grad_norm),

@@ -14,6 +14,7 @@ import difflib
 import io
 import os
 import re
+import sys
 import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -115,6 +116,7 @@ def load_config(args: list[str]) -> JobConfig:
         if error.code in (0, None):  # --help
             raise
         raise ConfigError(_unboxed(said.getvalue())) from error
+    sys.stderr.write(said.getvalue())
     assert isinstance(config, JobConfig)
     validate(config)
     return config
@@ -143,7 +145,7 @@ def check_arguments(cls: type, args: list[str]) -> None:
             continue
         siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == table}
         near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
-        hint = f"Did you mean --{siblings[near[0]]}?" if near else _elsewhere(name, known)
+        hint = f"Did you mean --{siblings[near[0]]}?" if near else _elsewhere(key, known)
         raise ConfigError(f"Unknown argument {given}. {hint}")
 
 
@@ -162,9 +164,10 @@ def check_keys(cls: type, data: dict[str, Any], prefix: str = "") -> None:
 
 
 def _elsewhere(key: str, keys: list[str]) -> str:
-    same_name = [k for k in keys if k.rsplit(".", 1)[-1] == key]
+    same_name = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     if same_name:
-        return f"There is {same_name[0]}: is it in the wrong table?"
+        near = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
+        return f"There is {near[0]}: is it in the wrong table?"
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
     return f"The nearest key is {near[0]}."
 

@@ -90,8 +90,8 @@ def compare(
     """Server against transformers.
 
     Args:
-        tolerance: Allowed difference of a logprob; two tokens that are twice as near to
-            each other may change places.
+        tolerance: Allowed difference of a logprob. Two tokens no further apart than twice
+            that may change places.
 
     Returns:
         Largest difference of a token's logprob, number of tokens that are not the greedy

@@ -1,8 +1,16 @@
 """Configuration: precedence, typos, types, contradictions; and every shipped file loads."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from torchtitan.grpo.config_manager import ConfigError, describe, is_dry_run, load_config
+from torchtitan.grpo.config_manager import (
+    ConfigError,
+    check_model,
+    describe,
+    is_dry_run,
+    load_config,
+)
 
 BASE = """
 [model]
@@ -69,11 +77,80 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         (["--training.global_batch_size=8"], r"global_batch_size must be left at -1"),
         (["--model.flavor=8B"], r"model\.hf_assets_path.*Remove them"),
         (["--prompts.path="], r"prompts\.path must name"),
+        (["--validation.enable"], r"validation\.enable .* got True: .*\[evaluation\]"),
+        (["--checkpoint.create_seed_checkpoint"], r"create_seed_checkpoint .*hf_assets_path"),
+        (["--training.enable_cpu_offload"], r"training\.enable_cpu_offload must be left"),
+        (["--memory_estimation.enable"], r"memory_estimation\.enable must be left"),
+        (["--fault_tolerance.enable"], r"fault_tolerance\.enable must be left"),
+        (["--model.converters=float8"], r"model\.converters .*got \['float8'\]: .*do not round"),
+        (["--rollout.top_k=0"], r"rollout\.top_k must be -1 \(off\) or at least 1, got 0"),
+        (["--prompts.max_prompt_tokens=-1"], r"prompts\.max_prompt_tokens must be at least 0"),
+        (["--inference.max_model_len=2047"], r"inference\.max_model_len .* at least 2048.*2047"),
+        (
+            ["--prompts.max_prompt_tokens=100", "--inference.max_model_len=300"],
+            r"inference\.max_model_len .* at least 356.*got 300",
+        ),
+        (["--grpo.kl_coef=0.1", "--grpo.ref_model_path=/no"], r"grpo\.ref_model_path .*got /no"),
     ],
 )
 def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE, *arguments)
+
+
+def test_flex_attention_is_refused_where_there_is_no_gpu(load, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"grpo\.packed_attention = 'flex' needs a CUDA GPU"):
+        load(BASE, "--grpo.packed_attention=flex")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--grpo.group_sise", "4"],
+            r"argument --grpo\.group_sise\. Did you mean --grpo\.group_size",
+        ),
+        (["--grpo.group-sise=4"], r"--grpo\.group-sise\. Did you mean --grpo\.group_size"),
+        (["--gpro.group_size=4"], r"--gpro\.group_size\. There is grpo\.group_size"),
+        (["--inference.no-lunch"], r"--inference\.no-lunch\. Did you mean --inference\.launch"),
+        (["--group_size", "4"], r"--group_size\. There is grpo\.group_size"),
+        (["--grpo.group_size=four"], r"--grpo\.group-size: invalid literal .* 'four'\. Change"),
+        (["stray"], r"Unrecognized options: stray\. Change it on the command line"),
+    ],
+)
+def test_what_the_command_line_gets_wrong_is_said_in_one_line(load, capsys, arguments, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load(BASE, *arguments)
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_both_spellings_of_an_argument_are_known(load):
+    urls = "--inference.urls=http://a:1"
+    for arguments in (
+        ["--inference.no-launch", "--rollout.max-new-tokens=9"],
+        ["--inference.no_launch", "--rollout.max_new_tokens", "9"],
+    ):
+        config = load(BASE, urls, *arguments)
+        assert (config.inference.launch, config.rollout.max_new_tokens) == (False, 9)
+
+
+def test_sequences_longer_than_the_model_was_made_for_are_refused(load):
+    model = SimpleNamespace(max_position_embeddings=1024, path="model")
+    check_model(load(BASE, "--training.seq_len=1024"), model)
+    with pytest.raises(ConfigError, match=r"at most 1024 tokens .*got 2048\. Lower training"):
+        check_model(load(BASE), model)
+    # Short sequences in longer rows.
+    short = ["--prompts.max_prompt_tokens=512", "--inference.max_model_len=1024"]
+    check_model(load(BASE, *short), model)
+
+
+def test_keys_are_not_shown(load):
+    config = load(BASE, "--inference.api_key=secret-a", "--inference.admin_key=secret-b")
+    assert config.inference.api_key == "secret-a"
+    assert "secret" not in describe(config)
+    assert "admin_key = '***'" in describe(config)
 
 
 def test_a_missing_file_is_named():

@@ -20,6 +20,7 @@ from torchtitan.grpo.inference.launch import (
     default_device,
     free_ports,
     gpus_of,
+    mask_keys,
     server_command,
     server_specs,
     start_server,
@@ -83,11 +84,34 @@ def test_the_embedded_server_is_started_light() -> None:
     assert option(command, "--max-running-requests") == "16"
 
 
-def test_keys_are_passed_on() -> None:
-    spec = replace(SPEC, kind="sglang", api_key="a", admin_key="b")
-    command, _ = server_command(spec, {})
-    assert option(command, "--api-key") == "a"
-    assert option(command, "--admin-api-key") == "b"
+def test_keys_are_passed_by_environment_where_the_server_reads_them_there() -> None:
+    spec = replace(SPEC, api_key="secret-a", admin_key="secret-b")
+    ours = {"VLLM_API_KEY": "stale", "TORCHTITAN_GRPO_API_KEY": "stale"}
+    command, environ = server_command(spec, ours)
+    assert environ["VLLM_API_KEY"] == "secret-a"
+    assert "secret" not in " ".join(command)
+    command, environ = server_command(replace(spec, kind="embedded", python=None), ours)
+    assert environ["TORCHTITAN_GRPO_API_KEY"] == "secret-a"
+    assert environ["TORCHTITAN_GRPO_ADMIN_KEY"] == "secret-b"
+    assert "secret" not in " ".join(command)
+    command, _ = server_command(replace(spec, kind="sglang"), {})
+    assert option(command, "--api-key") == "secret-a"
+    assert option(command, "--admin-api-key") == "secret-b"
+
+
+def test_keys_are_masked_where_a_command_line_is_shown() -> None:
+    command = ["serve", "--api-key", "secret", "--admin-api-key=secret", "--port", "1"]
+    shown = ["serve", "--api-key", "***", "--admin-api-key=***", "--port", "1"]
+    assert mask_keys(command) == shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("embedded", "--seed"), ("vllm", "--seed"), ("sglang", "--random-seed")]
+)
+def test_each_kind_is_given_its_seed(kind, name) -> None:
+    spec = replace(SPEC, kind=kind, extra_args=())
+    assert name not in server_command(spec, {})[0]
+    assert option(server_command(replace(spec, seed=5), {})[0], name) == "5"
 
 
 def test_the_environment_of_the_ranks_does_not_reach_a_server() -> None:
@@ -115,6 +139,7 @@ def test_specs_follow_the_configuration(tmp_path: Path) -> None:
     assert {spec.max_model_len for spec in specs} == {96}
     assert {(spec.device, spec.dtype) for spec in specs} == {("cpu", "float32")}
     assert {spec.api_key for spec in specs} == {"k"}
+    assert [spec.seed for spec in specs] == [0, 1]
 
 
 def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:

@@ -63,6 +63,8 @@ def test_sharded_model_equals_hugging_face(kind, num_ranks, replicate, run_ranks
     for result in results:
         assert result["num_buckets"] > 2
         assert result["gathered_equal"]
+        assert result["reference_equal"]
+        assert not result["reference_trains"]
         scored = torch.tensor(result["logprobs"])[torch.tensor(result["mask"])]
         torch.testing.assert_close(scored, torch.cat(expected), atol=1e-5, rtol=1e-5)
         # Gradients are summed over ranks, and here every rank had all rows.
