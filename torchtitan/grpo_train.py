@@ -40,7 +40,14 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer
 
-from torchtitan.grpo.config_manager import ConfigError, JobConfig, describe, is_dry_run, load_config
+from torchtitan.grpo.config_manager import (
+    ConfigError,
+    JobConfig,
+    check_model,
+    describe,
+    is_dry_run,
+    load_config,
+)
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
@@ -430,6 +437,7 @@ def main(args: list[str] | None = None) -> int:
         dry_run = is_dry_run(args)
         config = load_config(args)
         hf_model = read_hf_model(config.model.hf_assets_path)
+        check_model(config, hf_model)
     except (ConfigError, ModelError) as error:
         return _say(is_rank_zero, error, 2)
     if dry_run:

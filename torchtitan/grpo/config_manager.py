@@ -123,10 +123,11 @@ def load_config(args: list[str]) -> JobConfig:
 
 
 def _unboxed(text: str) -> str:
-    """The first paragraph of a message that tyro drew a box around."""
-    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    paragraph = " ".join(lines).split("────", 1)[0].strip()
-    return f"{paragraph.rstrip('.')}. Change it on the command line."
+    """The message that tyro drew a box around: between the title and the help text."""
+    lines = " ".join(line.strip("│╭╮╰╯ ") for line in text.splitlines())
+    title, *paragraphs = re.split(r"[─-]{4,}", lines)
+    message = (paragraphs or [title])[0].strip(" .")
+    return f"{message}. Change it on the command line."
 
 
 def check_arguments(cls: type, args: list[str]) -> None:

@@ -168,6 +168,7 @@ def test_bodies_state_everything_that_shapes_the_distribution() -> None:
         "top_p": 1.0,
         "top_k": -1,
         "stop_token_ids": [9],
+        "ignore_eos": False,
     }
     body = vllm.generate_body(REQUEST)
     assert body["token_ids"] == [5, 6, 7]
