@@ -13,24 +13,22 @@ servers in the background while the next step runs.
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
 
 import json
-import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.device import keep_gloo_on_loopback, lower_timeouts, settle_device
+from torchtitan.grpo.device import lower_timeouts, settle_device
 
 if __name__ == "__main__":
     # Until StopRequest takes over there is nothing to end in order, and a Ctrl-C during the
     # imports needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-DEVICE_TYPE = settle_device()
+settle_device()
 
 import torch
 import torch.distributed as dist
@@ -40,38 +38,21 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer
 
-from torchtitan.grpo.config_manager import (
-    ConfigError,
-    JobConfig,
-    check_model,
-    describe,
-    is_dry_run,
-    load_config,
-)
+from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.models.spec import build_reference, prepare_model_parts, register_hf_model
 from torchtitan.grpo.observe.clock import StepClock
-from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
 from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
-from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.step import SUM_NAMES, Scorer, loss_and_sums
 from torchtitan.grpo.stop import StopRequest
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
-
-# Longer than rank 0 takes to say what is wrong and to close.
-_RANK_ZERO_PATIENCE_SECONDS = 15.0
-# Longer than torchrun takes to stop all ranks when one of them has ended.
-_AGENT_PATIENCE_SECONDS = 1.0
-
-
-class RankZeroFailed(RuntimeError):
-    """Rank 0 ended the run and says why itself; this rank only leaves."""
 
 
 class GRPOTrainer(Trainer):
@@ -192,8 +173,6 @@ class GRPOTrainer(Trainer):
             if self.controller is None:
                 self.publisher.raise_if_failed()
                 received = self.feed.receive()
-                if received is Signal.FAIL:
-                    raise RankZeroFailed
                 self.stopped = received is Signal.STOP
                 return received if isinstance(received, TrainBatch) else None
             with self._failing_others():
@@ -315,10 +294,7 @@ class GRPOTrainer(Trainer):
         Each rank may hear of a signal at another moment, so rank 0 alone decides.
         """
         if not self.is_rank_zero:
-            word = self.feed.receive()
-            if word is Signal.FAIL:
-                raise RankZeroFailed
-            self.stopped = word is Signal.STOP
+            self.stopped = self.feed.receive() is Signal.STOP
             return
         with self._failing_others():
             work()
@@ -430,86 +406,9 @@ class GRPOTrainer(Trainer):
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs training; returns the process's exit status."""
-    args = list(sys.argv[1:] if args is None else args)
-    is_rank_zero = int(os.environ.get("RANK", "0")) == 0
-    try:
-        dry_run = is_dry_run(args)
-        config = load_config(args)
-        hf_model = read_hf_model(config.model.hf_assets_path)
-        check_model(config, hf_model)
-    except (ConfigError, ModelError) as error:
-        return _say(is_rank_zero, error, 2)
-    if dry_run:
-        if is_rank_zero:
-            print(describe(config))
-            print(f"  model: {hf_model.architecture} at {hf_model.path}, on {DEVICE_TYPE}")
-        return 0
-    return _run(config, hf_model, is_rank_zero)
-
-
-def _run(config: JobConfig, hf_model: HFModel, is_rank_zero: bool) -> int:
-    init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
-    keep_gloo_on_loopback(config.inference.urls)
-    stop = StopRequest(config.grpo.stop_timeout_seconds)
-    trainer: GRPOTrainer | None = None
-    try:
-        trainer = GRPOTrainer(config, hf_model, stop)
-        trainer.train()
-    except RankZeroFailed:
-        # Rank 0 speaks, and closes, first: torchrun ends everybody once one rank has ended.
-        stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
-        return 1
-    except (ModelError, PublisherFailed, RolloutFailed, TimeoutError) as error:
-        return _say(is_rank_zero, error, 1, stop.wait)
-    except Exception as error:
-        # A collective with a rank that is gone fails, and that is not what went wrong: then
-        # torchrun is about to stop this rank, too.
-        if not stop.wait(_AGENT_PATIENCE_SECONDS):
-            raise
-        name = signal.Signals(stop.exit_code - 128).name
-        logger.warning(f"Stopped by {name}, during {type(error).__name__}: {error}")
-    finally:
-        if trainer is not None:
-            trainer.close()
-    if stop.requested:
-        return stop.exit_code
-    dist.destroy_process_group()
-    return 0
-
-
-def _say(
-    is_rank_zero: bool,
-    error: Exception,
-    status: int,
-    wait: Callable[[float], bool | None] = time.sleep,
-) -> int:
-    """The one message that a user needs; a traceback would hide it.
-
-    As a rule all ranks meet the same error: rank 0 says it and ends, and the others wait
-    for torchrun to end them. One that met it alone says so itself.
-    """
-    if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return status
-
-
-def _leave() -> None:
-    """Runs :func:`main` and ends the process with its status.
-
-    Everything is closed by then. After a failure a thread may still be inside a collective
-    with a rank that is gone, and must not hold up the end.
-    """
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status != 0:
-        os._exit(status)
+    """Trains as the command line says; returns the process's exit status."""
+    return run(GRPOTrainer, sys.argv[1:] if args is None else args)
 
 
 if __name__ == "__main__":
-    _leave()
+    leave(main)

@@ -23,6 +23,10 @@ _FLOAT_FIELDS = ("generator_logprobs", "advantages")
 _HEADER_LENGTH = 6
 
 
+class RankZeroFailed(RuntimeError):
+    """Rank 0 ended the run and says why itself; this rank only leaves."""
+
+
 class Signal(IntEnum):
     """What a header announces."""
 
@@ -88,8 +92,14 @@ class Feed:
         self._broadcast_header([signal] + [0] * (_HEADER_LENGTH - 1))
 
     def receive(self) -> TrainBatch | Signal:
-        """Other ranks: waits for rank 0's next word."""
+        """Other ranks: waits for rank 0's next word.
+
+        Raises:
+            RankZeroFailed: That word is FAIL.
+        """
         header = self._broadcast_header(None)
+        if header[0] == Signal.FAIL:
+            raise RankZeroFailed
         if header[0] != Signal.STEP:
             return Signal(header[0])
         ints, floats = self._scatter(header[1], None)
