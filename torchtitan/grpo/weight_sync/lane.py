@@ -77,6 +77,11 @@ class Lane:
         self._connection, self._payloads = connection, payloads
         self._on_change, self._on_version, self._on_lost = on_change, on_version, on_lost
 
+    @property
+    def is_lost(self) -> bool:
+        """From a loss until the newest weights are confirmed, attempts to rejoin included."""
+        return self.num_failures > 0 and self.version < 0
+
     async def run(self) -> None:
         """Serves the lane until it is cancelled."""
         while True:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.weight_sync.connection import Bucket, ServerConnection
 from torchtitan.grpo.weight_sync.gather import Gatherer
-from torchtitan.grpo.weight_sync.lane import Lane, LaneState
+from torchtitan.grpo.weight_sync.lane import Lane
 from torchtitan.grpo.weight_sync.payloads import Gathered, Payloads
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
@@ -130,7 +130,7 @@ class WeightPublisher:
 
     def metrics(self) -> dict[str, float]:
         """The state of the push, for the step's metrics; on the leader."""
-        served = [lane.version for lane in self.lanes if lane.state is not LaneState.LOST]
+        served = [lane.version for lane in self.lanes if not lane.is_lost]
         reports = [lane.last_push for lane in self.lanes if lane.last_push is not None]
         return {
             "weight_sync/server_version": float(min(served, default=-1)),
@@ -162,7 +162,7 @@ class WeightPublisher:
             )
 
     def _are_served(self, version: int) -> bool:
-        present = [lane for lane in self.lanes if lane.state is not LaneState.LOST]
+        present = [lane for lane in self.lanes if not lane.is_lost]
         return bool(present) and all(lane.version >= version for lane in present)
 
     def _describe_lag(self, version: int) -> str:
