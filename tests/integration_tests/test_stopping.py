@@ -58,12 +58,14 @@ def _start(*runs) -> None:
 @pytest.mark.parametrize("moment", ["building", "starting servers"])
 def test_a_signal_before_the_first_step_ends_the_run(make_run, moment):
     cases = {
-        make_run(*SMALL, name="interrupted"): _interrupt,
-        make_run(*SMALL, name="terminated"): _terminate,
+        make_run(*SMALL, "--observe.log_level=info", name="interrupted"): _interrupt,
+        make_run(*SMALL, "--observe.log_level=info", name="terminated"): _terminate,
     }
     _start(*cases)
     waiting = dict(cases)
+    deadline = time.monotonic() + 120
     while waiting:
+        assert time.monotonic() < deadline, [run.console[-3000:] for run in waiting]
         for run in list(waiting):
             assert run.process.poll() is None, run.console[-6000:]
             if _is_at(run, moment):
@@ -76,7 +78,7 @@ def test_a_signal_before_the_first_step_ends_the_run(make_run, moment):
 
 
 def _is_at(run, moment: str) -> bool:
-    if moment == "building":
+    if moment == "building":  # upstream says so, where it may
         return "Building huggingface directory" in run.console
     return bool(run.processes("grpo.inference.embedded"))
 
