@@ -17,7 +17,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--synchronous", action="store_true", help="no request was in flight")
     parser.add_argument("--wait", type=float, default=30.0, help="seconds until the server is up")
     options = parser.parse_args(arguments)
-    checks: list[Any] = check_run(options.run, want_in_flight=not options.synchronous)
+    checks = check_run(options.run, want_in_flight=not options.synchronous)
     checks += check_server(options)
     for check in checks:
         print(f"{'ok  ' if check.holds else 'FAIL'}  {check.what}: {check.found}")

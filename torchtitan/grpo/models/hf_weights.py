@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.protocols import BaseStateDictAdapter
@@ -96,7 +96,7 @@ class _SafetensorsReader:
             try:
                 with safe_open(file, framework="pt") as handle:
                     self.file_of |= dict.fromkeys(handle.keys(), file)
-            except Exception as error:  # safetensors raises a type of its own, unexported
+            except (OSError, SafetensorError) as error:
                 raise ModelError(
                     f"model.hf_assets_path must hold complete safetensors; reading {file} "
                     f"failed: {error}. Copy or download the model again."
