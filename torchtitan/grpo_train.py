@@ -41,18 +41,21 @@ from torchtitan.train import Trainer
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
+from torchtitan.grpo.data.plan import epoch_order
+from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.losses.objective import SUM_NAMES, metrics_from_sums
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
-from torchtitan.grpo.models.packed_attention import choose_packed_attention
-from torchtitan.grpo.models.spec import build_reference, prepare_model_parts, register_hf_model
+from torchtitan.grpo.models.spec import build_policy_runner, build_reference, register_hf_model
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
 from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
-from torchtitan.grpo.step import SUM_NAMES, Scorer, loss_and_sums
+from torchtitan.grpo.step import MinibatchLoss, ScoredRows, num_updates, score
 from torchtitan.grpo.stop import StopRequest
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
+from torchtitan.grpo.weight_sync.unpublished import Unpublished
 
 
 class GRPOTrainer(Trainer):
@@ -67,7 +70,7 @@ class GRPOTrainer(Trainer):
     """
 
     metrics_processor: GRPOMetricsProcessor
-    publisher: WeightPublisher
+    publisher: WeightPublisher | Unpublished
 
     def __init__(self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
         self.config, self.hf_model, self.stop = job_config, hf_model, stop
@@ -77,21 +80,15 @@ class GRPOTrainer(Trainer):
         register_hf_model(hf_model, job_config)
         super().__init__(job_config)
         self.is_rank_zero = dist.get_rank() == 0
-        attention = choose_packed_attention(
-            job_config.grpo.packed_attention, self.device.type, job_config.training.seq_len
-        )
-        prepare_model_parts(self.model_parts, attention, self.device.type)
-        self.scorer = Scorer(attention, job_config.rollout.temperature)
-        self.reference = None
-        if job_config.grpo.kl_coef > 0:
-            self.reference = build_reference(
-                hf_model, job_config, self.parallel_dims, self.device, attention
-            )
+        self.runner = build_policy_runner(self)
+        self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
+        if self.reference is not None:
+            self.checkpointer.states.update(self.reference.checkpoint_state())
         adapter = self.train_spec.state_dict_adapter
         assert adapter is not None
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.clock = StepClock()
-        self.controller: RolloutController | None = None
+        self.controller: RolloutController | ReplaySource | None = None
         self.feed = self._build_feed()
 
     def _build_feed(self) -> Feed:
@@ -99,6 +96,11 @@ class GRPOTrainer(Trainer):
         if self.parallel_dims.dp_enabled:
             mesh = self.parallel_dims.get_mesh("batch")
             self.num_batch_ranks, batch_rank = mesh.size(), mesh.get_local_rank()
+        # Of the ranks that share rows and see the output, one counts in sums over ranks.
+        twins = [self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp")]
+        self.is_counted = self.runner.has_output and not any(
+            mesh.get_local_rank() for mesh in twins if mesh is not None
+        )
         # The other ranks wait while rank 0 waits for servers, rollouts and evaluations.
         patience_seconds = (
             120
@@ -138,17 +140,9 @@ class GRPOTrainer(Trainer):
         self._rank_zero_first(self._start_rollouts)
         if self.stopped:
             return
-        self.publisher = build_publisher(
-            self.config,
-            self.model_parts,
-            self.sd_adapter,
-            self.device,
-            self.controller.link if self.controller else None,
-            self.controller.servers if self.controller else [],
-        )
+        self.publisher = self._build_publisher()
         self.metrics_processor.start(self.step)
-        publish_slot = self.publisher.slots.reserve() if self.is_rank_zero else 0
-        self.publisher.publish(self.step, publish_slot)
+        self.publisher.publish(self.step, self._reserve_slot())
         if self.controller is not None:
             with self._failing_others():
                 self._wait_for_push(self.step)
@@ -156,9 +150,25 @@ class GRPOTrainer(Trainer):
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
 
+    def _build_publisher(self) -> WeightPublisher | Unpublished:
+        if self.config.rollout.replay is not None:
+            return Unpublished()
+        return build_publisher(
+            self.config,
+            self.model_parts,
+            self.sd_adapter,
+            self.device,
+            self.controller.link if self.controller else None,
+            self.controller.servers if self.controller else [],
+        )
+
+    def _reserve_slot(self) -> int:
+        return self.publisher.reserve_slot() if self.is_rank_zero else 0
+
     def _start_rollouts(self) -> None:
+        source = ReplaySource if self.config.rollout.replay is not None else RolloutController
         # Kept before it is started: what it has started by then must be closed.
-        self.controller = controller = RolloutController(
+        self.controller = controller = source(
             self.config,
             self.hf_model,
             start_version=self.step,
@@ -179,17 +189,43 @@ class GRPOTrainer(Trainer):
                 self.publisher.raise_if_failed()
                 step = self.controller.next_step(self.step, self.num_batch_ranks)
             if step is None or self.stop.requested:
-                self.stopped = True
-                self.feed.send_signal(Signal.STOP)
+                self.stopped = not self.controller.is_exhausted
+                self.feed.send_signal(Signal.STOP if self.stopped else Signal.END)
                 return None
             self.rollout_metrics = step.metrics
-            slot = self.publisher.slots.reserve()
+            slot = self._reserve_slot()
             return self.feed.send_step(step.plan, slot, self.controller.prompt_position)
 
     def _train_step(self, batch: TrainBatch) -> None:
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
+        config = self.config.grpo
+        minibatches = score(
+            batch, self.runner, self.reference, config, self.device, self.feed,
+            is_counted=self.is_counted,
+        )  # fmt: skip
+        sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        grad_norms = []
+        for epoch in range(config.num_epochs):
+            for index in epoch_order(config.num_minibatches, epoch):
+                grad_norms.append(self._update(minibatches[index], sums))
+        self.lr_schedulers.step()
+        if self.reference is not None:
+            self.reference.follow(self.model_parts)
+        with self.clock.measure("boundary_stall"):
+            self.publisher.publish(self.step, batch.publish_slot)
+            if not config.async_weight_update:
+                self._rank_zero_first(lambda: self._wait_for_push(self.step))
+        self.ntokens_seen += batch.num_tokens
+        self.prompt_position = batch.prompt_position
+        self._log_step(batch, sums, sum(grad_norms) / len(grad_norms), learning_rate)
+
+    def _update(self, minibatch: ScoredRows, sums: torch.Tensor) -> float:
+        """One optimizer step; adds to this rank's sums, and returns the gradient norm."""
         self.optimizers.zero_grad()
-        sums = self._forward_backward(batch)
+        loss = MinibatchLoss(minibatch, self.config.grpo)
+        self.runner.forward_backward(minibatch.rows, loss)
+        if self.is_counted:
+            sums += loss.sums()
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.config.training.max_norm,
@@ -201,32 +237,7 @@ class GRPOTrainer(Trainer):
         with self.clock.measure("boundary_stall"):
             self.publisher.fence()
         self.optimizers.step()
-        self.lr_schedulers.step()
-        with self.clock.measure("boundary_stall"):
-            self.publisher.publish(self.step, batch.publish_slot)
-            if not self.config.grpo.async_weight_update:
-                self._rank_zero_first(lambda: self._wait_for_push(self.step))
-        self.ntokens_seen += batch.num_tokens
-        self.prompt_position = batch.prompt_position
-        self._log_step(batch, sums, float(grad_norm), learning_rate)
-
-    def _forward_backward(self, batch: TrainBatch) -> torch.Tensor:
-        """Accumulates gradients over microbatches; returns this rank's sums for metrics."""
-        sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=self.device)
-        for rows in batch.rows.microbatches(self.config.training.local_batch_size):
-            rows = rows.to(self.device)
-            with self.train_context(), self.maybe_enable_amp:
-                ref_logprobs = None
-                if self.reference is not None:
-                    with torch.no_grad():
-                        ref_logprobs = self.scorer(self.reference, rows)
-                logprobs = self.scorer(self.model_parts[0], rows)
-                loss, step_sums = loss_and_sums(logprobs, ref_logprobs, rows, self.config.grpo)
-            # Gradients are summed over ranks and microbatches, so every token of the
-            # global batch weighs the same.
-            (loss / max(batch.num_trained_tokens, 1)).backward()
-            sums += step_sums
-        return sums
+        return float(grad_norm)
 
     def _after_step(self) -> None:
         """Checkpoint, export and evaluation, when due."""
@@ -346,21 +357,14 @@ class GRPOTrainer(Trainer):
     def _log_step(
         self, batch: TrainBatch, sums: torch.Tensor, grad_norm: float, learning_rate: float
     ) -> None:
-        totals = self.feed.all_reduce_sum(sums.cpu()) / max(batch.num_trained_tokens, 1)
-        per_token = dict(zip(SUM_NAMES, totals.tolist(), strict=True))
+        totals = self.feed.all_reduce_sum(sums).tolist()
         times = self.clock.end_step()
         if self.controller is None:
             return
-        metrics = {
-            "loss/policy": per_token["policy"],
-            "loss/reference_kl": per_token["reference_kl"],
+        metrics = metrics_from_sums(totals, num_updates(self.config.grpo)) | {
             "grad_norm": grad_norm,
             "lr": learning_rate,
             "policy_version": float(self.step),
-            "mismatch/kl": per_token["mismatch_kl"],
-            "mismatch/capped_fraction": per_token["capped"],
-            "loss/clipped_fraction": per_token["clipped"],
-            "policy/nll": per_token["nll"],
             "data/trained_tokens": float(batch.num_trained_tokens),
             "time/tokens_per_second": batch.num_tokens / times["time/step_seconds"],
         }

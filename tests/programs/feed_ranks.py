@@ -1,17 +1,58 @@
-"""Scatters two plans and a signal; every rank returns what it received."""
+"""Scatters plans and a signal; every rank returns what it received."""
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.data.plan import StepPlan
+from torchtitan.grpo.data.plan import SampleTable, StepPlan
 from torchtitan.grpo.data.rows import TrainRows
+
+NUM_SAMPLES = (2, 0, 3)
+# Neighbours in float64 and far-off ids: a table that went through float32 would lose them.
+REWARDS = np.array([1 / 3, np.nextafter(1 / 3, 1), -0.0])
+GROUP_IDS = np.array([7, 2**60 + 1, -3])
 
 
 def rows(fill, num_rows, row_len):
-    whole = torch.full((num_rows, row_len), fill)
+    whole = torch.full((num_rows, row_len), fill) + torch.arange(num_rows)[:, None] * 100
+    ints = {name: whole + i for i, name in enumerate(("tokens", "positions", "sequence_ids"))}
+    floats = {
+        name: whole / (3.0 + i)
+        for i, name in enumerate(("generator_logprobs", "loss_weights", "ptx_weights"))
+    }
     return TrainRows(
-        whole, whole + 1, whole + 2, whole + 3, whole % 2 == 0, whole / 2.0, whole / 4.0
+        **ints,
+        **floats,
+        labels=whole + 3,
+        loss_mask=whole % 2 == 0,
+        advantages=whole / 4.0,
+        sample_ids=whole % 3 - 1,
+    )
+
+
+def plan(step):
+    n = NUM_SAMPLES[step]
+    table = SampleTable(REWARDS[:n], GROUP_IDS[:n], np.arange(n) + 1)
+    # The number of rows changes from step to step.
+    shares = [rows(fill + step, 2 * (1 + step), 4) for fill in (10, 20)]
+    return StepPlan(shares, 2, table, 5, 9, {})
+
+
+def is_as_sent(batch, step, batch_rank):
+    expected = rows(10 * (1 + batch_rank) + step, 2 * (1 + step), 4)
+    # Advantages do not travel: each rank computes its own.
+    expected = replace(expected, advantages=torch.zeros_like(expected.advantages))
+    table = plan(step).samples
+    return all(
+        torch.equal(value, vars(part)[name]) and value.dtype == vars(part)[name].dtype
+        for minibatch, part in zip(batch.minibatches, expected.microbatches(1 + step), strict=True)
+        for name, value in vars(minibatch).items()
+    ) and all(
+        vars(batch.samples)[name].tobytes() == column.tobytes()
+        for name, column in vars(table).items()
     )
 
 
@@ -21,17 +62,14 @@ def main(arguments):
     # Ranks 0 and 1 share a data-parallel coordinate, as tensor-parallel ranks do.
     feed = Feed(batch_rank=rank // 2, row_len=4, timeout_seconds=30)
     received = []
-    for step in range(2):
+    for step in range(len(NUM_SAMPLES)):
         if rank == 0:
-            plan = StepPlan([rows(10 + step, 1 + step, 4), rows(20 + step, 1 + step, 4)], 5, 9, {})
-            batch = feed.send_step(plan, publish_slot=step, prompt_position=7 + step)
+            batch = feed.send_step(plan(step), publish_slot=step, prompt_position=7 + step)
         else:
             batch = feed.receive()
         assert isinstance(batch, TrainBatch)
-        expected = rows(10 * (1 + rank // 2) + step, 1 + step, 4)
-        equal = all(torch.equal(v, vars(expected)[k]) for k, v in vars(batch.rows).items())
-        received.append([equal, batch.num_trained_tokens, batch.num_tokens, batch.publish_slot,
-                         batch.prompt_position])  # fmt: skip
+        received.append([is_as_sent(batch, step, rank // 2), batch.num_trained_tokens,
+                         batch.num_tokens, batch.publish_slot, batch.prompt_position])  # fmt: skip
     if rank == 0:
         feed.send_signal(Signal.STOP)
         signal = Signal.STOP

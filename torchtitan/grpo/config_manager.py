@@ -24,6 +24,7 @@ import msgspec
 from torchtitan.config import ConfigManager, job_config
 
 from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.layout_check import describe_layout, layout_problems, model_layout_problems
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
@@ -193,7 +194,9 @@ def validate(config: JobConfig) -> None:
         _check_required,
         _check_refused,
         _check_ranges,
+        _check_losses,
         _check_lengths,
+        _check_data,
         _check_machine,
         _check_inference,
         _check_layout,
@@ -211,6 +214,8 @@ def _check_required(config: JobConfig) -> None:
         f"model.name and model.flavor are not used: the model is read from "
         f"model.hf_assets_path. Remove them (got {config.model.name!r}, {config.model.flavor!r}).",
     )
+    if config.rollout.replay is not None:
+        return  # nothing is asked or scored
     _require(bool(config.prompts.path), "prompts.path must name the prompts, got nothing.")
     _require(
         bool(config.reward.functions), "reward.functions must name at least one function, got none."
@@ -242,9 +247,22 @@ def _check_refused(config: JobConfig) -> None:
 
 
 _MINIMA = {
-    "grpo.group_size": (2, "advantages are relative to the group"),
+    "grpo.group_size": (1, "a prompt needs a completion"),
     "grpo.prompts_per_step": (1, "a step needs a prompt"),
+    "grpo.num_minibatches": (1, "a batch needs an optimizer step"),
+    "grpo.num_epochs": (1, "a batch is gone through at least once"),
+    "grpo.ptx_coef": (0, "a negative weight would unlearn the mix-in"),
+    "grpo.ptx_per_step": (1, "leave grpo.ptx_path out to mix nothing in"),
     "grpo.kl_coef": (0, "a negative penalty would reward drifting away"),
+    "grpo.entropy_coef": (0, "a negative bonus would reward collapse"),
+    "grpo.advantage_length_power": (0, "0 is off"),
+    "grpo.reward_positive_scale": (0, "a negative factor would turn rewards around"),
+    "grpo.reward_negative_scale": (0, "a negative factor would turn rewards around"),
+    "grpo.overlong_buffer": (0, "0 is off"),
+    "grpo.overlong_penalty": (0, "a negative penalty would reward length"),
+    "grpo.aggregation_length": (0, "0 is rollout.max_new_tokens"),
+    "grpo.importance_floor": (0, "0 is none"),
+    "grpo.logprob_chunk_tokens": (1, "a chunk needs a token"),
     "grpo.hf_export_interval": (0, "0 exports at the end only"),
     "rollout.max_head_offpolicyness": (0, "0 is synchronous training"),
     "rollout.max_new_tokens": (1, "a completion needs a token"),
@@ -286,6 +304,14 @@ def _check_ranges(config: JobConfig) -> None:
         _require(value > 0, f"{key} must be above 0, got {value}.")
     clip_low, top_p = config.grpo.clip_low, config.rollout.top_p
     _require(0 <= clip_low < 1, f"grpo.clip_low must be in [0, 1), got {clip_low}.")
+    for key in ("grpo.mismatch_veto", "grpo.ref_model_ema"):
+        value = _get(config, key)
+        _require(0 <= value < 1, f"{key} must be in [0, 1), 0 for off, got {value}.")
+    dual_clip = config.grpo.dual_clip
+    _require(
+        dual_clip == 0 or dual_clip > 1,
+        f"grpo.dual_clip must be 0 (off) or above 1, got {dual_clip}.",
+    )
     _require(0 < top_p <= 1, f"rollout.top_p must be in (0, 1], got {top_p}.")
     top_k = config.rollout.top_k
     _require(
@@ -296,6 +322,83 @@ def _check_ranges(config: JobConfig) -> None:
         concurrent >= config.grpo.group_size,
         f"rollout.max_concurrent_rollouts must be at least grpo.group_size "
         f"({config.grpo.group_size}), or no group could ever start, got {concurrent}.",
+    )
+
+
+def _check_losses(config: JobConfig) -> None:
+    """Settings of the loss that contradict each other, or that nothing would read."""
+    _check_comparisons(config)
+    _check_policy_loss(config.grpo)
+    _check_mismatch(config.grpo)
+
+
+def _check_comparisons(config: JobConfig) -> None:
+    """Rewards, advantages and aggregation."""
+    grpo, longest = config.grpo, config.rollout.max_new_tokens
+    _require(
+        grpo.group_size > 1 or grpo.advantage == "batch_norm",
+        "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise "
+        f"it, or set grpo.advantage = 'batch_norm' (now {grpo.advantage!r}).",
+    )
+    _require(
+        grpo.group_size > 1 or not grpo.filter_zero_advantage,
+        "grpo.filter_zero_advantage leaves out every group of one sample: raise grpo.group_size "
+        "(now 1) or set grpo.filter_zero_advantage = false.",
+    )
+    _require(
+        grpo.overlong_buffer <= longest,
+        f"grpo.overlong_buffer must be at most rollout.max_new_tokens ({longest}), got "
+        f"{grpo.overlong_buffer}.",
+    )
+    _require(
+        grpo.aggregation_length == 0 or grpo.aggregation == "constant_length",
+        f"grpo.aggregation_length ({grpo.aggregation_length}) is the divisor of grpo.aggregation "
+        f"= 'constant_length' alone, got {grpo.aggregation!r}: change the one or leave the other "
+        "at 0.",
+    )
+
+
+def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
+    loss = grpo.policy_loss
+    _require(
+        grpo.dual_clip == 0 or loss in ("clip", "gspo"),
+        f"grpo.dual_clip bounds grpo.policy_loss = 'clip' and 'gspo' alone, got {loss!r} with "
+        f"grpo.dual_clip = {grpo.dual_clip}.",
+    )
+    _require(
+        not grpo.cispo_two_sided or loss == "cispo",
+        f"grpo.cispo_two_sided is of grpo.policy_loss = 'cispo' alone, got {loss!r}.",
+    )
+    if loss in ("clip", "gspo", "cispo", "reinforce"):
+        return
+    from torchtitan.grpo.losses.policy_function import check_policy_function
+
+    try:
+        check_policy_function(grpo)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_mismatch(grpo: grpo_config.GRPO) -> None:
+    _require(
+        grpo.importance_floor < grpo.importance_cap,
+        f"grpo.importance_floor must be below grpo.importance_cap ({grpo.importance_cap}), got "
+        f"{grpo.importance_floor}.",
+    )
+    if grpo.old_policy == "step_start":
+        return
+    defaults = grpo_config.GRPO()
+    for key in ("mismatch_level", "importance_floor", "mismatch_veto"):
+        value = getattr(grpo, key)
+        _require(
+            value == getattr(defaults, key),
+            f"grpo.{key} needs grpo.old_policy = 'step_start', got {value!r}: with 'sampling' the "
+            "ratio itself is against the sampling-time policy, and nothing is corrected.",
+        )
+    _require(
+        grpo.mismatch_correction != "mask",
+        "grpo.mismatch_correction = 'mask' needs grpo.old_policy = 'step_start': with 'sampling' "
+        "the ratio itself is against the sampling-time policy, and nothing is corrected.",
     )
 
 
@@ -314,6 +417,37 @@ def _check_lengths(config: JobConfig) -> None:
     )
 
 
+def _check_data(config: JobConfig) -> None:
+    """Minibatches, the supervised mix-in, and recorded rollouts."""
+    grpo, rollout = config.grpo, config.rollout
+    _require(
+        rollout.record is None or rollout.replay is None,
+        "Set rollout.record or rollout.replay, not both: what is replayed is recorded already, "
+        f"got {rollout.record!r} and {rollout.replay!r}.",
+    )
+    _check_file("rollout.replay", rollout.replay)
+    _require(
+        grpo.num_minibatches <= grpo.prompts_per_step or rollout.replay is not None,
+        "grpo.num_minibatches must be at most grpo.prompts_per_step "
+        f"({grpo.prompts_per_step}), since prompt groups stay whole, got {grpo.num_minibatches}.",
+    )
+    _check_file("grpo.ptx_path", grpo.ptx_path)
+    _require(
+        grpo.ptx_path is None or grpo.ptx_per_step >= grpo.num_minibatches,
+        f"grpo.ptx_per_step must be at least grpo.num_minibatches ({grpo.num_minibatches}), a "
+        f"supervised row for each, got {grpo.ptx_per_step}.",
+    )
+
+
+def _check_file(key: str, path: str | None) -> None:
+    """Where rank 0 runs, which alone reads it: other machines need not have it."""
+    reads = os.environ.get("GROUP_RANK", "0") == "0"
+    _require(
+        path is None or not reads or Path(path).is_file(),
+        f"{key} must be a file, got {path}.",
+    )
+
+
 def longest_sequence(config: JobConfig) -> int:
     """Tokens of the longest prompt with the longest completion."""
     seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
@@ -323,13 +457,14 @@ def longest_sequence(config: JobConfig) -> int:
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:
-    """Refuses sequences that are longer than the model was made for: servers do so, too.
+    """Refuses what this model cannot do: sequences longer than it was made for, which
+    servers refuse, too, and layouts that it cannot be cut into.
 
     Raises:
         ConfigError: With the keys to change.
     """
     needed = longest_sequence(config)
-    if config.inference.launch:
+    if config.inference.launch and config.rollout.replay is None:
         needed = config.inference.max_model_len or config.training.seq_len
     limit = model.max_position_embeddings
     _require(
@@ -338,6 +473,8 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
         f"{model.path}), got {needed}. Lower training.seq_len; or, to pack short sequences into "
         "longer rows, set prompts.max_prompt_tokens and inference.max_model_len.",
     )
+    for problem in model_layout_problems(config, model):
+        raise ConfigError(problem)
 
 
 def _check_machine(config: JobConfig) -> None:
@@ -359,6 +496,8 @@ def _check_machine(config: JobConfig) -> None:
 
 
 def _check_inference(config: JobConfig) -> None:
+    if config.rollout.replay is not None:
+        return  # there is no server
     inference = config.inference
     _require(
         inference.launch != bool(inference.urls),
@@ -389,46 +528,8 @@ def _check_inference(config: JobConfig) -> None:
 
 
 def _check_layout(config: JobConfig) -> None:
-    """The GRPO loss is proven equal under FSDP2 and HSDP; the rest is refused until it is."""
-    parallelism = config.parallelism
-    for key in (
-        "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "expert_parallel_degree",
-    ):
-        degree = getattr(parallelism, key)
-        _require(
-            degree == 1,
-            f"parallelism.{key} must be 1, got {degree}: the GRPO loss runs under FSDP2 and HSDP "
-            "(parallelism.data_parallel_shard_degree, data_parallel_replicate_degree) so far.",
-        )
-    replicate, shard = (
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-    )
-    _require(
-        replicate == 1 or shard != 1,
-        "parallelism.data_parallel_replicate_degree above 1 needs data_parallel_shard_degree "
-        f"above 1 or -1 (HSDP), got {shard}: plain replication divides gradients differently.",
-    )
-    _require(
-        config.training.global_batch_size == -1,
-        f"training.global_batch_size must be left at -1, got {config.training.global_batch_size}: "
-        "a step's size is grpo.prompts_per_step * grpo.group_size.",
-    )
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if shard != -1:
-        _require(
-            shard * replicate == world_size,
-            f"parallelism.data_parallel_shard_degree * data_parallel_replicate_degree = "
-            f"{shard} * {replicate} must be the number of ranks, {world_size}.",
-        )
-    _require(
-        world_size % replicate == 0,
-        f"parallelism.data_parallel_replicate_degree must divide the {world_size} ranks, "
-        f"got {replicate}.",
-    )
+    for problem in layout_problems(config):
+        raise ConfigError(problem)
 
 
 def _get(config: JobConfig, key: str) -> Any:
@@ -456,12 +557,10 @@ def describe(config: JobConfig) -> str:
         lines.append(f"[{table}]")
         lines += [f"{key} = {value!r}" for key, value in values.items()]
         lines.append("")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    replicate = config.parallelism.data_parallel_replicate_degree
     rollouts = config.grpo.prompts_per_step * config.grpo.group_size
     lines += [
         "Layout",
-        f"  ranks: {world_size} = {replicate} replicas x {world_size // replicate} shards",
+        f"  ranks: {describe_layout(config)}",
         f"  global batch: {config.grpo.prompts_per_step} prompts x {config.grpo.group_size} "
         f"rollouts = {rollouts}, packed into rows of {config.training.seq_len} tokens",
         f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
@@ -471,6 +570,8 @@ def describe(config: JobConfig) -> str:
 
 
 def _describe_servers(config: JobConfig) -> str:
+    if config.rollout.replay is not None:
+        return f"none, rollouts are those of {config.rollout.replay}"
     inference = config.inference
     if inference.launch:
         return f"{inference.num_servers} x {inference.kind}, launched on this machine"

@@ -1,37 +1,31 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's dealings with the rollout process: start, batches, evaluation, samples."""
+"""Rank 0's dealings with the rollout process: start, steps, evaluation, samples.
+
+`data/replay.py` has the same surface over a recorded file.
+"""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_manager import JobConfig
-from torchtitan.grpo.data.plan import StepPlan, plan_step
+from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
+from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.device import gpus_for_servers
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.observe.report import SampleLog
 from torchtitan.grpo.rollout.link import EvaluationResult, RolloutLink, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
 
 
-@dataclass(frozen=True)
-class NextStep:
-    """A planned step, with what is to be logged of its rollouts."""
-
-    plan: StepPlan
-    metrics: dict[str, float]
-
-
 class RolloutController:
-    """Owns the link and what comes over it. Exists on rank 0 alone.
+    """Owns the link to the rollout process and what comes over it. Exists on rank 0 alone.
 
     Args:
         config: Of the run.
@@ -39,7 +33,18 @@ class RolloutController:
         start_version: Optimizer steps already taken.
         prompt_position: Prompts already used up.
         should_stop: Ends every wait when it turns true.
+
+    Raises:
+        DataError: ``grpo.ptx_path`` or ``rollout.record`` cannot be used.
+
+    Attributes:
+        prompt_position: Prompts used up with the last batch.
+        is_exhausted: Never: prompts come round again.
+        link: To the rollout process.
+        servers: Known once started.
     """
+
+    is_exhausted = False
 
     def __init__(
         self,
@@ -53,11 +58,11 @@ class RolloutController:
         self.config = config
         self.prompt_position = prompt_position
         self._should_stop = should_stop
-        folder = Path(config.job.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.samples = SampleLog(
-            folder / "samples.jsonl", config.observe.samples_per_step, start_version
-        )
+        self._planner = StepPlanner(config, model)
+        self._recorder: RolloutRecorder | None = None
+        if config.rollout.record is not None:
+            self._recorder = RolloutRecorder(config.rollout.record, model.vocab_size, start_version)
+        self.samples = open_sample_log(config, start_version)
         self.link = RolloutLink(_process_config(config, model, start_version, prompt_position))
         self.servers: list[ServerInfo] = []
 
@@ -80,14 +85,9 @@ class RolloutController:
             return None
         self.prompt_position = batch.prompt_position
         self.samples.write(version + 1, batch.groups)
-        plan = plan_step(
-            batch.groups,
-            version=version,
-            num_ranks=num_ranks,
-            row_len=self.config.training.seq_len,
-            local_batch_size=self.config.training.local_batch_size,
-            advantage_eps=self.config.grpo.advantage_eps,
-        )
+        if self._recorder is not None:
+            self._recorder.write(version, batch.prompt_position, batch.groups)
+        plan = self._planner.plan(batch.groups, step=version, version=version, num_ranks=num_ranks)
         return NextStep(plan, batch.metrics | plan.metrics)
 
     def evaluate(self, version: int) -> EvaluationResult | None:
@@ -115,8 +115,10 @@ class RolloutController:
         return min((v for v in asyncio.run(ask_all()) if v is not None), default=-1)
 
     def close(self) -> None:
-        self.samples.close()
         self.link.close()
+        self.samples.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def _process_config(

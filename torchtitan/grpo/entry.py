@@ -28,6 +28,7 @@ from torchtitan.grpo.config_manager import (
     load_config,
 )
 from torchtitan.grpo.data.feed import RankZeroFailed
+from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.device import keep_gloo_on_loopback
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.observe.console import init_console
@@ -86,7 +87,7 @@ def _train(
         # Rank 0 speaks, and closes, first: torchrun ends everybody once one rank has ended.
         stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
         return 1
-    except (ModelError, PublisherFailed, RolloutFailed, TimeoutError) as error:
+    except (DataError, ModelError, PublisherFailed, RolloutFailed, TimeoutError) as error:
         return _say(is_rank_zero, error, 1, stop.wait)
     except Exception as error:
         # A collective with a rank that is gone fails, and that is not what went wrong: then

@@ -1,85 +1,165 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The policy's forward, loss and backward on one microbatch."""
+"""What a batch goes through before and in its optimizer steps.
 
+    minibatches, samples -> score (reference, proximal policy) -> advantages -> losses
+
+Nothing here knows of a layout: runners give whole rows on the ranks that see the output.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 
 from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.losses.kl import k3_kl
-from torchtitan.grpo.losses.logprobs import token_logprobs
-from torchtitan.grpo.losses.policy import clipped_surrogate_loss
-from torchtitan.grpo.models.packed_attention import PackedAttentionKind, packed_mask
+from torchtitan.grpo.losses.advantages import compute_advantages
+from torchtitan.grpo.losses.kl import sample_kl_sums
+from torchtitan.grpo.losses.objective import SUM_NAMES, LossInputs, objective
+from torchtitan.grpo.runner import ModelRunner
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """Logprobs of the labels under a model.
+class ScoredRows:
+    """Rows of one minibatch, with what other policies say of them.
 
     Attributes:
-        attention: How attention is kept inside sequences.
-        temperature: Of the sampling that is scored.
+        rows: On the training device; advantages filled in.
+        old_logprobs: [rows, seq] float32, of the policy before the batch's first optimizer
+            step; None where that is the policy that the loss sees, or this rank does not
+            see the output.
+        ref_logprobs: [rows, seq] float32, of the reference; None without one, or where
+            this rank does not see the output.
     """
 
-    attention: PackedAttentionKind
-    temperature: float
-
-    def __call__(self, model: nn.Module, rows: TrainRows) -> torch.Tensor:
-        """Returns [rows, seq] float32."""
-        logits = model(
-            rows.tokens,
-            attention_masks=packed_mask(rows.sequence_ids, self.attention),
-            positions=rows.positions,
-        )
-        return token_logprobs(logits, rows.labels, self.temperature)
+    rows: TrainRows
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
 
 
-SUM_NAMES = ("policy", "reference_kl", "mismatch_kl", "clipped", "capped", "nll")
-"""What :func:`loss_and_sums` sums over trained tokens, in this order."""
+class MinibatchLoss:
+    """The loss of one minibatch, part by part, keeping the parts' sums for metrics.
 
-
-def loss_and_sums(
-    logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor | None,
-    rows: TrainRows,
-    config: GRPO,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of a microbatch as a sum over its trained tokens.
+    A part may be asked for twice (pipeline schedules do, to learn shapes); it is counted
+    once.
 
     Args:
-        logprobs: [rows, seq] float, of the labels under the policy; carries gradients.
-        ref_logprobs: [rows, seq] float, under the reference; None without a KL penalty.
-        rows: The microbatch.
+        scored: The minibatch.
         config: ``[grpo]``.
+    """
+
+    def __init__(self, scored: ScoredRows, config: GRPO) -> None:
+        self.scored, self.config = scored, config
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
+        """output: [rows, seq, 2], logprobs and entropies of the rows ``which``."""
+        rows = self.scored.rows.part(which)
+        logprobs, entropy = output.unbind(-1)
+        old, ref = self.scored.old_logprobs, self.scored.ref_logprobs
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            old_logprobs=logprobs.detach() if old is None else old[which],
+            generator_logprobs=rows.generator_logprobs,
+            ref_logprobs=None if ref is None else ref[which],
+            advantages=rows.advantages,
+            loss_mask=rows.loss_mask,
+            loss_weights=rows.loss_weights,
+            ptx_weights=rows.ptx_weights,
+            sequence_ids=rows.sequence_ids,
+        )
+        loss, self._sums[which.start] = objective(inputs, self.config)
+        return loss
+
+    def sums(self) -> torch.Tensor:
+        """[len(SUM_NAMES)] float64 on the CPU, over the parts that this rank has seen."""
+        if not self._sums:
+            return torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        return torch.stack(list(self._sums.values())).sum(0).cpu()
+
+
+def num_updates(config: GRPO) -> int:
+    """Optimizer steps of one batch."""
+    return config.num_minibatches * config.num_epochs
+
+
+def score(
+    batch: TrainBatch,
+    policy: ModelRunner,
+    reference: ModelRunner | None,
+    config: GRPO,
+    device: torch.device,
+    feed: Feed,
+    *,
+    is_counted: bool,
+) -> list[ScoredRows]:
+    """Forward passes and advantages, before a batch's first optimizer step.
+
+    Args:
+        batch: This rank's share.
+        policy: With one optimizer step a batch it is not run: it is its own proximal policy.
+        reference: None without a KL penalty.
+        config: ``[grpo]``.
+        device: Of the training.
+        feed: To sum over ranks.
+        is_counted: True on one of the ranks that see the same output.
 
     Returns:
-        Scalar [] loss sum, and detached [len(SUM_NAMES)] float64 sums for metrics.
+        One entry a minibatch.
     """
-    detached = logprobs.detach()
-    on_step_start = config.old_policy == "step_start"
-    policy = clipped_surrogate_loss(
-        logprobs,
-        # One optimizer step a batch: the policy at its start is the present one.
-        detached if on_step_start else rows.generator_logprobs,
-        rows.generator_logprobs,
-        rows.advantages,
-        rows.loss_mask,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        importance_cap=config.importance_cap if on_step_start else None,
+    needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
+    minibatches = [rows.to(device) for rows in batch.minibatches]
+    ref = [_logprobs(reference, rows) for rows in minibatches]
+    old = [_logprobs(policy if needs_proximal else None, rows) for rows in minibatches]
+    rewards = batch.samples.rewards
+    if config.kl_coef > 0 and config.kl_in == "reward":
+        sums = _reference_kl(minibatches, ref, len(batch.samples), config, is_counted)
+        rewards = rewards - config.kl_coef * feed.all_reduce_sum(sums).numpy()
+    advantages = compute_advantages(
+        rewards,
+        batch.samples.group_ids,
+        batch.samples.completion_lengths,
+        kind=config.advantage,
+        std=config.advantage_std,
+        eps=config.advantage_eps,
+        length_power=config.advantage_length_power,
     )
-    loss = policy.loss_sum
-    reference_kl = torch.zeros((), device=loss.device)
-    if ref_logprobs is not None:
-        kl = k3_kl(logprobs, ref_logprobs, rows.loss_mask)
-        loss = loss + config.kl_coef * kl
-        reference_kl = kl.detach()
-    mismatch = k3_kl(rows.generator_logprobs, detached, rows.loss_mask)
-    nll = -torch.where(rows.loss_mask, detached, 0.0).sum()
-    sums = (policy.loss_sum.detach(), reference_kl, mismatch, policy.clipped_sum,
-            policy.capped_sum, nll)  # fmt: skip
-    return loss, torch.stack([value.double() for value in sums])
+    return [
+        ScoredRows(rows.with_advantages(advantages), old_logprobs, ref_logprobs)
+        for rows, old_logprobs, ref_logprobs in zip(minibatches, old, ref, strict=True)
+    ]
+
+
+def _logprobs(runner: ModelRunner | None, rows: TrainRows) -> torch.Tensor | None:
+    output = runner.forward(rows) if runner is not None else None
+    return None if output is None else output[..., 0]
+
+
+def _reference_kl(
+    minibatches: Sequence[TrainRows],
+    ref_logprobs: Sequence[torch.Tensor | None],
+    num_samples: int,
+    config: GRPO,
+    is_counted: bool,
+) -> torch.Tensor:
+    """[samples] float64: this rank's part of each sample's KL from the reference.
+
+    Of the sampling-time policy, whose tokens these are and whose reward it is.
+    """
+    total = torch.zeros(num_samples, dtype=torch.float64)
+    for rows, ref in zip(minibatches, ref_logprobs, strict=True):
+        if ref is None or not is_counted:
+            continue
+        total += sample_kl_sums(
+            rows.generator_logprobs,
+            ref,
+            rows.loss_mask,
+            rows.sample_ids,
+            num_samples=num_samples,
+            estimator=config.kl_estimator,
+        ).cpu()
+    return total

@@ -59,7 +59,8 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--grpo.group_size=1"], r"grpo\.group_size must be at least 2 .*, got 1"),
+        (["--grpo.group_size=0"], r"grpo\.group_size must be at least 1 .*, got 0"),
+        (["--grpo.group_size=1"], r"grpo\.group_size must be at least 2 .*grpo\.advantage"),
         (["--grpo.clip_low=1"], r"grpo\.clip_low must be in \[0, 1\), got 1"),
         (["--rollout.temperature=0"], r"rollout\.temperature must be above 0"),
         (["--rollout.max_concurrent_rollouts=4"], r"at least grpo\.group_size \(8\).*got 4"),
@@ -96,6 +97,66 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
 def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grpo.entropy_coef=-1"], r"grpo\.entropy_coef must be at least 0 .*, got -1"),
+        (["--grpo.advantage_length_power=-1"], r"advantage_length_power must be at least 0"),
+        (["--grpo.reward_positive_scale=-1"], r"reward_positive_scale must be at least 0"),
+        (["--grpo.reward_negative_scale=nan"], r"reward_negative_scale must be at least 0"),
+        (["--grpo.overlong_penalty=-1"], r"overlong_penalty must be at least 0"),
+        (["--grpo.overlong_buffer=257"], r"overlong_buffer .*max_new_tokens \(256\), got 257"),
+        (["--grpo.aggregation_length=-1"], r"aggregation_length must be at least 0"),
+        (["--grpo.aggregation_length=9"], r"aggregation_length .*'constant_length' .*token_mean"),
+        (["--grpo.logprob_chunk_tokens=0"], r"logprob_chunk_tokens must be at least 1"),
+        (["--grpo.ref_model_ema=1"], r"ref_model_ema must be in \[0, 1\), 0 for off, got 1"),
+        (["--grpo.mismatch_veto=1"], r"mismatch_veto must be in \[0, 1\)"),
+        (["--grpo.importance_floor=2"], r"importance_floor .*importance_cap \(2\.0\), got 2"),
+        (["--grpo.importance_floor=-1"], r"importance_floor must be at least 0"),
+        (["--grpo.dual_clip=1"], r"dual_clip must be 0 \(off\) or above 1, got 1"),
+        (["--grpo.dual_clip=3", "--grpo.policy_loss=cispo"], r"dual_clip .*got 'cispo' with"),
+        (["--grpo.cispo_two_sided"], r"cispo_two_sided is of .*'cispo' alone, got 'clip'"),
+        (
+            ["--grpo.group_size=1", "--grpo.advantage=batch_norm", "--grpo.filter_zero_advantage"],
+            r"filter_zero_advantage leaves out every group of one",
+        ),
+        (
+            ["--grpo.old_policy=sampling", "--grpo.mismatch_correction=mask"],
+            r"mismatch_correction = 'mask' needs grpo\.old_policy = 'step_start'",
+        ),
+        (
+            ["--grpo.old_policy=sampling", "--grpo.mismatch_veto=1e-4"],
+            r"mismatch_veto needs grpo\.old_policy = 'step_start', got 0\.0001",
+        ),
+        (
+            ["--grpo.old_policy=sampling", "--grpo.mismatch_level=sequence"],
+            r"mismatch_level needs grpo\.old_policy = 'step_start'",
+        ),
+        (["--grpo.policy_loss=clop"], r"grpo\.policy_loss 'clop' must be .*cispo, clip, gspo"),
+        (["--grpo.policy_loss=no_such:f"], r"grpo\.policy_loss 'no_such:f': importing no_such"),
+    ],
+)
+def test_loss_settings_out_of_range_or_without_effect_are_refused(load, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE, *arguments)
+
+
+def test_a_group_of_one_is_compared_to_the_batch(load):
+    config = load(BASE, "--grpo.group_size=1", "--grpo.advantage=batch_norm")
+    assert config.grpo.group_size == 1
+
+
+def test_a_loss_of_ones_own_is_tried_before_anything_starts(load, tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "def good(inputs, config):\n    return -inputs.advantages * inputs.logprobs\n"
+        "def summed(inputs, config):\n    return good(inputs, config).sum()\n"
+    )
+    assert load(BASE, f"--grpo.policy_loss={file}:good").grpo.policy_loss.endswith(":good")
+    with pytest.raises(ConfigError, match=r"grpo\.policy_loss .*one loss a token, got \[\]"):
+        load(BASE, f"--grpo.policy_loss={file}:summed")
 
 
 def test_flex_attention_is_refused_where_there_is_no_gpu(load, monkeypatch):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which sequences share a row. Pure; nothing of torch.
+"""Which sequences share a row, and who gets which row. Pure; nothing of torch.
 
 Invariants of :func:`pack_rows`: every sequence stands in exactly one row, no row is longer
 than ``row_len``, and equal input gives equal output.
@@ -29,7 +29,7 @@ def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     rows: list[list[int]] = []
     # (free tokens, row), sorted: the best fit is the first row with enough room.
     room: list[tuple[int, int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in _longest_first(lengths):
         length = lengths[index]
         if not 1 <= length <= row_len:
             raise ValueError(
@@ -46,22 +46,50 @@ def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     return rows
 
 
-def deal_rows(row_tokens: Sequence[int], num_ranks: int, multiple: int) -> list[list[int | None]]:
-    """Deals rows to ranks, the same number to each.
+def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Splits things into parts of equal count and of about equal total size.
+
+    The largest goes first, each to the smallest part that is not full. Counts differ by one
+    at most, so with fewer things than parts some parts stay empty.
+
+    Args:
+        sizes: Of each thing, at least 0.
+        num_parts: At least 1.
+
+    Returns:
+        For each part its things, as ascending indices into ``sizes``.
+    """
+    floor, num_larger = divmod(len(sizes), num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    totals = [0] * num_parts
+    for index in _longest_first(sizes):
+        # A part may take one above the floor only while such places are left.
+        capacity = floor + (sum(len(part) > floor for part in parts) < num_larger)
+        part = min((totals[p], p) for p in range(num_parts) if len(parts[p]) < capacity)[1]
+        parts[part].append(index)
+        totals[part] += sizes[index]
+    return [sorted(part) for part in parts]
+
+
+def rows_per_rank(num_rows: int, num_ranks: int, multiple: int) -> int:
+    """The fewest rows a rank, at least one microbatch, that hold ``num_rows`` in all."""
+    return -(-max(num_rows, 1) // (num_ranks * multiple)) * multiple
+
+
+def deal_rows(row_tokens: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int | None]]:
+    """Deals rows to ranks, ``per_rank`` to each.
 
     Rows go out in snake order of their tokens, longest first, which evens the sums out.
 
     Args:
-        row_tokens: Tokens in each row.
+        row_tokens: Tokens in each row; at most ``num_ranks * per_rank`` rows.
         num_ranks: Data-parallel ranks.
-        multiple: Each rank's number of rows is a multiple of this (the microbatch).
+        per_rank: Rows of each rank, see :func:`rows_per_rank`.
 
     Returns:
         For each rank its rows, None standing for an empty row.
     """
-    longest_first = sorted(range(len(row_tokens)), key=lambda i: (-row_tokens[i], i))
-    per_rank = -(-max(len(row_tokens), 1) // (num_ranks * multiple)) * multiple
-    order = [*longest_first, *[None] * (per_rank * num_ranks - len(row_tokens))]
+    order = [*_longest_first(row_tokens), *[None] * (per_rank * num_ranks - len(row_tokens))]
     dealt: list[list[int | None]] = [[] for _ in range(num_ranks)]
     for round_start in range(0, len(order), num_ranks):
         hand = order[round_start : round_start + num_ranks]
@@ -71,3 +99,7 @@ def deal_rows(row_tokens: Sequence[int], num_ranks: int, multiple: int) -> list[
         ):
             dealt[rank].append(row)
     return dealt
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

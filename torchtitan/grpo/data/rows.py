@@ -4,43 +4,57 @@
 """The rows that a step trains on.
 
 Everything in a row is aligned to the *predicted* token: at position ``t`` the row holds
-the input token ``t``, and the label, mask, logprob and advantage of token ``t + 1``.
+the input token ``t``, and the label, mask, logprob, weight and advantage of token ``t + 1``.
+A sample's id alone stands on all of its tokens.
 
-Example: prompt ``[5, 6]``, completion ``[7, 8]``, row length 6::
+Example: prompt ``[5, 6]``, completion ``[7, 8]``, both the step's sample 3, row length 6::
 
     tokens        5 6 7 8 0 0
     positions     0 1 2 3 0 1
     sequence_ids  0 0 0 0 1 1      (padding is a sequence of its own)
     labels        6 7 8 0 0 0
     loss_mask     0 1 1 0 0 0
+    sample_ids    3 3 3 3 -1 -1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
+NO_SAMPLE = -1
+"""In ``TrainRows.sample_ids``: padding, or a supervised sequence."""
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to train on.
+    """One sequence to train on: a rollout, or a supervised (ptx) sequence.
 
     Attributes:
-        prompt_ids: [prompt_len] int32.
+        prompt_ids: [prompt_len] int32; a supervised sequence may have none.
         completion_ids: [completion_len] int32.
-        generator_logprobs: [completion_len] float32.
-        advantage: Of every completion token.
+        generator_logprobs: [completion_len] float32; None on a supervised sequence.
+        sample_id: Index in the step's table of samples, or :data:`NO_SAMPLE`.
+        loss_weight: Of every completion token of a rollout in the global loss.
+        ptx_weight: Of every predicted completion token of a supervised sequence.
     """
 
     prompt_ids: np.ndarray
     completion_ids: np.ndarray
-    generator_logprobs: np.ndarray
-    advantage: float
+    generator_logprobs: np.ndarray | None
+    sample_id: int = NO_SAMPLE
+    loss_weight: float = 0.0
+    ptx_weight: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_predicted(self) -> int:
+        """Completion tokens that something comes before: without a prompt, all but the first."""
+        return self.num_tokens - max(len(self.prompt_ids), 1)
 
 
 @dataclass(frozen=True)
@@ -52,9 +66,17 @@ class TrainRows:
         positions: [rows, seq] int64, restarting at 0 with each sequence.
         sequence_ids: [rows, seq] int64, one id per sequence of a row, padding included.
         labels: [rows, seq] int64, the next token of the same sequence, 0 at its end.
-        loss_mask: [rows, seq] bool, True where the label is a completion token.
+        loss_mask: [rows, seq] bool, True where the label is a rollout's completion token.
         generator_logprobs: [rows, seq] float32, of the label, 0 where not trained.
-        advantages: [rows, seq] float32, of the label, 0 where not trained.
+        advantages: [rows, seq] float32, of the label, 0 where not trained, and everywhere
+            until :meth:`with_advantages` fills them in.
+        loss_weights: [rows, seq] float32, what the label's loss counts in the global loss,
+            0 where not trained. Their denominators are those of the whole optimizer step,
+            so sums over microbatches and ranks need no further division.
+        ptx_weights: [rows, seq] float32, the same for supervised completion tokens,
+            ``grpo.ptx_coef`` included; 0 elsewhere.
+        sample_ids: [rows, seq] int64, index in the step's table of samples, on all tokens
+            of a rollout; :data:`NO_SAMPLE` elsewhere.
     """
 
     tokens: torch.Tensor
@@ -64,6 +86,9 @@ class TrainRows:
     loss_mask: torch.Tensor
     generator_logprobs: torch.Tensor
     advantages: torch.Tensor
+    loss_weights: torch.Tensor
+    ptx_weights: torch.Tensor
+    sample_ids: torch.Tensor
 
     @property
     def num_rows(self) -> int:
@@ -82,9 +107,24 @@ class TrainRows:
             for parts in zip(*split.values(), strict=True)
         ]
 
+    def part(self, rows: slice) -> "TrainRows":
+        """Some of the rows, as views."""
+        return TrainRows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
+        """These rows with each trained token given its sample's advantage.
+
+        Args:
+            advantages: [samples] float, of the step's table of samples.
+        """
+        # One more entry at the end: NO_SAMPLE looks it up, also where there is no sample.
+        table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
+        looked_up = table.to(self.sample_ids.device)[self.sample_ids]
+        return replace(self, advantages=torch.where(self.loss_mask, looked_up, 0.0))
+
 
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
-    """Lays samples out in rows.
+    """Lays samples out in rows; advantages are left at 0.
 
     Args:
         samples: All samples of the step.
@@ -92,28 +132,40 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
         row_len: Tokens of a row.
     """
     shape = (len(rows), row_len)
-    ints = {
-        name: np.zeros(shape, np.int64)
-        for name in ("tokens", "positions", "sequence_ids", "labels")
+    arrays: dict[str, np.ndarray] = {
+        "tokens": np.zeros(shape, np.int64),
+        "positions": np.zeros(shape, np.int64),
+        "sequence_ids": np.zeros(shape, np.int64),
+        "labels": np.zeros(shape, np.int64),
+        "loss_mask": np.zeros(shape, np.bool_),
+        "generator_logprobs": np.zeros(shape, np.float32),
+        "advantages": np.zeros(shape, np.float32),
+        "loss_weights": np.zeros(shape, np.float32),
+        "ptx_weights": np.zeros(shape, np.float32),
+        "sample_ids": np.full(shape, NO_SAMPLE, np.int64),
     }
-    mask = np.zeros(shape, np.bool_)
-    floats = {name: np.zeros(shape, np.float32) for name in ("generator_logprobs", "advantages")}
     for r, members in enumerate(rows):
         start = 0
         for sequence_id, index in enumerate(members):
-            sample = samples[index]
-            tokens = np.concatenate([sample.prompt_ids, sample.completion_ids])
-            end = start + len(tokens)
-            ints["tokens"][r, start:end] = tokens
-            ints["positions"][r, start:end] = np.arange(len(tokens))
-            ints["sequence_ids"][r, start:end] = sequence_id
-            ints["labels"][r, start : end - 1] = tokens[1:]
-            trained = slice(end - 1 - len(sample.completion_ids), end - 1)
-            mask[r, trained] = True
-            floats["generator_logprobs"][r, trained] = sample.generator_logprobs
-            floats["advantages"][r, trained] = sample.advantage
-            start = end
-        ints["positions"][r, start:] = np.arange(row_len - start)
-        ints["sequence_ids"][r, start:] = len(members)
-    arrays = {**ints, "loss_mask": mask, **floats}
+            arrays["sequence_ids"][r, start:] = sequence_id
+            start = _lay_out({k: a[r] for k, a in arrays.items()}, start, samples[index])
+        arrays["positions"][r, start:] = np.arange(row_len - start)
+        arrays["sequence_ids"][r, start:] = len(members)
     return TrainRows(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
+    """Writes one sample into a row from ``start`` on; returns where it ends."""
+    tokens = np.concatenate([sample.prompt_ids, sample.completion_ids])
+    end = start + len(tokens)
+    row["tokens"][start:end] = tokens
+    row["positions"][start:end] = np.arange(len(tokens))
+    row["labels"][start : end - 1] = tokens[1:]
+    row["sample_ids"][start:end] = sample.sample_id
+    predicted = slice(end - 1 - sample.num_predicted, end - 1)
+    row["ptx_weights"][predicted] = sample.ptx_weight
+    if sample.generator_logprobs is not None:
+        row["loss_mask"][predicted] = True
+        row["loss_weights"][predicted] = sample.loss_weight
+        row["generator_logprobs"][predicted] = sample.generator_logprobs
+    return end

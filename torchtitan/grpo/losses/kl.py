@@ -3,26 +3,93 @@
 
 """Kullback-Leibler divergence estimates from logprobs of sampled tokens."""
 
+from typing import Literal
+
 import torch
+
+from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+def kl_estimate(
+    logprobs: torch.Tensor, other_logprobs: torch.Tensor, estimator: KLEstimator
+) -> torch.Tensor:
+    """Per-token estimate of ``KL(policy || other)`` from tokens that the policy drew.
+
+    With ``d = other - policy`` (http://joschu.net/blog/kl-approx.html)::
+
+        k1   -d               unbiased; as a loss its expected gradient is 0
+        k2   d^2 / 2          biased; as a loss its gradient is that of the KL
+        k3   exp(d) - 1 - d   unbiased, never negative; as a loss biased
+        abs  |d|              a distance, not a KL
+
+    In ``k3``, ``exp`` is constant above ``d =`` :data:`LOG_RATIO_BOUND`. Mask the inputs
+    first: NaN stays NaN here.
+
+    Args:
+        logprobs: [...] float, of the policy that the tokens come from.
+        other_logprobs: [...] float, of the same tokens.
+        estimator: ``grpo.kl_estimator``.
+
+    Returns:
+        [...], of the inputs' shape.
+
+    Raises:
+        ValueError: The estimator is not known.
+    """
+    difference = other_logprobs - logprobs
+    match estimator:
+        case "k1":
+            return -difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree.
+            return torch.expm1(difference.clamp(max=LOG_RATIO_BOUND)) - difference
+        case "abs":
+            return difference.abs()
+    raise ValueError(f"grpo.kl_estimator must be k1, k2, k3 or abs, got {estimator!r}.")
+
+
+def sample_kl_sums(
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sample_ids: torch.Tensor,
+    *,
+    num_samples: int,
+    estimator: KLEstimator,
+) -> torch.Tensor:
+    """Each sample's sum of :func:`kl_estimate` over its trained tokens, for its reward.
+
+    Sums of several microbatches or ranks are added. Masked places may hold anything.
+
+    Args:
+        logprobs: [rows, seq] float, of the policy that the rewards are credited to.
+        ref_logprobs: [rows, seq] float.
+        loss_mask: [rows, seq] bool.
+        sample_ids: [rows, seq] int64, index of the sample where trained.
+        num_samples: Of the whole step.
+        estimator: ``grpo.kl_estimator``.
+
+    Returns:
+        [num_samples] float64, detached; 0 for samples that are not in these rows.
+    """
+    kl = kl_estimate(
+        torch.where(loss_mask, logprobs.detach(), 0.0),
+        torch.where(loss_mask, ref_logprobs.detach(), 0.0),
+        estimator,
+    )
+    # Untrained tokens go to a place of their own at the end, which is cut off.
+    index = torch.where(loss_mask, sample_ids, num_samples).flatten()
+    sums = torch.zeros(num_samples + 1, dtype=torch.float64, device=kl.device)
+    return sums.index_add(0, index, kl.flatten().double())[:num_samples]
 
 
 def k3_kl(
     sampling_logprobs: torch.Tensor, other_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over masked tokens of the k3 estimate of ``KL(sampling || other)``.
-
-    ``k3 = exp(d) - 1 - d`` with ``d = other - sampling``: unbiased where the tokens were
-    drawn from the first policy, and never negative
-    (http://joschu.net/blog/kl-approx.html). Values in masked places may be anything.
-
-    Args:
-        sampling_logprobs: [rows, seq] float, of the policy that the tokens come from.
-        other_logprobs: [rows, seq] float.
-        loss_mask: [rows, seq] bool.
-
-    Returns:
-        Scalar [].
-    """
+    """Sum over masked tokens of the k3 estimate of ``KL(sampling || other)``."""
     difference = torch.where(loss_mask, other_logprobs - sampling_logprobs, 0.0)
-    # expm1 keeps the digits that exp(d) - 1 loses where the two policies nearly agree.
     return (torch.expm1(difference) - difference).sum()

@@ -4,30 +4,37 @@
 """Weights between a Hugging Face directory and a sharded torchtitan model.
 
 Reading and writing both go parameter by parameter through the model family's state-dict
-adapter, with full tensors, so that a layout has nothing to do but hold its shards.
+adapter, with whole tensors, so that a layout has nothing to do but hold its shards. Under
+pipeline parallelism a rank reads the parameters of its own stages, and rank 0 writes all.
 """
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.hf_config import ModelError
+from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 # Everything of the source directory that is not weights travels with an export.
 _ASSETS = ("*.json", "*.txt", "*.model", "*.jinja")
+# What an export collects at a time, in whole parameters.
+_EXPORT_BUCKET_BYTES = 256 * 1024**2
 
 
 def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of all parts under their upstream names, each tied one once."""
+    """Parameters of all parts under their upstream names, each tied one once.
+
+    Parts are a rank's pipeline stages, or the whole model.
+    """
     for part in model_parts:
         for name, parameter in part.named_parameters():
             # Activation checkpointing and compile wrap modules and leave a mark in names.
@@ -38,11 +45,10 @@ def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.
 
 
 def hf_meta(
-    adapter: BaseStateDictAdapter, name: str, parameter: torch.Tensor
+    adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors that one native parameter becomes, on the meta device."""
-    meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return adapter.to_hf({name: meta})
+    return adapter.to_hf({name: torch.empty(tuple(shape), device="meta")})
 
 
 def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -68,19 +74,13 @@ def load_hf_weights(
         for name, parameter in named_parameters(model_parts):
             hf = {
                 key: reader.read(key, meta.shape)
-                for key, meta in hf_meta(adapter, name, parameter).items()
+                for key, meta in hf_meta(adapter, name, parameter.shape).items()
             }
-            _copy_full(parameter, _from_hf(adapter, name, hf))
-
-
-def _copy_full(parameter: torch.Tensor, full: torch.Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        full = full.to(device=parameter.device_mesh.device_type, dtype=parameter.dtype)
-        # Each rank has read the full tensor itself: nothing needs to be sent.
-        full = distribute_tensor(
-            full, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-    parameter.copy_(full)
+            # Each rank has read the whole tensor itself: nothing needs to be sent.
+            whole = _from_hf(adapter, name, hf)
+            local = local_tensor(parameter)
+            if local.numel():
+                local.copy_(local_block(parameter).of(whole))
 
 
 class _SafetensorsReader:
@@ -130,20 +130,20 @@ def export_hf(
 ) -> None:
     """Writes the model as a Hugging Face directory. All ranks call it, one writes.
 
-    Gathers over the training process groups, so it belongs on the training thread. The
+    Collects over the group of all ranks, so it belongs on the training thread. The
     directory appears under its name only when it is complete.
 
     Args:
         source: Directory whose config and tokenizer files are copied.
         target: Directory to make; replaced where it exists.
-        is_writer: True on the one rank that writes.
+        is_writer: True on rank 0.
         max_file_bytes: Size at which a further safetensors file is begun.
     """
     partial = target.with_name(target.name + ".partial")
     writer = _ShardWriter(partial, max_file_bytes) if is_writer else None
-    for name, tensor in full_hf_tensors(model_parts, adapter):
-        if writer is not None:
-            writer.add(name, tensor.to(device="cpu", dtype=dtype).contiguous())
+    for name, tensor in full_hf_tensors(model_parts, adapter, dtype):
+        assert writer is not None, "whole tensors arrive on rank 0, which must be the writer"
+        writer.add(name, tensor.to("cpu").contiguous())
     if writer is not None:
         writer.finish()
         _copy_assets(source, partial, dtype)
@@ -151,13 +151,21 @@ def export_hf(
         partial.rename(target)
 
 
-@torch.no_grad()
 def full_hf_tensors(
-    model_parts: list[nn.Module], adapter: BaseStateDictAdapter
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Gathers one parameter after another; yields Hugging Face names and full tensors."""
-    for name, parameter in named_parameters(model_parts):
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    model_parts: list[nn.Module], adapter: BaseStateDictAdapter, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole model on rank 0: Hugging Face names and tensors, in the model's order.
+
+    Every rank iterates to the end; none but rank 0 is given anything. A tensor may share
+    memory with its parameter.
+    """
+    parameters = dict(named_parameters(model_parts))
+    buckets = in_buckets(
+        agree_on_assembly(parameters), lambda a: a.numel * dtype.itemsize, _EXPORT_BUCKET_BYTES
+    )
+    shards = {name: local_tensor(parameter) for name, parameter in parameters.items()}
+    device = next(iter(shards.values())).device
+    for name, full in Collector(buckets, dtype, device, group=None).collect(shards):
         yield from adapter.to_hf({name: full}).items()
 
 

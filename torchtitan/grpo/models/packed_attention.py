@@ -12,10 +12,14 @@ that module is all it takes.
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.attention import FlexAttentionWrapper, create_attention_mask
+
+from torchtitan.grpo.models.ulysses import gather_heads, scatter_heads, shareable_kv_heads
 
 PackedAttentionKind = Literal["sdpa", "flex"]
 
@@ -33,8 +37,20 @@ class DenseMask(BlockMask):
         self.dense = dense
 
 
-class PackedSDPA(nn.Module):
-    """Scaled dot product attention under a :class:`DenseMask`; runs on CPU and CUDA."""
+class PackedAttention(nn.Module):
+    """What stands in for upstream's ``inner_attention``, under every layout.
+
+    Tensor parallelism hands in this rank's heads, for Qwen3 as DTensors; context
+    parallelism this rank's part of the sequence.
+
+    Args:
+        kind: ``sdpa`` under a :class:`DenseMask`, on CPU and CUDA; or FlexAttention.
+    """
+
+    def __init__(self, kind: PackedAttentionKind) -> None:
+        super().__init__()
+        self.flex = FlexAttentionWrapper() if kind == "flex" else None
+        self.context_group: dist.ProcessGroup | None = None
 
     def forward(
         self,
@@ -42,13 +58,49 @@ class PackedSDPA(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        block_mask: DenseMask,
+        block_mask: BlockMask,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """q: [rows, heads, seq, head_dim]; k, v: [rows, kv_heads, seq, head_dim]."""
+        if isinstance(q, DTensor):
+            assert isinstance(k, DTensor) and isinstance(v, DTensor)
+            local = (q.to_local(), k.to_local(), v.to_local())
+            out = self._on_this_rank(*local, block_mask, scale, enable_gqa)
+            return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+        return self._on_this_rank(q, k, v, block_mask, scale, enable_gqa)
+
+    def _on_this_rank(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: BlockMask,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        group = self.context_group
+        if group is None:
+            return self._attend(q, k, v, mask, scale, enable_gqa)
+        k, v = (shareable_kv_heads(t, group.size()) for t in (k, v))
+        q, k, v = (scatter_heads(t, group) for t in (q, k, v))
+        out = self._attend(q, k, v, mask, scale, q.shape[1] != k.shape[1])
+        return gather_heads(out, group)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: BlockMask,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        if self.flex is not None:
+            return self.flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        assert isinstance(mask, DenseMask)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=block_mask.dense, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=mask.dense, scale=scale, enable_gqa=enable_gqa
         )
 
 
@@ -59,16 +111,6 @@ def choose_packed_attention(
     if setting != "auto":
         return setting
     return "flex" if device_type == "cuda" and seq_len >= _FLEX_MIN_SEQ_LEN else "sdpa"
-
-
-def install_packed_attention(model_parts: list[nn.Module], kind: PackedAttentionKind) -> None:
-    """Exchanges the inner attention of every layer. The models are built with flex."""
-    if kind == "flex":
-        return
-    for part in model_parts:
-        for module in list(part.modules()):
-            if isinstance(getattr(module, "inner_attention", None), FlexAttentionWrapper):
-                module.inner_attention = PackedSDPA()
 
 
 def packed_mask(sequence_ids: torch.Tensor, kind: PackedAttentionKind) -> BlockMask:

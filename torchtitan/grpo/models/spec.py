@@ -4,31 +4,42 @@
 """Makes a Hugging Face directory a model that torchtitan's Trainer can build."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torchtitan.protocols.train_spec as train_specs
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
+from torchtitan.train import Trainer
 
 from torchtitan.grpo.config_manager import JobConfig
-from torchtitan.grpo.device import prepare_fsdp_for_gloo
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
-from torchtitan.grpo.models.packed_attention import PackedAttentionKind, install_packed_attention
-from torchtitan.grpo.models.tied_embeddings import parallelize_tied_qwen3
+from torchtitan.grpo.models.packed_attention import choose_packed_attention
+from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, ScoringSettings
+from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.reference import Reference
 from torchtitan.grpo.observe.metrics import build_grpo_metrics_processor
+from torchtitan.grpo.pipeline.build import split_model
+from torchtitan.grpo.pipeline.runner import PipelineRunner, StageLoss, schedule_stages
+from torchtitan.grpo.runner import ModelRunner, WholeModelRunner
 
 
-def hf_train_spec(model: HFModel, flavor: str) -> TrainSpec:
+def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
     """Upstream's spec of the model family, for this directory and for rollouts as data."""
-    tied = getattr(model.model_args, "enable_weight_tying", False)
+    model_cls = PackedLlama if model.architecture.startswith("Llama") else PackedQwen3
     return replace(
         model.train_spec,
-        parallelize_fn=parallelize_tied_qwen3 if tied else model.train_spec.parallelize_fn,
-        model_args={flavor: model.model_args},
+        model_cls=partial(model_cls, settings=scoring_settings(config)),  # pyright: ignore
+        parallelize_fn=parallelize,
+        pipelining_fn=_pipeline,
+        model_args={config.model.flavor: model.model_args},
+        build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
         # Rollouts are the data, and their text is never tokenised again.
         build_dataloader_fn=None,
         build_tokenizer_fn=None,
@@ -37,39 +48,82 @@ def hf_train_spec(model: HFModel, flavor: str) -> TrainSpec:
     )
 
 
+def scoring_settings(config: JobConfig) -> ScoringSettings:
+    """How the run's models score tokens."""
+    grpo = config.grpo
+    return ScoringSettings(
+        attention=choose_packed_attention(
+            grpo.packed_attention, utils.device_type, config.training.seq_len
+        ),
+        temperature=config.rollout.temperature,
+        chunk_tokens=grpo.logprob_chunk_tokens,
+        with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,
+    )
+
+
 def register_hf_model(model: HFModel, config: JobConfig) -> None:
     """Registers the directory under the name and flavor that ``[model]`` carries."""
-    spec = hf_train_spec(model, config.model.flavor)
-    train_specs.register_train_spec(config.model.name, spec)
+    # Sharded logits stay inside the output layer, so there is no loss over them.
+    config.parallelism.disable_loss_parallel = True
+    train_specs.register_train_spec(config.model.name, hf_train_spec(model, config))
 
 
-def prepare_model_parts(
-    model_parts: list[nn.Module], attention: PackedAttentionKind, device_type: str
-) -> None:
-    """What a model parallelised by upstream still needs here."""
-    install_packed_attention(model_parts, attention)
-    if device_type == "cpu":
-        prepare_fsdp_for_gloo(model_parts)
-
-
-def build_reference(
-    model: HFModel,
+def _pipeline(
+    model: nn.Module,
+    dims: ParallelDims,
     config: JobConfig,
-    parallel_dims: ParallelDims,
     device: torch.device,
-    attention: PackedAttentionKind,
-) -> nn.Module:
-    """A frozen model, sharded like the policy, with ``grpo.ref_model_path``'s weights."""
-    spec = train_specs.get_train_spec(config.model.name)
-    dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    with torch.device("meta"), utils.set_default_dtype(dtype):
-        reference = spec.model_cls(model.model_args)
-    reference = spec.parallelize_fn(reference, parallel_dims, config)
-    reference.to_empty(device=device)
-    with torch.no_grad():
-        reference.init_weights()  # pyright: ignore[reportCallIssue]  (rotary tables)
-    prepare_model_parts([reference], attention, device.type)
-    assert spec.state_dict_adapter is not None
+    model_args: Any,
+    parallelize_fn: Any,
+    loss_fn: StageLoss,
+) -> tuple[Any, list[nn.Module], bool, bool]:
+    """What upstream's Trainer calls under pipeline parallelism; takes its arguments."""
+    stages, parts = split_model(model, dims, config, device)
+    schedule = build_pipeline_schedule(config, stages, loss_fn)
+    has_first = any(stage.is_first for stage in stages)
+    return schedule, parts, has_first, any(stage.is_last for stage in stages)
+
+
+def build_policy_runner(trainer: Trainer) -> ModelRunner:
+    """What runs the model that a Trainer has built."""
+    config = trainer.job_config
+    assert isinstance(config, JobConfig)
+    if trainer.parallel_dims.pp_enabled:
+        schedule: Any = trainer.pp_schedule  # pyright: ignore[reportAttributeAccessIssue]
+        loss: Any = trainer.loss_fn
+        return PipelineRunner(schedule_stages(schedule), config, schedule, loss)
+    rows_at_once = config.training.local_batch_size
+    return WholeModelRunner(trainer.model_parts[0], rows_at_once, trainer.maybe_enable_amp)
+
+
+def build_reference(trainer: Trainer) -> Reference:
+    """A frozen model, laid out like the policy, with ``grpo.ref_model_path``'s weights."""
+    config, dims, spec = trainer.job_config, trainer.parallel_dims, trainer.train_spec
+    assert isinstance(config, JobConfig) and spec.state_dict_adapter is not None
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        whole = spec.model_cls(trainer.model_args)
+    stages = []
+    if dims.pp_enabled:
+        stages, parts = split_model(whole, dims, config, trainer.device)
+    else:
+        parts = [parallelize(whole, dims, config)]
+    for part in parts:
+        part.to_empty(device=trainer.device)
+        with torch.no_grad():
+            part.init_weights()  # pyright: ignore[reportCallIssue]  (rotary tables)
+        part.eval().requires_grad_(False)
     path = config.grpo.ref_model_path or config.model.hf_assets_path
-    load_hf_weights([reference], spec.state_dict_adapter(model.model_args, path), path)
-    return reference.eval().requires_grad_(False)
+    load_hf_weights(parts, spec.state_dict_adapter(trainer.model_args, path), path)
+    rows_at_once = config.training.local_batch_size
+    if dims.pp_enabled:
+        runner = PipelineRunner(stages, config)
+    else:
+        runner = WholeModelRunner(parts[0], rows_at_once, trainer.maybe_enable_amp)
+    settings = config.grpo
+    return Reference(
+        runner,
+        parts,
+        trainer.device,
+        ema=settings.ref_model_ema,
+        offload=settings.ref_model_offload,
+    )

@@ -8,23 +8,19 @@ parameter that two groups manage, so Qwen3's small models, which are tied, would
 Here the two, with the norm between them, are one group.
 """
 
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn as nn
-import torchtitan.models.qwen3.infra.parallelize as qwen3_parallelize
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 
 
-def parallelize_tied_qwen3(*args: Any, **kwargs: Any) -> nn.Module:
-    """Upstream's ``parallelize_qwen3``, with :func:`apply_fsdp_tied` for its FSDP part."""
-    upstream: Callable[..., nn.Module] = qwen3_parallelize.parallelize_qwen3
-    with mock.patch.object(qwen3_parallelize, "apply_fsdp", apply_fsdp_tied):
-        return upstream(*args, **kwargs)
+def tie_again(model: nn.Module) -> None:
+    """Ties the two ends once more: tensor parallelism made two shards out of one weight."""
+    if getattr(model, "enable_weight_tying", False):
+        model.output.weight = model.tok_embeddings.weight  # pyright: ignore
 
 
 def apply_fsdp_tied(
@@ -33,9 +29,7 @@ def apply_fsdp_tied(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     pp_enabled: bool,
-    cpu_offload: bool = False,
     reshard_after_forward_policy: str = "default",
-    **_: Any,
 ) -> None:
     """Shards a tied, dense model; takes upstream's arguments."""
     if pp_enabled:
@@ -45,8 +39,6 @@ def apply_fsdp_tied(
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
         "reshard_after_forward": reshard_after_forward_policy != "never",
     }
-    if cpu_offload:
-        config["offload_policy"] = CPUOffloadPolicy()
     for block in model.layers.values():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         fully_shard(block, **config)  # pyright: ignore
     # First and last in the forward: resharding in between would only gather it twice.

@@ -56,14 +56,15 @@ class Progress:
 
 def progress_line(metrics: dict[str, float]) -> str:
     """Reward, staleness, throughput and the state of the weight push, in one line."""
-    version = int(metrics["policy_version"])
-    server = int(metrics["weight_sync/server_version"])
-    sync = f"v{server} synced" if server == version else f"v{server} -> v{version}"
+    version, server = int(metrics["policy_version"]), metrics.get("weight_sync/server_version")
+    if server is None:  # a replayed run has no servers
+        sync = f"loss {metrics['loss/total']:+.4f}  grad {metrics['grad_norm']:.3g}"
+    else:
+        sync = f"sync v{server:.0f} " + ("synced" if server == version else f"-> v{version}")
     return (
         f"reward {metrics['reward/mean']:.3f}  "
         f"stale {metrics['staleness/mean_steps']:.1f}/{metrics['staleness/max_steps']:.0f}  "
         f"{metrics['time/tokens_per_second']:,.0f} tok/s  "
         f"step {metrics['time/step_seconds']:.2f}s  "
-        f"kl {metrics['mismatch/kl']:.1e}  "
-        f"sync {sync}"
+        f"kl {metrics['mismatch/kl']:.1e}  " + sync
     )

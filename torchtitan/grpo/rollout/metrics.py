@@ -61,13 +61,7 @@ class RolloutMetrics:
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
         last, self._last, self._last_time = self._last, RolloutCounts(**vars(counts)), now
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        lengths = [len(rollout.completion_ids) for rollout in rollouts]
-        return _reward_metrics(rollouts) | {
-            "rollout/completion_tokens_mean": float(np.mean(lengths)),
-            "rollout/length_fraction": float(
-                np.mean([rollout.finish_reason == "length" for rollout in rollouts])
-            ),
+        return group_metrics(groups) | {
             "rollout/tokens_per_second": (counts.tokens - last.tokens) / elapsed,
             "rollout/failed_requests": float(counts.failed_requests - last.failed_requests),
             "rollout/failed_groups": float(counts.failed_groups - last.failed_groups),
@@ -77,6 +71,17 @@ class RolloutMetrics:
             "rollout/buffer_groups": float(buffered),
             "rollout/inflight_rollouts": float(in_flight),
         }
+
+
+def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What the rollouts of a batch tell by themselves: rewards and lengths."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    is_full = [rollout.finish_reason == "length" for rollout in rollouts]
+    return _reward_metrics(rollouts) | {
+        "rollout/completion_tokens_mean": float(np.mean(lengths)),
+        "rollout/length_fraction": float(np.mean(is_full)),
+    }
 
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

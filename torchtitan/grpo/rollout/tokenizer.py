@@ -47,6 +47,10 @@ class TextCodec:
         """Token ids of a plain prompt, with the tokenizer's own beginning of sequence."""
         return self._tokenizer.encode(text).ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of text that stands behind other text, without special tokens of its own."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation and the opening of the assistant's turn."""
         if self._chat is None:

@@ -21,7 +21,7 @@ from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink, ServerInfo
 from torchtitan.grpo.weight_sync.connection import ServerConnection
-from torchtitan.grpo.weight_sync.gather import Gatherer, plan_buckets
+from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
@@ -53,7 +53,8 @@ def build_publisher(
     gatherer = Gatherer(
         parameters,
         adapter,
-        plan_buckets(parameters, adapter, wire_dtype, sync.bucket_bytes),
+        wire_dtype=wire_dtype,
+        bucket_bytes=sync.bucket_bytes,
         backend=default_backend(device.type),
         timeout_seconds=patience_seconds,
         payload_device=device if backend == "nccl" else torch.device("cpu"),

@@ -3,22 +3,27 @@
 
 """From shards to full tensors with Hugging Face names, in buckets.
 
-Runs on the pusher's thread of every rank, on process groups of its own: two threads must
-not issue collectives on one communicator. The groups mirror the meshes of the model's
-parameters, so DTensor itself knows how any layout is put together again.
+Runs on the pusher's thread of every rank, on a process group of its own: two threads must
+not issue collectives on one communicator. What each rank sends is settled once, at
+construction, for the whole model and every layout; see `models/shards.py`.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.inference.client import BucketSpec
+from torchtitan.grpo.models.collect import (
+    RECEIVER,
+    Collector,
+    agree_on_assembly,
+    collecting_group,
+)
 from torchtitan.grpo.models.hf_weights import hf_meta
+from torchtitan.grpo.models.shards import Assembly, in_buckets
 from torchtitan.grpo.weight_sync.connection import Bucket
 
 
@@ -27,50 +32,40 @@ class BucketPlan:
     """One bucket: which native parameters it needs, and what it holds.
 
     Attributes:
-        parameters: Native names, in the order in which they are gathered.
+        assemblies: How its parameters are put together, in the order of the bytes.
         spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
         num_bytes: Size of the payload.
     """
 
-    parameters: tuple[str, ...]
+    assemblies: tuple[Assembly, ...]
     spec: BucketSpec
     num_bytes: int
 
 
 def plan_buckets(
-    parameters: dict[str, torch.Tensor],
+    assemblies: Sequence[Assembly],
     adapter: BaseStateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
 ) -> list[BucketPlan]:
     """Cuts the model into buckets of at most ``bucket_bytes``, or of one parameter.
 
-    Pure: equal on all ranks that hold the same parameters.
+    Pure: equal on all ranks, whatever they hold.
     """
-    plans: list[BucketPlan] = []
-    members: list[str] = []
-    tensors: dict[str, torch.Tensor] = {}
+    metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
 
-    def num_bytes(metas: dict[str, torch.Tensor]) -> int:
-        return sum(meta.numel() * wire_dtype.itemsize for meta in metas.values())
+    def num_bytes(assembly: Assembly) -> int:
+        return sum(m.numel() * wire_dtype.itemsize for m in metas[assembly.name].values())
 
-    def close_bucket() -> None:
+    plans = []
+    for members in in_buckets(assemblies, num_bytes, bucket_bytes):
+        shapes = {key: tuple(m.shape) for a in members for key, m in metas[a.name].items()}
         spec = BucketSpec(
-            names=tuple(tensors),
-            dtypes=(str(wire_dtype).removeprefix("torch."),) * len(tensors),
-            shapes=tuple(tuple(meta.shape) for meta in tensors.values()),
+            names=tuple(shapes),
+            dtypes=(str(wire_dtype).removeprefix("torch."),) * len(shapes),
+            shapes=tuple(shapes.values()),
         )
-        plans.append(BucketPlan(tuple(members), spec, num_bytes(tensors)))
-        members.clear()
-        tensors.clear()
-
-    for name, parameter in parameters.items():
-        metas = hf_meta(adapter, name, parameter)
-        if members and num_bytes(tensors) + num_bytes(metas) > bucket_bytes:
-            close_bucket()
-        members.append(name)
-        tensors.update(metas)
-    close_bucket()
+        plans.append(BucketPlan(tuple(members), spec, sum(map(num_bytes, members))))
     return plans
 
 
@@ -80,113 +75,83 @@ class Gatherer:
     Args:
         parameters: Names and (sharded) parameters of this rank.
         adapter: Of the model family.
-        plans: See :func:`plan_buckets`.
-        backend: Of the gathering groups: that of the training device.
-        timeout_seconds: Bound of one collective.
+        wire_dtype: Dtype of the snapshots and of the buckets.
+        bucket_bytes: See :func:`plan_buckets`.
+        backend: Of the gathering group: that of the training device.
+        timeout_seconds: Bound of one transfer.
         payload_device: Where the buckets lie: the device that the weight groups send from.
         device: The training device.
+
+    Attributes:
+        plans: The buckets.
     """
 
     def __init__(
         self,
-        parameters: dict[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
         adapter: BaseStateDictAdapter,
-        plans: list[BucketPlan],
+        *,
+        wire_dtype: torch.dtype,
+        bucket_bytes: int,
         backend: str,
         timeout_seconds: float,
         payload_device: torch.device,
         device: torch.device,
     ) -> None:
-        self._adapter, self._plans = adapter, plans
-        self._device = device
+        self._adapter, self._device, self._payload_device = adapter, device, payload_device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._layouts = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
-        self._meshes = _mirror_meshes(
-            [p.device_mesh for p in self._layouts.values()], backend, timeout_seconds
+        assemblies = agree_on_assembly(parameters)
+        self.plans = plan_buckets(assemblies, adapter, wire_dtype, bucket_bytes)
+        self._collector = Collector(
+            [plan.assemblies for plan in self.plans],
+            wire_dtype,
+            device,
+            collecting_group(assemblies, backend, timeout_seconds, device),
         )
-        self._payload_device = payload_device
 
     def new_buffers(self) -> list[torch.Tensor]:
         """Room for one version: a uint8 tensor for each bucket."""
         return [
             torch.empty(plan.num_bytes, dtype=torch.uint8, device=self._payload_device)
-            for plan in self._plans
+            for plan in self.plans
         ]
 
     def gather(
-        self, shards: dict[str, torch.Tensor], buffers: list[torch.Tensor] | None
+        self, shards: Mapping[str, torch.Tensor], buffers: list[torch.Tensor] | None
     ) -> list[Bucket]:
-        """All ranks gather; who gives ``buffers`` gets the buckets, in those buffers."""
+        """All ranks take part; rank 0 gets the buckets, in the buffers that it gives."""
+        assert (buffers is not None) == (dist.get_rank() == RECEIVER)
         if self._stream is None:
-            return self._gather(shards, buffers)
+            return self._gather(shards, buffers or [])
         # Device and stream are a thread's own choice, and this is not the training thread.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
-            buckets = self._gather(shards, buffers)
+            buckets = self._gather(shards, buffers or [])
         self._stream.synchronize()
         return buckets
 
-    @torch.no_grad()
     def _gather(
-        self, shards: dict[str, torch.Tensor], buffers: list[torch.Tensor] | None
+        self, shards: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]
     ) -> list[Bucket]:
-        buckets = []
-        for index, plan in enumerate(self._plans):
-            position = 0
-            for name in plan.parameters:
-                full = self._full(name, shards[name])
-                if buffers is None:
-                    continue
-                for tensor in self._adapter.to_hf({name: full}).values():
-                    flat = tensor.contiguous().view(-1).view(torch.uint8)
-                    buffers[index][position : position + flat.numel()].copy_(flat)
-                    position += flat.numel()
-            if buffers is not None:
-                assert position == plan.num_bytes, (plan.spec.names, position)
-                buckets.append(Bucket(plan.spec, buffers[index]))
+        whole = self._collector.collect(shards)
+        buckets = [
+            self._fill(plan, whole, buffer)
+            for plan, buffer in zip(self.plans, buffers, strict=bool(buffers))
+        ]
+        # Where nothing is received, this is what sends.
+        assert next(whole, None) is None
         return buckets
 
-    def _full(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        layout = self._layouts.get(name)
-        if layout is None:
-            return shard
-        return DTensor.from_local(
-            shard,
-            self._meshes[_mesh_key(layout.device_mesh)],
-            layout.placements,
-            run_check=False,
-            shape=layout.shape,
-            stride=layout.stride(),
-        ).full_tensor()
-
-
-def _mesh_key(mesh: DeviceMesh) -> tuple:
-    return tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), mesh.mesh_dim_names
-
-
-def _mirror_meshes(
-    meshes: list[DeviceMesh], backend: str, timeout_seconds: float
-) -> dict[tuple, DeviceMesh]:
-    """Meshes of the same shape over fresh process groups; collective over all ranks."""
-    distinct = {_mesh_key(mesh): mesh for mesh in meshes}
-    mine = {
-        tuple(dist.get_process_group_ranks(group))
-        for mesh in distinct.values()
-        for group in mesh.get_all_groups()
-    }
-    # Every rank must take part in the making of every group, in one order.
-    everyone: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    groups = {
-        ranks: new_group("grpo_gather", backend, timeout_seconds, ranks)
-        for ranks in sorted(set().union(*everyone))
-    }
-    return {
-        key: DeviceMesh.from_group(
-            [groups[tuple(dist.get_process_group_ranks(g))] for g in mesh.get_all_groups()],
-            mesh.device_type,
-            mesh=mesh.mesh,
-            mesh_dim_names=mesh.mesh_dim_names,
-        )
-        for key, mesh in distinct.items()
-    }
+    def _fill(
+        self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
+    ) -> Bucket:
+        position = 0
+        for assembly in plan.assemblies:
+            name, full = next(whole)
+            assert name == assembly.name, (name, assembly.name)
+            for tensor in self._adapter.to_hf({name: full}).values():
+                flat = tensor.contiguous().view(-1).view(torch.uint8)
+                buffer[position : position + flat.numel()].copy_(flat)
+                position += flat.numel()
+        assert position == plan.num_bytes, (plan.spec.names, position)
+        return Bucket(plan.spec, buffer)

@@ -87,6 +87,10 @@ class WeightPublisher:
 
     # -- training thread ---------------------------------------------------------------
 
+    def reserve_slot(self) -> int:
+        """Leader: the slot that the next version goes into."""
+        return self.slots.reserve()
+
     def fence(self) -> None:
         """Before the optimizer step: it must not overwrite what is still being copied."""
         self.snapshots.fence()

@@ -9,7 +9,8 @@ device alone. On CPU the copy is made in place.
 """
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from torchtitan.grpo.models.shards import local_tensor
 
 
 class Snapshots:
@@ -29,7 +30,7 @@ class Snapshots:
         wire_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._sources = {name: _local(p) for name, p in parameters.items()}
+        self._sources = {name: local_tensor(p) for name, p in parameters.items()}
         self._slots = [
             {name: torch.empty_like(p, dtype=wire_dtype) for name, p in self._sources.items()}
             for _ in range(num_slots)
@@ -69,8 +70,3 @@ class Snapshots:
         if copied is not None:
             copied.synchronize()
         return self._slots[slot]
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    tensor = parameter.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""Every rank receives its own rows, and hears the end."""
+"""Every rank receives its own rows and the table of all samples, and hears the end."""
 
 
-def test_ranks_receive_the_rows_of_their_coordinate(run_ranks):
-    for result in run_ranks("feed_ranks", 4):
-        assert result["received"] == [[True, 5, 9, 0, 7], [True, 5, 9, 1, 8]]
+def test_ranks_receive_the_rows_of_their_coordinate_and_the_whole_table(run_ranks):
+    for result in run_ranks("feed_ranks", 3):
+        assert result["received"] == [[True, 5, 9, step, 7 + step] for step in range(3)]
         assert result["signal"] == "STOP"
-        assert result["total"] == 10
+        assert result["total"] == 6

@@ -1,10 +1,10 @@
-"""Packing and dealing keep their invariants for any lengths."""
+"""Packing, splitting and dealing keep their invariants for any lengths."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.data.packing import deal_rows, pack_rows
+from torchtitan.grpo.data.packing import deal_rows, pack_rows, rows_per_rank, split_evenly
 
 lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
 
@@ -25,18 +25,36 @@ def test_sequences_that_do_not_fit_are_refused(length):
         pack_rows([10, length], 50)
 
 
-@given(lengths_strategy, st.integers(1, 5), st.integers(1, 4))
-def test_every_rank_is_dealt_the_same_number_of_rows(tokens, num_ranks, multiple):
-    dealt = deal_rows(tokens, num_ranks, multiple)
-    assert len({len(rows) for rows in dealt}) == 1
-    assert len(dealt[0]) % multiple == 0
-    assert len(dealt[0]) > 0
+@given(lengths_strategy, st.integers(1, 8))
+def test_parts_hold_everything_once_in_counts_that_differ_by_one_at_most(sizes, num_parts):
+    parts = split_evenly(sizes, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    assert all(part == sorted(part) for part in parts)
+    counts = [len(part) for part in parts]
+    assert max(counts) - min(counts) <= 1
+    assert parts == split_evenly(sizes, num_parts)
+
+
+def test_parts_are_evened_out():
+    assert split_evenly([9, 8, 2, 1], 2) == [[0, 3], [1, 2]]
+    assert split_evenly([5, 5, 5], 2) == [[0, 2], [1]]
+    assert split_evenly([5], 3) == [[0], [], []]
+
+
+@given(lengths_strategy, st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
+def test_every_rank_is_dealt_the_same_number_of_rows(tokens, num_ranks, multiple, extra):
+    fewest = rows_per_rank(len(tokens), num_ranks, multiple)
+    assert fewest % multiple == 0
+    assert fewest > 0
+    # No more empty rows than the rounding asks for.
+    assert fewest * num_ranks < len(tokens) + num_ranks * multiple or not tokens
+    dealt = deal_rows(tokens, num_ranks, fewest + extra * multiple)
+    assert {len(rows) for rows in dealt} == {fewest + extra * multiple}
     given_out = [row for rows in dealt for row in rows if row is not None]
     assert sorted(given_out) == list(range(len(tokens)))
-    # No more empty rows than the rounding asks for.
-    assert len(dealt[0]) * num_ranks < len(tokens) + num_ranks * multiple or not tokens
 
 
 def test_snake_order_evens_out_the_sums():
-    dealt = deal_rows([9, 8, 7, 6], 2, 1)
-    assert dealt == [[0, 3], [1, 2]]
+    assert deal_rows([9, 8, 7, 6], 2, 2) == [[0, 3], [1, 2]]
+    assert deal_rows([9, 8, 7], 2, 2) == [[0, None], [1, 2]]

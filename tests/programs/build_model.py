@@ -1,0 +1,68 @@
+"""Builds a Hugging Face directory's model in any layout, as the trainer does."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
+from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.spec import hf_train_spec
+from torchtitan.grpo.pipeline.build import split_model
+
+
+@dataclass
+class Built:
+    config: JobConfig
+    hf_model: HFModel
+    adapter: BaseStateDictAdapter
+    parts: list[nn.Module]
+
+
+def build(
+    model: str,
+    seq_len: int,
+    schedule: str = "1F1B",
+    ac: str = "none",
+    local_batch_size: int = 4,
+    **degrees: int,
+) -> Built:
+    """A loaded model; ``degrees`` are those of ParallelDims, 1 where not given."""
+    config = JobConfig()
+    config.model.hf_assets_path = model
+    config.training.seq_len = seq_len
+    config.training.local_batch_size = local_batch_size
+    config.training.mixed_precision_param = "float32"
+    config.activation_checkpoint.mode = ac
+    config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
+    if not dist.is_initialized():
+        dist_utils.init_distributed(config.comm)
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+    dims = ParallelDims(*(degrees.get(n, 1) for n in names), dist.get_world_size())
+    hf_model = read_hf_model(model)
+    model_args: Any = hf_model.model_args
+    model_args.update_from_config(config)
+    spec = hf_train_spec(hf_model, config)
+    with torch.device("meta"):
+        whole = spec.model_cls(model_args)
+    cpu = torch.device("cpu")
+    if dims.pp_enabled:
+        parts = split_model(whole, dims, config, cpu)[1]
+    else:
+        parts = [parallelize(whole, dims, config)]
+    for part in parts:
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)
+    assert spec.state_dict_adapter is not None
+    adapter = spec.state_dict_adapter(model_args, model)
+    load_hf_weights(parts, adapter, model)
+    return Built(config, hf_model, adapter, parts)

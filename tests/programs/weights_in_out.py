@@ -1,0 +1,86 @@
+"""Loads a directory in several layouts, and takes the weights out again by each way."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from build_model import Built, build
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from torchtitan.grpo.models.hf_weights import export_hf, named_parameters
+from torchtitan.grpo.weight_sync.gather import Gatherer
+from torchtitan.grpo.weight_sync.snapshot import Snapshots
+
+CPU = torch.device("cpu")
+BUCKET_BYTES = 10_000
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names that are missing, unexpected or unequal."""
+    unequal = [n for n in found if n in expected and not torch.equal(found[n], expected[n])]
+    return sorted(found.keys() ^ expected.keys()) + unequal
+
+
+def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
+    """By DTensor's own way of putting parameters together."""
+    wrong = []
+    for name, parameter in named_parameters(built.parts):
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        hf = built.adapter.to_hf({name: full.detach()})
+        wrong += [key for key, tensor in hf.items() if not torch.equal(tensor, source[key])]
+    return wrong
+
+
+def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], int]:
+    parameters = dict(named_parameters(built.parts))
+    snapshots = Snapshots(parameters, 2, torch.bfloat16, CPU)
+    gatherer = Gatherer(
+        parameters, built.adapter, wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
+        backend="gloo", timeout_seconds=60.0, payload_device=CPU, device=CPU,
+    )  # fmt: skip
+    tensors, names = {}, []
+    for slot in range(2):  # the second time with whatever the first left behind
+        snapshots.copy_into(slot)
+        buffers = gatherer.new_buffers() if dist.get_rank() == 0 else None
+        buckets = gatherer.gather(snapshots.read(slot), buffers)
+        names = [name for bucket in buckets for name in bucket.spec.names]
+        for bucket in buckets:
+            flat = bucket.payload.view(torch.bfloat16)
+            sizes = [torch.Size(shape).numel() for shape in bucket.spec.shapes]
+            pieces = flat.split(sizes)
+            for name, shape, piece in zip(
+                bucket.spec.names, bucket.spec.shapes, pieces, strict=True
+            ):
+                tensors[name] = piece.view(shape)
+    return names, tensors, len(gatherer.plans)
+
+
+def run_case(case: dict, folder: Path) -> dict:
+    built = build(case["model"], seq_len=8, **case["layout"])
+    source = load_file(Path(case["model"]) / "model.safetensors")
+    names, tensors, num_buckets = gathered(built)
+    target = folder / case["name"]
+    export_hf(
+        built.parts, built.adapter, built.hf_model.path, target, torch.float32,
+        is_writer=dist.get_rank() == 0, max_file_bytes=30_000,
+    )  # fmt: skip
+    dist.barrier()  # the directory is complete for those that read it now
+    exported = {}
+    for file in sorted(target.glob("*.safetensors")):
+        exported |= load_file(file)
+    return {
+        "num_buckets": num_buckets,
+        "gathered_names": names,
+        "wrongly_loaded": wrongly_loaded(built, source),
+        "wrongly_gathered": differences(tensors, {k: v.bfloat16() for k, v in source.items()})
+        if dist.get_rank() == 0
+        else sorted(tensors),
+        "wrongly_exported": differences(exported, source),
+    }
+
+
+def main(arguments):
+    return {
+        case["name"]: run_case(case, Path(arguments["folder"])) for case in arguments["cases"]
+    }

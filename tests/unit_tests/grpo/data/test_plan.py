@@ -1,0 +1,221 @@
+"""A plan weighs every sample once, keeps groups whole, and gives ranks equal shares."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.data.plan import epoch_order, plan_step
+from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
+from torchtitan.grpo.losses.advantages import compute_advantages
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+ROW_LEN = 16
+
+
+def rollout(reward, length=3, version=7, first=0):
+    ids = np.arange(first, first + length, dtype=np.int32)
+    return Rollout(
+        prompt_ids=np.array([1, 2], np.int32),
+        completion_ids=ids,
+        generator_logprobs=-ids.astype(np.float32),
+        segments=(VersionSegment(version, 0, length),),
+        finish_reason="stop",
+        completion="",
+        reward=reward,
+    )
+
+
+def supervised(length):
+    return Sample(np.array([1], np.int32), np.arange(length, dtype=np.int32), None)
+
+
+def plan(groups, config=None, **arguments):
+    defaults = {"version": 7, "num_ranks": 1, "row_len": ROW_LEN, "local_batch_size": 1}
+    return plan_step(groups, config or GRPO(), **defaults | {"max_new_tokens": 8} | arguments)
+
+
+def minibatches_of(made):
+    """For each minibatch the rows of all ranks."""
+    size = made.rows_of_rank[0].num_rows // made.num_minibatches
+    parts = [rows.microbatches(size) for rows in made.rows_of_rank]
+    return [[of_rank[m] for of_rank in parts] for m in range(made.num_minibatches)]
+
+
+def total(rows_of_rank, name):
+    return sum(float(getattr(rows, name).double().sum()) for rows in rows_of_rank)
+
+
+def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
+    groups = [
+        RolloutGroup(4, "a", (rollout(1.0, version=6), rollout(0.0), rollout(None)), "u"),
+        RolloutGroup(9, "b", (rollout(2.0, 5), rollout(2.0)), "u"),
+    ]
+    made = plan(groups, num_ranks=2, row_len=10)
+    assert made.num_trained_tokens == 3 + 3 + 5 + 3
+    assert made.num_tokens == made.num_trained_tokens + 4 * 2
+    assert made.metrics["staleness/max_steps"] == 1
+    assert made.metrics["staleness/mean_steps"] == 0.25
+    assert made.metrics["data/filtered_groups_fraction"] == 0
+    assert 0 < made.metrics["data/padding_fraction"] < 1
+    assert made.samples.rewards.tolist() == [1, 0, 2, 2]
+    assert made.samples.group_ids.tolist() == [4, 4, 9, 9]
+    assert made.samples.completion_lengths.tolist() == [3, 3, 5, 3]
+    assert sum(int(rows.loss_mask.sum()) for rows in made.rows_of_rank) == 14
+
+
+def test_advantages_found_by_sample_id_are_those_of_the_sample():
+    # Completions are told apart by their first token.
+    rewards = {0: 1.0, 10: 0.0, 20: 3.0, 30: 5.0}
+    rollouts = [rollout(reward, first=first) for first, reward in rewards.items()]
+    groups = [
+        RolloutGroup(1, "", tuple(rollouts[:2]), ""),
+        RolloutGroup(0, "", tuple(rollouts[2:]), ""),
+    ]
+    made = plan(groups, GRPO(num_minibatches=2))
+    table = made.samples
+    advantages = compute_advantages(
+        table.rewards, table.group_ids, table.completion_lengths, kind="group_mean",
+        std="sample", eps=1e-4, length_power=0,
+    )  # fmt: skip
+    rows = made.rows_of_rank[0].with_advantages(advantages)
+    found = dict(
+        zip(
+            rows.labels[rows.loss_mask].tolist(),
+            rows.advantages[rows.loss_mask].tolist(),
+            strict=True,
+        )
+    )
+    assert {first: found[first] for first in rewards} == {0: 0.5, 10: -0.5, 20: -1, 30: 1}
+
+
+def test_minibatches_take_whole_groups_and_even_out_tokens():
+    lengths = {0: 8, 1: 7, 2: 2, 3: 1}
+    groups = [
+        RolloutGroup(g, "", (rollout(1.0, n), rollout(0.0, n)), "") for g, n in lengths.items()
+    ]
+    first, second = minibatches_of(plan(groups, GRPO(num_minibatches=2)))
+    assert total(first, "loss_mask") == total(second, "loss_mask") == 18
+    assert {i for rows in first for i in rows.sample_ids.unique().tolist()} == {-1, 0, 1, 6, 7}
+    # 18 trained tokens in each.
+    assert first[0].loss_weights.max() == pytest.approx(1 / 18)
+
+
+def test_uninformative_groups_are_filtered_by_their_shaped_rewards():
+    groups = [
+        RolloutGroup(0, "", (rollout(1.0), rollout(0.0)), ""),
+        RolloutGroup(1, "", (rollout(1.0), rollout(1.0)), ""),
+        # Told apart by the overlong penalty alone.
+        RolloutGroup(2, "", (rollout(1.0, 3), rollout(1.0, 8)), ""),
+        RolloutGroup(3, "", (rollout(0.0), rollout(0.0)), ""),
+    ]
+    config = GRPO(filter_zero_advantage=True, overlong_buffer=4, overlong_penalty=0.5)
+    made = plan(groups, config)
+    assert made.metrics["data/filtered_groups_fraction"] == 0.5
+    assert made.samples.group_ids.tolist() == [0, 0, 2, 2]
+    assert made.samples.rewards.tolist() == [1, 0, 1, 0.5]
+    assert made.num_trained_tokens == 3 + 3 + 3 + 8
+    assert total(made.rows_of_rank, "loss_weights") == pytest.approx(1)
+
+
+def test_a_batch_of_which_nothing_is_left_still_has_rows():
+    groups = [RolloutGroup(g, "", (rollout(1.0), rollout(1.0)), "") for g in range(3)]
+    made = plan(
+        groups, GRPO(filter_zero_advantage=True, num_minibatches=2), num_ranks=2, local_batch_size=2
+    )
+    assert [rows.num_rows for rows in made.rows_of_rank] == [4, 4]
+    assert (made.num_trained_tokens, made.num_tokens, len(made.samples)) == (0, 0, 0)
+    assert made.metrics["data/filtered_groups_fraction"] == 1
+    assert made.metrics["staleness/max_steps"] == 0
+    for rows in made.rows_of_rank:
+        assert not rows.loss_mask.any()
+        table = made.samples
+        advantages = compute_advantages(
+            table.rewards, table.group_ids, table.completion_lengths, kind="batch_norm",
+            std="sample", eps=1e-4, length_power=1,
+        )  # fmt: skip
+        assert not rows.with_advantages(advantages).advantages.any()
+
+
+def test_supervised_rows_are_spread_and_weigh_their_coefficient_in_each_minibatch():
+    groups = [RolloutGroup(g, "", (rollout(1.0), rollout(0.0)), "") for g in range(2)]
+    ptx = [supervised(n) for n in (5, 4, 3, 2)]
+    config = GRPO(num_minibatches=2, ptx_coef=0.5)
+    made = plan(groups, config, ptx=ptx, num_ranks=2)
+    for rows_of_rank in minibatches_of(made):
+        assert total(rows_of_rank, "ptx_weights") == pytest.approx(0.5)
+        assert total(rows_of_rank, "loss_weights") == pytest.approx(1)
+        assert sum(int((rows.ptx_weights > 0).sum()) for rows in rows_of_rank) == 7
+    assert made.num_trained_tokens == 4 * 3
+    assert made.num_tokens == 4 * 5 + 14 + 4
+
+
+def test_constant_length_weights_use_the_longest_completion_unless_told():
+    groups = [RolloutGroup(0, "", (rollout(1.0), rollout(0.0)), "")]
+    made = plan(groups, GRPO(aggregation="constant_length"))
+    assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * 8))
+    made = plan(groups, GRPO(aggregation="constant_length", aggregation_length=5))
+    assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * 5))
+
+
+def test_each_epoch_starts_one_minibatch_further_on():
+    assert [epoch_order(3, epoch) for epoch in range(4)] == [
+        [0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2],
+    ]  # fmt: skip
+    assert epoch_order(1, 5) == [0]
+
+
+@st.composite
+def batches(draw):
+    num_groups = draw(st.integers(1, 6))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=num_groups, max_size=num_groups))
+    scored = st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 1.0]))
+    made = st.builds(rollout, scored, st.integers(1, 14))
+    return [
+        RolloutGroup(10 * g, "", tuple(draw(made) for _ in range(n)), "")
+        for g, n in enumerate(sizes)
+    ]
+
+
+@given(
+    batches(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.booleans(),
+    st.lists(st.integers(1, 10), max_size=4),
+    st.sampled_from(["token_mean", "sequence_mean"]),
+)
+def test_plans_keep_their_invariants(
+    groups, num_minibatches, num_ranks, batch_size, filtered, ptx_lengths, aggregation
+):
+    config = GRPO(
+        num_minibatches=num_minibatches, filter_zero_advantage=filtered, aggregation=aggregation
+    )
+    ptx = [supervised(n) for n in ptx_lengths]
+    arguments = {"num_ranks": num_ranks, "local_batch_size": batch_size, "ptx": ptx}
+    made = plan(groups, config, **arguments)
+    sizes = {rows.num_rows for rows in made.rows_of_rank}
+    assert len(sizes) == 1
+    assert sizes.pop() % (num_minibatches * batch_size) == 0
+    places = [
+        sorted({i for rows in of_rank for i in rows.sample_ids.unique().tolist()} - {NO_SAMPLE})
+        for of_rank in minibatches_of(made)
+    ]
+    # Every sample once, and a group in one minibatch.
+    assert sorted(i for place in places for i in place) == list(range(len(made.samples)))
+    of_groups = [set(made.samples.group_ids[place].tolist()) for place in places]
+    assert sum(len(ids) for ids in of_groups) == len(set(made.samples.group_ids.tolist()))
+    # Every token of every sample once.
+    counts = np.zeros(len(made.samples), np.int64)
+    for rows in made.rows_of_rank:
+        ids = rows.sample_ids[rows.loss_mask].numpy()
+        np.add.at(counts, ids, 1)
+    assert counts.tolist() == made.samples.completion_lengths.tolist()
+    for of_rank, place in zip(minibatches_of(made), places, strict=True):
+        assert total(of_rank, "loss_weights") == pytest.approx(1 if place else 0, rel=1e-5)
+    again = plan(groups, config, **arguments)
+    for rows, same in zip(made.rows_of_rank, again.rows_of_rank, strict=True):
+        assert all(torch.equal(value, vars(same)[name]) for name, value in vars(rows).items())

@@ -1,0 +1,117 @@
+"""The supervised mix-in: tokens, order, and what is refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+VOCABULARY = {c: i for i, c in enumerate("?^$abcdefghijklmnopqrstuvwxyz")}
+BOS, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    """One token a character, and a beginning of sequence."""
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="^ $A", special_tokens=[("^", BOS)]
+    )
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec(str(folder), [EOS])
+
+
+@pytest.fixture(scope="module")
+def open_stream(codec, tmp_path_factory):
+    def make(rows, vocab_size=50, row_len=8, seed=0):
+        path = tmp_path_factory.mktemp("ptx") / "mix.jsonl"
+        lines = rows if isinstance(rows, str) else "\n".join(json.dumps(row) for row in rows)
+        path.write_text(lines)
+        return PtxStream(
+            str(path), codec, eos_token_ids=(EOS, 0), vocab_size=vocab_size, row_len=row_len,
+            seed=seed,
+        )  # fmt: skip
+
+    return make
+
+
+def texts(samples):
+    letters = {i: c for c, i in VOCABULARY.items()}
+    return ["".join(letters[i] for i in sample.completion_ids) for sample in samples]
+
+
+def test_a_row_becomes_a_prompt_and_a_completion_that_ends(open_stream):
+    (sample,) = open_stream([{"prompt": "ab", "completion": "cd"}]).take(0, 1)
+    assert sample.prompt_ids.tolist() == [BOS, 3, 4]
+    assert sample.completion_ids.tolist() == [5, 6, EOS]
+    assert sample.generator_logprobs is None
+    assert sample.num_predicted == 3
+
+
+def test_without_a_prompt_the_beginning_of_sequence_is_there(open_stream):
+    (sample,) = open_stream([{"completion": "a$"}]).take(0, 1)
+    assert sample.prompt_ids.tolist() == [BOS]
+    # It has its end already.
+    assert sample.completion_ids.tolist() == [3, EOS]
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted(open_stream):
+    rows = [{"completion": "a" * n} for n in (1, 6, 7, 20)]
+    stream = open_stream(rows, row_len=8)
+    assert (len(stream), stream.num_too_long) == (2, 2)
+    with pytest.raises(DataError, match=r"grpo\.ptx_path: .*training\.seq_len \(2\).*got 4"):
+        open_stream(rows, row_len=2)
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 3))
+def test_each_epoch_holds_every_row_once_and_any_step_can_be_asked_for(
+    open_stream, num_rows, per_step, seed
+):
+    rows = [{"completion": chr(ord("a") + n)} for n in range(num_rows)]
+    stream = open_stream(rows, seed=seed)
+    in_order = [text for step in range(num_rows) for text in texts(stream.take(step, per_step))]
+    for epoch in range(per_step):
+        part = in_order[epoch * num_rows : (epoch + 1) * num_rows]
+        assert sorted(part) == [f"{row['completion']}$" for row in rows]
+    # A resumed run asks for its own step first.
+    resumed = open_stream(rows, seed=seed)
+    last = num_rows - 1
+    assert texts(resumed.take(last, per_step)) == in_order[last * per_step :]
+
+
+def test_the_seed_gives_the_order(open_stream):
+    rows = [{"completion": c} for c in "abcdefgh"]
+    orders = {tuple(texts(open_stream(rows, seed=seed).take(0, 8))) for seed in range(4)}
+    assert len(orders) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ('{"completion": "a"}\n\nno json\n', r"grpo\.ptx_path: .*mix\.jsonl:3: "),
+        ('{"prompt": "a"}\n', r"mix\.jsonl:1: .*missing required field `completion`"),
+        ('{"completion": 3}\n', r"mix\.jsonl:1: Expected `str`, got `int`"),
+        ('{"completion": ""}\n', r"mix\.jsonl:1: the completion must have a token, got ''"),
+        ("", r"must hold a row .*got 0 that are longer"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(open_stream, rows, message):
+    with pytest.raises(DataError, match=message):
+        open_stream(rows)
+
+
+def test_a_foreign_tokenizer_and_a_missing_file_are_refused(open_stream, codec, tmp_path):
+    with pytest.raises(DataError, match=r"token id 28, and the model's vocabulary has 20"):
+        open_stream([{"completion": "z"}], vocab_size=20)
+    with pytest.raises(DataError, match=r"grpo\.ptx_path: .*none\.jsonl cannot be read: No such"):
+        PtxStream(
+            str(tmp_path / "none.jsonl"), codec, eos_token_ids=[EOS], vocab_size=50, row_len=8,
+            seed=0,
+        )  # fmt: skip

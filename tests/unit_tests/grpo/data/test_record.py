@@ -1,0 +1,162 @@
+"""What is recorded is read back to the bit, whenever and however the run ended."""
+
+import gzip
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_groups
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+VOCAB_SIZE = 100
+
+
+def group(group_id=0, logprobs=(-0.1, -2.5), reward=1.0):
+    values = np.array(logprobs, np.float32)
+    first = Rollout(
+        prompt_ids=np.array([5, 6], np.int32),
+        completion_ids=np.arange(len(values), dtype=np.int32),
+        generator_logprobs=values,
+        segments=(VersionSegment(3, 0, 1), VersionSegment(4, 1, len(values))),
+        finish_reason="length",
+        completion='líne\n"two" \u2028',
+        reward=reward,
+        reward_components={"exact_match": 1 / 3},
+    )
+    return RolloutGroup(group_id, "prompt \x00", (first, first), "http://host:1")
+
+
+def record(path, groups, first_version=0):
+    recorder = RolloutRecorder(str(path), VOCAB_SIZE, first_version)
+    for version, some in enumerate(groups, start=first_version):
+        recorder.write(version, 10 * (version + 1), some)
+    return recorder
+
+
+def read(path, vocab_size=VOCAB_SIZE):
+    return [batch for _, batch in RecordReader(str(path), vocab_size, "rollout.replay")]
+
+
+@pytest.fixture(params=["rollouts.jsonl", "folder/rollouts.jsonl.gz"])
+def path(request, tmp_path):
+    return tmp_path / request.param
+
+
+def test_a_batch_is_read_back_as_it_was(path):
+    recorder = record(path, [[group(4), group(9, reward=None)], [group(11)]])
+    batches = read(path)  # before close: each batch is on disk once it is written
+    recorder.close()
+    assert [(b.version, b.prompt_position, len(b.groups)) for b in batches] == [
+        (0, 10, 2),
+        (1, 20, 1),
+    ]
+    expected = group(9, reward=None)
+    found = read_groups(batches[0])[1]
+    assert (found.group_id, found.prompt_text, found.server_url) == (
+        9,
+        "prompt \x00",
+        "http://host:1",
+    )
+    for mine, theirs in zip(found.rollouts, expected.rollouts, strict=True):
+        for name, value in vars(theirs).items():
+            if isinstance(value, np.ndarray):
+                assert vars(mine)[name].dtype == value.dtype
+                assert vars(mine)[name].tobytes() == value.tobytes()
+            else:
+                assert vars(mine)[name] == value
+
+
+@given(
+    logprobs=st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20
+    ),
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_numbers_keep_every_bit(tmp_path_factory, logprobs, reward):
+    path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
+    original = group(logprobs=logprobs, reward=reward)
+    record(path, [[original]]).close()
+    found = read_groups(read(path)[0])[0].rollouts[0]
+    expected = original.rollouts[0]
+    assert found.generator_logprobs.tobytes() == expected.generator_logprobs.tobytes()
+    assert np.float64(found.reward).tobytes() == np.float64(reward).tobytes()
+
+
+def test_a_resumed_run_drops_what_it_trains_anew(path):
+    record(path, [[group(g)] for g in range(4)]).close()
+    record(path, [[group(20)], [group(30)]], first_version=2).close()
+    batches = read(path)
+    assert [batch.version for batch in batches] == [0, 1, 2, 3]
+    assert [batch.groups[0].group_id for batch in batches] == [0, 1, 20, 30]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_new_run_does_not_overwrite_a_record(path):
+    record(path, [[group()]]).close()
+    with pytest.raises(DataError, match=r"rollout\.record must name a file without batches"):
+        RolloutRecorder(str(path), VOCAB_SIZE, 0)
+    assert len(read(path)) == 1
+    path.write_bytes(b"notes of mine\n")
+    with pytest.raises(DataError, match=r"rollout\.record: .*rollouts\.jsonl"):
+        RolloutRecorder(str(path), VOCAB_SIZE, 0)
+    assert path.read_bytes() == b"notes of mine\n"
+
+
+def test_a_run_that_ended_before_its_first_batch_can_be_begun_again(path):
+    record(path, []).close()
+    record(path, [[group()]]).close()
+    assert len(read(path)) == 1
+
+
+def test_a_last_line_that_was_cut_off_ends_the_file(path):
+    record(path, [[group(g)] for g in range(3)]).close()
+    path.write_bytes(path.read_bytes()[:-20])
+    reader = RecordReader(str(path), VOCAB_SIZE, "rollout.replay")
+    assert [batch.version for _, batch in reader] == [0, 1]
+    assert reader.was_cut_off
+    # A run that resumes behind it writes a whole file again.
+    record(path, [[group(7)]], first_version=2).close()
+    assert [batch.version for batch in read(path)] == [0, 1, 2]
+
+
+def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "other.jsonl"
+    for content, message in (
+        (b"", r"rollout\.replay: .*other\.jsonl is empty"),
+        (b"no json\n", r"rollout\.replay: .*other\.jsonl:1: "),
+        (b'{"prompt": "a"}\n', r"other\.jsonl:1: .*format"),
+        (
+            b'{"format": "torchtitan-grpo-rollouts", "format_version": 2, "vocab_size": 100}\n',
+            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 1, got .* 2",
+        ),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read(path)
+
+
+def test_a_broken_line_is_named(path):
+    record(path, [[group()]]).close()
+    line = b'{"version": 1, "prompt_position": 2, "groups": [{"group_id": "x"}]}\n'
+    with path.open("ab") as file:
+        file.write(gzip.compress(line) if path.suffix == ".gz" else line)
+    with pytest.raises(DataError, match=r":3: Expected `int`, got `str` - at `\$\.groups"):
+        read(path)
+
+
+def test_a_record_of_another_vocabulary_is_refused(path):
+    record(path, [[group()]]).close()
+    with pytest.raises(DataError, match=r":1: recorded with a vocabulary of 100 .* has 64"):
+        read(path, vocab_size=64)
+
+
+def test_a_file_that_is_no_gzip_file_is_named(tmp_path):
+    path = tmp_path / "rollouts.gz"
+    path.write_text("plain\n")
+    with pytest.raises(DataError, match=r"rollouts\.gz cannot be read: Not a gzipped file"):
+        read(path)
+    with pytest.raises(DataError, match=r"missing\.gz cannot be read: .*No such file"):
+        read(tmp_path / "missing.gz")

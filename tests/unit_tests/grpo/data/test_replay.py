@@ -1,0 +1,184 @@
+"""Recorded batches come again as steps, without any server."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, RolloutRecorder
+from torchtitan.grpo.data.replay import ReplaySource, check_batch
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+SEQ_LEN = 16
+
+
+@pytest.fixture
+def model(repository):
+    return read_hf_model(repository / "assets/reverse_digits/model")
+
+
+def rollout(reward, first, version):
+    ids = np.array([first, first + 1, 3], np.int32)
+    return Rollout(
+        prompt_ids=np.array([20, 21], np.int32),
+        completion_ids=ids,
+        generator_logprobs=np.array([-0.1, -0.7, -1e-8], np.float32),
+        segments=(VersionSegment(version, 0, 3),),
+        finish_reason="stop",
+        completion="text",
+        reward=reward,
+        reward_components={"exact_match": reward},
+    )
+
+
+@pytest.fixture
+def record(tmp_path, model):
+    """A file of as many batches as are asked for; the k-th is recorded at version k."""
+
+    def make(num_batches: int) -> Path:
+        path = tmp_path / "rollouts.jsonl.gz"
+        recorder = RolloutRecorder(str(path), model.vocab_size, 0)
+        for version in range(num_batches):
+            pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
+            groups = [RolloutGroup(2 * version + g, "ask", pair, "") for g in range(2)]
+            recorder.write(version, 2 * (version + 1), groups)
+        recorder.close()
+        return path
+
+    return make
+
+
+@pytest.fixture
+def replay(tmp_path, model):
+    def make(path, start_version=0, should_stop=lambda: False, **grpo) -> ReplaySource:
+        config = JobConfig()
+        config.job.dump_folder = str(tmp_path / "out")
+        config.rollout.replay = str(path)
+        config.training.seq_len = SEQ_LEN
+        config.training.local_batch_size = 1
+        for key, value in grpo.items():
+            setattr(config.grpo, key, value)
+        source = ReplaySource(
+            config, model, start_version=start_version, prompt_position=0, should_stop=should_stop
+        )
+        source.start()
+        return source
+
+    return make
+
+
+def test_steps_come_in_the_file_s_order_and_end_with_it(record, replay):
+    source = replay(record(2))
+    for version in range(2):
+        step = source.next_step(version, num_ranks=1)
+        assert step is not None
+        rows = step.plan.rows_of_rank[0]
+        first = rows.labels[rows.loss_mask][0].item()
+        assert first == version
+        assert step.plan.samples.rewards.tolist() == [1, 0, 1, 0]
+        assert source.prompt_position == 2 * (version + 1)
+        assert step.metrics["reward/mean"] == 0.5
+        assert step.metrics["reward/exact_match"] == 0.5
+        assert step.metrics["rollout/completion_tokens_mean"] == 3
+        assert step.metrics["staleness/max_steps"] == min(version, 1)
+    assert not source.is_exhausted
+    assert source.next_step(2, num_ranks=1) is None
+    assert source.is_exhausted
+    source.close()
+
+
+def test_there_is_nothing_around_it(record, replay):
+    source = replay(record(1))
+    assert source.servers == []
+    assert source.link is None
+    assert source.evaluate(0) is None
+    assert source.served_version() == -1
+    source.close()
+
+
+def test_a_resumed_run_goes_on_with_the_next_batch(record, replay):
+    path = record(4)
+    whole, resumed = replay(path), replay(path, start_version=2)
+    whole.next_step(0, 2)
+    whole.next_step(1, 2)
+    for version in (2, 3):
+        a, b = whole.next_step(version, 2), resumed.next_step(version, 2)
+        assert a is not None
+        assert b is not None
+        assert a.metrics == b.metrics
+        for rows, same in zip(a.plan.rows_of_rank, b.plan.rows_of_rank, strict=True):
+            assert all(torch.equal(value, vars(same)[name]) for name, value in vars(rows).items())
+
+
+def test_a_resumed_run_goes_on_with_the_supervised_rows(record, replay, tmp_path):
+    mix = tmp_path / "mix.jsonl"
+    mix.write_text("".join(f'{{"completion": "{n}"}}\n' for n in range(7)))
+    path = record(3)
+    settings = {"ptx_path": str(mix), "ptx_per_step": 2}
+    whole, resumed = replay(path, **settings), replay(path, start_version=2, **settings)
+    steps = [whole.next_step(version, 1) for version in range(3)]
+    again = resumed.next_step(2, 1)
+    assert again is not None
+    assert steps[2] is not None
+    assert again.plan.rows_of_rank[0].ptx_weights.sum() == pytest.approx(1.0)
+    assert torch.equal(again.plan.rows_of_rank[0].tokens, steps[2].plan.rows_of_rank[0].tokens)
+
+
+def test_a_run_that_is_past_the_file_is_refused(record, replay):
+    with pytest.raises(DataError, match=r"at least 3 batches .*step 3 .* got 2"):
+        replay(record(2), start_version=3)
+
+
+def test_a_file_without_a_batch_is_refused(record, replay):
+    with pytest.raises(DataError, match=r"rollout\.replay: .* at least 1 batches .* got 0"):
+        replay(record(0))
+
+
+def test_a_stop_is_not_the_end_of_the_file(record, replay):
+    stopped = [False]
+    source = replay(record(2), should_stop=lambda: stopped[0])
+    stopped[0] = True
+    assert source.next_step(0, 1) is None
+    assert not source.is_exhausted
+
+
+def batch(**changes):
+    fields = {"completion_ids": [7, 8], "logprobs": [-1.0, -2.0], "segments": [(0, 0, 2)]}
+    one = RolloutRecord(reward=1.0, **fields | changes)
+    return BatchRecord(0, 1, [GroupRecord(3, [5, 6], [one])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completion_ids": [7, 100]}, r"file:2, group 3, rollout 0, completion_ids: .*\[0, 100\)"),
+        ({"completion_ids": [-1, 7]}, r"token ids must be in \[0, 100\).*got -1"),
+        ({"completion_ids": []}, r"there must be a token"),
+        ({"logprobs": [-1.0]}, r"each of the 2 completion tokens must have a logprob, got 1"),
+        ({"logprobs": [-1.0, -1e300]}, r"finite in float32"),
+        ({"segments": []}, r"segments must name a version"),
+        (
+            {"completion_ids": [7] * 9, "logprobs": [-1.0] * 9},
+            r"at most training\.seq_len \(10\) tokens, got 11",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_its_place(changes, message):
+    check_batch(batch(), "file:2", vocab_size=100, row_len=10)
+    with pytest.raises(DataError, match=message):
+        check_batch(batch(**changes), "file:2", vocab_size=100, row_len=10)
+
+
+def test_groups_must_be_told_apart():
+    twice = batch()
+    twice.groups *= 2
+    with pytest.raises(DataError, match=r"file:2: group_id must be unique, got \[3, 3\]"):
+        check_batch(twice, "file:2", vocab_size=100, row_len=10)
+    with pytest.raises(DataError, match=r"a batch must have a group"):
+        check_batch(BatchRecord(0, 0, []), "file:2", vocab_size=100, row_len=10)
+    with pytest.raises(DataError, match=r"a group must have a rollout"):
+        check_batch(BatchRecord(0, 0, [GroupRecord(1, [2], [])]), "f", vocab_size=100, row_len=10)

@@ -1,0 +1,283 @@
+"""Fused log-probabilities equal those of whole logits, and so do their gradients."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.grpo.losses.linear_logprobs import linear_logprobs, packed_linear_logprobs
+
+TOKENS, VOCAB, DIM = (2, 19), 1031, 16
+
+
+def reference(hidden, weight, labels, temperature):
+    log_p = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, labels[..., None])[..., 0], entropy
+
+
+def inputs(dtype=torch.float32, shape=TOKENS, vocab=VOCAB, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(*shape, DIM, generator=generator) * scale
+    weight = torch.randn(vocab, DIM, generator=generator)
+    labels = torch.randint(0, vocab, shape, generator=generator)
+    grads = torch.randn(2, *shape, generator=generator)
+    hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+    return hidden, weight, labels, grads
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def assert_equal_to_reference(case, temperature, chunk_tokens, grad_tolerance=1e-5):
+    hidden, weight, labels, grads = case
+    ours = linear_logprobs(
+        hidden, weight, labels, temperature=temperature, chunk_tokens=chunk_tokens,
+        with_entropy=True,
+    )  # fmt: skip
+    theirs = reference(hidden, weight, labels, temperature)
+    our_grads = torch.autograd.grad(ours, (hidden, weight), tuple(grads.to(ours[0].dtype)))
+    their_grads = torch.autograd.grad(theirs, (hidden, weight), tuple(grads.double()))
+    for x, y in zip(ours, theirs, strict=True):
+        assert relative(x, y) < 1e-5
+    for x, y, of in zip(our_grads, their_grads, (hidden, weight), strict=True):
+        assert x.dtype == of.dtype
+        assert relative(x, y) < grad_tolerance
+
+
+@pytest.mark.parametrize(
+    ("temperature", "chunk_tokens", "scale"),
+    list(itertools.product((1.0, 0.6), (1, 7, 10_000), (1.0, 12.0))),
+)
+def test_values_and_gradients_equal_those_of_whole_logits(temperature, chunk_tokens, scale):
+    assert_equal_to_reference(inputs(scale=scale), temperature, chunk_tokens)
+
+
+def test_float64_inputs_are_computed_in_float64():
+    hidden, weight, labels, _ = inputs(torch.float64, (3,), 300)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_logprobs(
+            h, w, labels, temperature=0.7, chunk_tokens=1, with_entropy=True
+        ),
+        (hidden, weight),
+    )
+
+
+def test_bfloat16_inputs_give_float32_values_and_bfloat16_gradients():
+    case = inputs(torch.bfloat16)
+    # A gradient is rounded once, to the dtype of its input.
+    assert_equal_to_reference(case, 0.9, 3, grad_tolerance=4e-3)
+
+
+def test_hidden_and_weight_may_differ_in_dtype():
+    hidden, weight, labels, grads = inputs()
+    weight = weight.detach().bfloat16().requires_grad_()
+    assert_equal_to_reference((hidden, weight, labels, grads), 1.0, 3, grad_tolerance=4e-3)
+
+
+@given(
+    tokens=st.integers(1, 40),
+    vocab=st.integers(1, 600),
+    chunk_tokens=st.integers(1, 50),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_chunk_size_changes_nothing(tokens, vocab, chunk_tokens, seed):
+    torch.manual_seed(seed)
+    hidden = torch.randn(tokens, 5, requires_grad=True)
+    weight = torch.randn(vocab, 5, requires_grad=True)
+    labels = torch.randint(0, vocab, (tokens,))
+    results = []
+    for size in (chunk_tokens, 10**6):
+        packed = packed_linear_logprobs(
+            hidden, weight, labels, temperature=1.3, chunk_tokens=size, with_entropy=True
+        )
+        results.append((packed, *torch.autograd.grad(packed.square().sum(), (hidden, weight))))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_without_entropy_the_entropy_is_zero_and_logprobs_are_the_same():
+    hidden, weight, labels, _ = inputs()
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=False
+    )
+    with_entropy, _ = linear_logprobs(
+        hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=True
+    )
+    assert torch.equal(logprobs, with_entropy)
+    assert not entropy.any()
+    (logprobs + entropy).sum().backward()
+    assert relative(
+        hidden.grad, torch.autograd.grad(with_entropy.sum(), hidden)[0]
+    ) == pytest.approx(0, abs=1e-7)
+
+
+def test_an_entropy_that_is_only_logged_leaves_the_gradient_alone():
+    hidden, weight, labels, grads = inputs()
+    found = []
+    for with_entropy in (False, True):
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=with_entropy
+        )
+        loss = (logprobs * grads[0]).sum() + 0.0 * entropy.detach().sum()
+        found.append(torch.autograd.grad(loss, (hidden, weight)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_tokens_without_gradient_cost_nothing_and_change_nothing():
+    hidden, weight, labels, grads = inputs()
+    mask = torch.zeros(TOKENS, dtype=torch.bool)
+    mask[0, 3:9] = mask[1, 0] = True
+
+    def gradients(scored):
+        logprobs, entropy = linear_logprobs(
+            hidden[scored], weight, labels[scored], temperature=1.0, chunk_tokens=4,
+            with_entropy=True,
+        )  # fmt: skip
+        kept = torch.where(mask[scored], grads[:, scored], 0.0)
+        loss = (logprobs * kept[0] + entropy * kept[1]).sum()
+        with FlopCounterMode(display=False) as flops:
+            found = torch.autograd.grad(loss, (hidden, weight))
+        return found, flops.get_total_flops()
+
+    whole, whole_flops = gradients(torch.ones(TOKENS, dtype=torch.bool))
+    alone, alone_flops = gradients(mask)
+    assert whole_flops == alone_flops == 3 * 2 * mask.sum() * VOCAB * DIM
+    assert not whole[0][~mask].any()
+    for x, y in zip(whole, alone, strict=True):
+        assert relative(x, y) < 1e-6
+
+
+def test_hidden_states_that_are_not_finite_in_masked_places_do_no_harm():
+    hidden, weight, labels, _ = inputs()
+    broken = hidden.detach().clone()
+    broken[1, 4:] = torch.nan
+    broken.requires_grad_()
+    logprobs, _ = linear_logprobs(
+        broken, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=False
+    )
+    torch.where(torch.isnan(logprobs), 0.0, logprobs).sum().backward()
+    assert weight.grad.isfinite().all() and broken.grad.isfinite().all()
+    assert logprobs[1, 4:].isnan().all()
+
+
+def test_no_gradient_at_all_gives_zeros():
+    hidden, weight, labels, _ = inputs()
+    logprobs, _ = linear_logprobs(
+        hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=False
+    )
+    (logprobs * 0).sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_no_tokens_at_all_are_fine():
+    hidden, weight, labels, _ = inputs(shape=(0,))
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=True
+    )
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert not weight.grad.any()
+
+
+def test_a_label_outside_of_the_vocabulary_is_impossible():
+    hidden, weight, labels, _ = inputs(shape=(3,))
+    labels[1] = VOCAB
+    logprobs, _ = linear_logprobs(
+        hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=False
+    )
+    assert logprobs.isneginf().tolist() == [False, True, False]
+
+
+def test_a_backward_pass_for_one_input_computes_that_one_alone():
+    """As zero-bubble schedules do it: inputs first, weights later, over one graph."""
+    hidden, weight, labels, grads = inputs()
+    packed = packed_linear_logprobs(
+        hidden * 1, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=True
+    )
+    product = 2 * labels.numel() * VOCAB * DIM
+
+    def gradients(of):
+        with FlopCounterMode(display=False) as flops:
+            found = torch.autograd.grad(packed, of, grads.movedim(0, -1), retain_graph=True)
+        return found, flops.get_total_flops() / product
+
+    (both_hidden, both_weight), both = gradients((hidden, weight))
+    (only_hidden,), first = gradients((hidden,))
+    (only_weight,), second = gradients((weight,))
+    assert torch.equal(only_hidden, both_hidden) and torch.equal(only_weight, both_weight)
+    assert (both, first, second) == (3, 2, 2)
+    packed.backward(grads.movedim(0, -1))
+    assert torch.equal(hidden.grad, both_hidden) and torch.equal(weight.grad, both_weight)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient(frozen):
+    hidden, weight, labels, grads = inputs()
+    expected = reference(hidden, weight, labels, 1.0)[0]
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    other = weight if frozen == "hidden" else hidden
+    logprobs, _ = linear_logprobs(
+        hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=False
+    )
+    (logprobs * grads[0]).sum().backward()
+    assert (hidden if frozen == "hidden" else weight).grad is None
+    assert relative(other.grad, torch.autograd.grad(expected, other, grads[0].double())[0]) < 1e-5
+
+
+def test_without_gradients_nothing_is_recorded():
+    hidden, weight, labels, _ = inputs()
+    with torch.no_grad():
+        logprobs, _ = linear_logprobs(
+            hidden, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=False
+        )
+    assert not logprobs.requires_grad
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_changes_nothing(use_reentrant):
+    hidden, weight, labels, grads = inputs()
+
+    def score(states):
+        return packed_linear_logprobs(
+            states.tanh(), weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=True
+        )
+
+    found = []
+    for packed in (score(hidden), checkpoint(score, hidden, use_reentrant=use_reentrant)):
+        packed.backward(grads.movedim(0, -1))
+        found.append((packed.detach(), hidden.grad, weight.grad))
+        hidden.grad = weight.grad = None
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels"),
+        ({"weight": torch.zeros(4, DIM + 1)}, "weight must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    hidden, weight, labels, _ = inputs()
+    given = {"hidden": hidden, "weight": weight, "labels": labels, "temperature": 1.0}
+    given |= {"chunk_tokens": 4, "with_entropy": False} | changes
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(**given)
+
+
+@pytest.mark.parametrize(("num_ranks", "vocab"), [(2, 301), (3, 301), (3, 4)])
+def test_a_vocabulary_sharded_over_ranks_gives_the_whole_ones_numbers(num_ranks, vocab, run_ranks):
+    """301 ids do not divide; of 4 ids, torch.chunk gives three ranks 2, 2 and none."""
+    results = run_ranks("linear_logprob_ranks", num_ranks, vocab=vocab, temperature=0.8)
+    for result in results:
+        assert result["same_on_all_ranks"]
+        assert max(result["errors"].values()) < 1e-5, result["errors"]

@@ -1,0 +1,285 @@
+"""Every variant of the loss against the papers' formulas, written sequence by sequence."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.losses.objective import (
+    SUM_NAMES,
+    LossInputs,
+    metrics_from_sums,
+    objective,
+)
+
+VARIANTS = {
+    "default": {},
+    "clip_high": {"clip_high": 0.05},
+    "clip_low": {"clip_low": 0.05},
+    "dual_clip": {"dual_clip": 1.3, "clip_high": 0.1},
+    "gspo": {"policy_loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    "gspo_sequence_mean": {"policy_loss": "gspo", "aggregation": "sequence_mean"},
+    "gspo_uncorrected": {"policy_loss": "gspo", "mismatch_correction": "none"},
+    "gspo_dual_clip": {"policy_loss": "gspo", "dual_clip": 1.05},
+    "cispo": {"policy_loss": "cispo"},
+    "cispo_two_sided": {"policy_loss": "cispo", "cispo_two_sided": True},
+    "reinforce": {"policy_loss": "reinforce"},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "constant_length": {"aggregation": "constant_length"},
+    "constant_length_given": {"aggregation": "constant_length", "aggregation_length": 11},
+    "sampling": {"old_policy": "sampling"},
+    "sampling_gspo": {"old_policy": "sampling", "policy_loss": "gspo"},
+    "sampling_cispo": {"old_policy": "sampling", "policy_loss": "cispo"},
+    "uncorrected": {"mismatch_correction": "none"},
+    "uncorrected_veto": {"mismatch_correction": "none", "mismatch_veto": 0.4},
+    "truncate_floor": {"importance_floor": 0.8, "importance_cap": 1.2},
+    "truncate_sequence": {"mismatch_level": "sequence", "importance_cap": 1.5},
+    "truncate_geometric": {"mismatch_level": "geometric", "importance_cap": 1.1},
+    "truncate_veto": {"mismatch_veto": 0.5},
+    "mask": {"mismatch_correction": "mask", "importance_floor": 0.5, "importance_cap": 1.5},
+    "mask_sequence": {
+        "mismatch_correction": "mask",
+        "mismatch_level": "sequence",
+        "importance_floor": 0.6,
+    },
+    "mask_geometric": {
+        "mismatch_correction": "mask",
+        "mismatch_level": "geometric",
+        "importance_cap": 1.2,
+    },
+    "mask_veto": {"mismatch_correction": "mask", "importance_cap": 1.5, "mismatch_veto": 0.4},
+    "kl_k1": {"kl_coef": 0.3, "kl_estimator": "k1"},
+    "kl_k2": {"kl_coef": 0.3, "kl_estimator": "k2"},
+    "kl_k3": {"kl_coef": 0.3, "kl_estimator": "k3"},
+    "kl_abs": {"kl_coef": 0.3, "kl_estimator": "abs"},
+    "entropy": {"entropy_coef": 0.2},
+    "ptx": {"ptx_coef": 0.25},
+    "everything": {
+        "policy_loss": "gspo",
+        "dual_clip": 1.2,
+        "aggregation": "sequence_mean",
+        "mismatch_correction": "mask",
+        "mismatch_level": "geometric",
+        "importance_cap": 1.3,
+        "mismatch_veto": 0.3,
+        "kl_coef": 0.1,
+        "kl_estimator": "k2",
+        "entropy_coef": 0.05,
+    },
+}
+ROWS = [[0, 3], [7, 1, 4], [2], [], [5, 8, 6]]
+ROW_LEN = 24
+
+each_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+def config_of(name: str) -> GRPO:
+    return GRPO(**VARIANTS[name])
+
+
+def close(got, expected, tolerance=1e-10) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def run(lab, sequences, inputs, config, loss=objective):
+    """Loss, metrics, and gradients of the sequences' leaves."""
+    value, sums = loss(inputs, config)
+    value.backward()
+    return value.detach(), metrics_from_sums(sums.tolist()), lab.gradients(sequences)
+
+
+def expected_of(lab, sequences, config):
+    sequences = [s.fresh() for s in sequences]
+    loss, metrics = lab.reference(sequences, config)
+    loss.backward()
+    return loss.detach(), metrics, lab.gradients(sequences)
+
+
+@each_variant
+@pytest.mark.parametrize("seed", [0, 1])
+def test_loss_gradients_and_metrics_are_those_of_the_formulas(lab, name, seed):
+    config = config_of(name)
+    sequences = lab.make_sequences(seed)
+    inputs = lab.pack(sequences, ROWS, ROW_LEN, config)
+    loss, metrics, gradients = run(lab, sequences, inputs, config)
+    expected_loss, expected_metrics, expected_gradients = expected_of(lab, sequences, config)
+    close(loss, expected_loss)
+    close(gradients, expected_gradients)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "default"])
+def test_no_variant_goes_unseen_in_these_sequences(lab, name):
+    """Otherwise agreement with the formulas would show nothing."""
+    sequences = lab.make_sequences(0)
+    loss, _, gradients = expected_of(lab, sequences, config_of(name))
+    default_loss, _, default_gradients = expected_of(lab, sequences, GRPO())
+    assert not torch.allclose(loss, default_loss, rtol=1e-6)
+    assert not torch.allclose(gradients, default_gradients, rtol=1e-6)
+
+
+@each_variant
+def test_microbatches_add_up_to_the_whole(lab, name):
+    config = config_of(name)
+    whole, parts = lab.make_sequences(2), [s.fresh() for s in lab.make_sequences(2)]
+    loss, metrics, gradients = run(
+        lab, whole, lab.pack(whole, ROWS, ROW_LEN, config), config
+    )
+    inputs = lab.pack(parts, ROWS, ROW_LEN, config)
+    losses, sums = [], torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+    for begin, end in ((0, 1), (1, 3), (3, 4), (4, 5)):
+        part, part_sums = objective(lab.row_slice(inputs, begin, end), config)
+        losses.append(part)
+        sums += part_sums
+    sum(losses).backward()
+    close(sum(losses).detach(), loss)
+    close(lab.gradients(parts), gradients)
+    assert metrics_from_sums(sums.tolist()) == pytest.approx(metrics, rel=1e-10)
+
+
+@each_variant
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_anything_may_stand_where_nothing_is_trained(lab, name, junk):
+    config = config_of(name)
+    clean, dirty = lab.make_sequences(3), lab.make_sequences(3)
+    expected = run(lab, clean, lab.pack(clean, ROWS, ROW_LEN, config), config)
+    inputs = lab.pack(dirty, ROWS, ROW_LEN, config, junk=junk)
+    inputs.logprobs.retain_grad()
+    inputs.entropy.retain_grad()
+    loss, metrics, gradients = run(lab, dirty, inputs, config)
+    assert torch.equal(loss, expected[0])
+    assert metrics == expected[1]
+    assert torch.equal(gradients, expected[2])
+    untrained = ~inputs.loss_mask & (inputs.ptx_weights == 0)
+    assert untrained.sum() > 40
+    assert (inputs.logprobs.grad[untrained] == 0).all()
+    assert inputs.entropy.grad is None or (inputs.entropy.grad[~inputs.loss_mask] == 0).all()
+
+
+# Inductor takes seconds a variant; the graph is captured whole with either backend.
+COMPILED = [("everything", "inductor")] + [
+    (name, "aot_eager")
+    for name in ("default", "dual_clip", "cispo_two_sided", "reinforce", "sampling_gspo",
+                 "mask_veto", "truncate_sequence")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "backend"), COMPILED)
+def test_compiled_is_as_eager(lab, name, backend):
+    config = config_of(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(objective, fullgraph=True, backend=backend)
+    packed = lab.pack(lab.make_sequences(4), ROWS, ROW_LEN, config)
+    results = []
+    for loss_of in (objective, compiled):
+        leaves = {
+            name: getattr(packed, name).detach().clone().requires_grad_()
+            for name in ("logprobs", "entropy")
+        }
+        loss, sums = loss_of(LossInputs(**(vars(packed) | leaves)), config)
+        results.append((loss, sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+    eager, compiled_results = results
+    assert eager[2][0].abs().sum() > 0
+    torch.testing.assert_close(compiled_results, eager, rtol=1e-10, atol=1e-12)
+
+
+@each_variant
+def test_one_sequence_a_row_is_the_same_as_packed(lab, name):
+    config = config_of(name)
+    packed, batch = lab.make_sequences(5), lab.make_sequences(5)
+    expected = run(lab, packed, lab.pack(packed, ROWS, ROW_LEN, config), config)
+    rows = [[i] for i in range(len(batch))]
+    inputs = lab.pack(batch, rows, 9, config)
+    # Padding may share the one sequence's id: only trained tokens count.
+    inputs = LossInputs(**(vars(inputs) | {"sequence_ids": torch.zeros(9, 9, dtype=torch.int64)}))
+    loss, metrics, gradients = run(lab, batch, inputs, config)
+    close(loss, expected[0])
+    close(gradients, expected[2])
+    assert metrics == pytest.approx(expected[1], rel=1e-10)
+
+
+@each_variant
+def test_padding_alone_costs_nothing_and_has_gradients_of_zero(lab, name):
+    config = config_of(name)
+    inputs = lab.pack(lab.make_sequences(0), [[], []], ROW_LEN, config, junk=math.nan)
+    logprobs = inputs.logprobs.requires_grad_()
+    loss, sums = objective(inputs, config)
+    loss.backward()
+    assert loss.item() == 0
+    assert (logprobs.grad == 0).all()
+    assert (sums == 0).all()
+    assert set(metrics_from_sums(sums.tolist()).values()) == {0.0}
+
+
+@each_variant
+def test_wild_ratios_stay_finite_in_float32(lab, name):
+    """Also their gradients' squares, of which the gradient norm is made."""
+    config = config_of(name)
+    sequences = lab.make_sequences(6)
+    for s in sequences:
+        s.old = s.old + 300 * torch.linspace(-1, 1, s.num_tokens, dtype=torch.float64)
+        s.ref = s.ref + 200
+    inputs = lab.pack(sequences, ROWS, ROW_LEN, config)
+    inputs = LossInputs(
+        **{
+            name: value.detach().float() if value.is_floating_point() else value
+            for name, value in vars(inputs).items()
+        }
+    )
+    logprobs = inputs.logprobs.requires_grad_()
+    loss, sums = objective(inputs, config)
+    loss.backward()
+    assert loss.isfinite()
+    assert sums.isfinite().all()
+    assert logprobs.grad.square().sum().isfinite()
+
+
+def test_ratios_within_the_bound_are_not_touched_by_it(lab):
+    config = GRPO(mismatch_correction="none")
+    sequences = lab.make_sequences(0, num=1, num_ptx=0)
+    sequences[0].advantage = -1.0
+    sequences[0].old = sequences[0].logprobs.detach() - 19.9
+    inputs = lab.pack(sequences, [[0]], ROW_LEN, config)
+    close(run(lab, sequences, inputs, config)[0], torch.tensor(math.exp(19.9)).double())
+
+
+def test_in_the_reward_the_penalty_is_logged_and_not_added(lab):
+    sequences = lab.make_sequences(0)
+    config = GRPO(kl_coef=0.3, kl_in="reward")
+    inputs = lab.pack(sequences, ROWS, ROW_LEN, config)
+    loss, metrics, _ = run(lab, sequences, inputs, config)
+    close(loss, expected_of(lab, sequences, GRPO())[0])
+    assert metrics["loss/reference_kl"] > 0
+
+
+def test_a_penalty_without_reference_logprobs_is_refused(lab):
+    config = GRPO(kl_coef=0.1)
+    inputs = lab.pack(lab.make_sequences(0), ROWS, ROW_LEN, config)
+    inputs = LossInputs(**(vars(inputs) | {"ref_logprobs": None}))
+    with pytest.raises(ValueError, match=r"ref_logprobs must be given with grpo\.kl_coef = 0\.1"):
+        objective(inputs, config)
+    assert objective(inputs, GRPO())[0].isfinite()
+
+
+def test_differing_shapes_are_refused_by_name(lab):
+    config = GRPO()
+    inputs = lab.pack(lab.make_sequences(0), ROWS, ROW_LEN, config)
+    inputs = LossInputs(**(vars(inputs) | {"advantages": torch.zeros(5, 3)}))
+    with pytest.raises(ValueError, match=r"one shape \[rows, seq\], .*'advantages': \(5, 3\)"):
+        objective(inputs, config)
+
+
+def test_losses_are_averaged_over_optimizer_steps_and_the_rest_over_tokens():
+    sums = dict.fromkeys(SUM_NAMES, 0.0)
+    sums |= {"num_tokens": 10.0, "num_sequences": 4.0, "total_loss": 3.0, "policy_loss": 2.0}
+    sums |= {"ptx_loss": 1.0, "clipped": 5.0, "vetoed_sequences": 1.0, "nll": 20.0}
+    # Weights 2, 2 and eight of 0: 16 / (10 * 8).
+    sums |= {"weight": 4.0, "weight_squared": 8.0}
+    metrics = metrics_from_sums([sums[name] for name in SUM_NAMES], num_optimizer_steps=2)
+    assert (metrics["loss/total"], metrics["loss/policy"], metrics["loss/ptx"]) == (1.5, 1.0, 0.5)
+    assert metrics["loss/clipped_fraction"] == 0.5
+    assert metrics["mismatch/vetoed_fraction"] == 0.25
+    assert metrics["mismatch/effective_sample_size"] == pytest.approx(0.2)
+    assert metrics["policy/nll"] == 2.0
+    assert "policy/entropy" not in metrics

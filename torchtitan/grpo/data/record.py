@@ -1,0 +1,245 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Batches of rollouts in a file, to be trained on again.
+
+JSON lines: a header, then a batch a line, in the order of training. Logprobs are written as
+the float64 that each float32 is exactly, so reading gives the same bits. With a name that
+ends in ``.gz`` each line is a gzip member of its own: what is written is whole, whenever the
+run ends, and ``zcat`` shows it.
+"""
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from torchtitan.grpo.data.files import DataError, decode_line
+from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, VersionSegment
+
+FORMAT = "torchtitan-grpo-rollouts"
+FORMAT_VERSION = 1
+
+
+class RecordHeader(msgspec.Struct):
+    """The first line of a file.
+
+    Attributes:
+        vocab_size: Of the model that the rollouts were written for.
+    """
+
+    format: str
+    format_version: int
+    vocab_size: int
+
+
+class RolloutRecord(msgspec.Struct):
+    """A rollout; its prompt is its group's. ``segments`` are (version, start, end)."""
+
+    completion_ids: list[int]
+    logprobs: list[float]
+    segments: list[tuple[int, int, int]]
+    reward: float | None
+    finish_reason: FinishReason = "stop"
+    completion: str = ""
+    reward_components: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class GroupRecord(msgspec.Struct):
+    """All rollouts of one prompt."""
+
+    group_id: int
+    prompt_ids: list[int]
+    rollouts: list[RolloutRecord]
+    prompt_text: str = ""
+    server_url: str = ""
+
+
+class BatchRecord(msgspec.Struct):
+    """What one batch was trained on.
+
+    Attributes:
+        version: Of the policy that it was trained on.
+        prompt_position: Prompts used up with it.
+        groups: As they were planned.
+    """
+
+    version: int
+    prompt_position: int
+    groups: list[GroupRecord]
+
+
+class RolloutRecorder:
+    """Appends each trained batch to ``rollout.record``. Each line is on disk before training.
+
+    A resumed run keeps the batches before its checkpoint and drops the later ones, which are
+    trained anew.
+
+    Args:
+        path: The file; ``.gz`` compresses.
+        vocab_size: Of the model.
+        version: Batches already trained.
+
+    Raises:
+        DataError: A new run would overwrite the file, or it cannot be written, or what a
+            resumed run finds there is something else.
+    """
+
+    def __init__(self, path: str, vocab_size: int, version: int) -> None:
+        self._path = Path(path)
+        self._header = RecordHeader(FORMAT, FORMAT_VERSION, vocab_size)
+        # A run that ended before its first batch has left nothing to keep.
+        kept = self._batches() if self._path.exists() and self._path.stat().st_size else iter(())
+        if version == 0 and next(kept, None) is not None:
+            raise DataError(
+                f"rollout.record must name a file without batches, got {path}: a new run would "
+                "overwrite it. Remove it, or name another."
+            )
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._begin(batch for batch in kept if batch.version < version)
+            self._file: BinaryIO = self._path.open("ab")
+        except OSError as error:
+            raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
+
+    def write(self, version: int, prompt_position: int, groups: Sequence[RolloutGroup]) -> None:
+        """Appends one batch."""
+        record = BatchRecord(version, prompt_position, [_group_record(group) for group in groups])
+        self._file.write(self._line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _batches(self) -> Iterator[BatchRecord]:
+        reader = RecordReader(str(self._path), self._header.vocab_size, "rollout.record")
+        return (batch for _, batch in reader)
+
+    def _begin(self, kept: Iterable[BatchRecord]) -> None:
+        """Writes the header, and behind it what a resumed run keeps."""
+        partial = self._path.with_name(self._path.name + ".partial")
+        with partial.open("wb") as file:
+            file.write(self._line(self._header))
+            for batch in kept:
+                file.write(self._line(batch))
+        os.replace(partial, self._path)
+
+    def _line(self, record: RecordHeader | BatchRecord) -> bytes:
+        line = msgspec.json.encode(record) + b"\n"
+        return gzip.compress(line, compresslevel=1, mtime=0) if self._path.suffix == ".gz" else line
+
+
+class RecordReader:
+    """Iterates over a file's batches as (where, record), one of them in memory at a time.
+
+    Each iteration reads the file from its beginning. A last line without its end, as a run
+    that was killed while writing leaves it, is passed over: it was not trained on.
+
+    Args:
+        path: The file.
+        vocab_size: Of the model at hand.
+        key: TOML key of ``path``, for messages.
+
+    Attributes:
+        was_cut_off: The last iteration found the file's end missing.
+
+    Raises:
+        DataError: From the iteration: the file or a line of it cannot be used.
+    """
+
+    def __init__(self, path: str, vocab_size: int, key: str) -> None:
+        self._path, self._vocab_size, self._key = path, vocab_size, key
+        self.was_cut_off = False
+
+    def __iter__(self) -> Iterator[tuple[str, BatchRecord]]:
+        self.was_cut_off = False
+        number = 0
+        for number, line in enumerate(self._lines(), start=1):
+            where = f"{self._key}: {self._path}:{number}"
+            if number == 1:
+                self._check_header(line, where)
+            else:
+                yield where, decode_line(line, BatchRecord, where)
+        if number == 0:
+            raise DataError(f"{self._key}: {self._path} is empty, it has no header.")
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with self._open() as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        self.was_cut_off = True
+                        return
+                    yield line
+        except EOFError:  # a gzip member that was cut off
+            self.was_cut_off = True
+        except (OSError, zlib.error) as error:
+            raise DataError(f"{self._key}: {self._path} cannot be read: {error}.") from error
+
+    def _open(self) -> BinaryIO:
+        if self._path.endswith(".gz"):
+            return cast(BinaryIO, gzip.open(self._path, "rb"))
+        return open(self._path, "rb")
+
+    def _check_header(self, line: bytes, where: str) -> None:
+        header = decode_line(line, RecordHeader, where)
+        if (header.format, header.format_version) != (FORMAT, FORMAT_VERSION):
+            raise DataError(
+                f"{where}: the format must be {FORMAT} {FORMAT_VERSION}, got {header.format} "
+                f"{header.format_version}. Name a file that rollout.record has written."
+            )
+        if header.vocab_size != self._vocab_size:
+            raise DataError(
+                f"{where}: recorded with a vocabulary of {header.vocab_size} tokens, and the model "
+                f"in model.hf_assets_path has {self._vocab_size}. Name the model that it was "
+                "recorded with."
+            )
+
+
+def read_groups(record: BatchRecord) -> list[RolloutGroup]:
+    """The groups of a batch, with arrays as they were recorded."""
+    return [_group(group) for group in record.groups]
+
+
+def _group_record(group: RolloutGroup) -> GroupRecord:
+    return GroupRecord(
+        group_id=group.group_id,
+        prompt_ids=group.rollouts[0].prompt_ids.tolist(),
+        rollouts=[
+            RolloutRecord(
+                completion_ids=r.completion_ids.tolist(),
+                logprobs=r.generator_logprobs.tolist(),
+                segments=[(s.version, s.start, s.end) for s in r.segments],
+                reward=r.reward,
+                finish_reason=r.finish_reason,
+                completion=r.completion,
+                reward_components=r.reward_components,
+            )
+            for r in group.rollouts
+        ],
+        prompt_text=group.prompt_text,
+        server_url=group.server_url,
+    )
+
+
+def _group(record: GroupRecord) -> RolloutGroup:
+    prompt_ids = np.array(record.prompt_ids, dtype=np.int32)
+    rollouts = tuple(
+        Rollout(
+            prompt_ids=prompt_ids,
+            completion_ids=np.array(r.completion_ids, dtype=np.int32),
+            generator_logprobs=np.array(r.logprobs, dtype=np.float32),
+            segments=tuple(VersionSegment(*segment) for segment in r.segments),
+            finish_reason=r.finish_reason,
+            completion=r.completion,
+            reward=r.reward,
+            reward_components=r.reward_components,
+        )
+        for r in record.rollouts
+    )
+    return RolloutGroup(record.group_id, record.prompt_text, rollouts, record.server_url)

@@ -1,0 +1,175 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Training on recorded rollouts, without servers, rollout process, prompts or rewards."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
+from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.rollout.link import EvaluationResult, ServerInfo
+from torchtitan.grpo.rollout.metrics import group_metrics
+
+_KEY = "rollout.replay"
+
+
+class ReplaySource:
+    """Stands where `controller.RolloutController` does; see there. Exists on rank 0 alone.
+
+    Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed
+    run goes on where its checkpoint is. The ages of samples count from the version that the
+    batch was recorded with.
+
+    Args:
+        config: Of the run.
+        model: What is trained.
+        start_version: Steps already taken.
+        prompt_position: Kept until a batch brings its own.
+        should_stop: Polled while the file is checked, and between batches.
+
+    Attributes:
+        prompt_position: Prompts that the recorded run had used up with the last batch.
+        is_exhausted: The last :meth:`next_step` came to the end of the file.
+        link: There is no rollout process.
+        servers: There are none.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        model: HFModel,
+        *,
+        start_version: int,
+        prompt_position: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        assert config.rollout.replay is not None
+        self.config = config
+        self.prompt_position = prompt_position
+        self.is_exhausted = False
+        self.link: None = None
+        self.servers: list[ServerInfo] = []
+        self._path = config.rollout.replay
+        self._vocab_size = model.vocab_size
+        self._start_version = start_version
+        self._should_stop = should_stop
+        self._reader = RecordReader(self._path, model.vocab_size, _KEY)
+        self._planner = StepPlanner(config, model)
+        self._batches: Iterator[tuple[str, BatchRecord]] = iter(())
+        self._position = 0
+        self.samples = open_sample_log(config, start_version)
+
+    def start(self) -> None:
+        """Reads the whole file once, so that a bad line is found before training.
+
+        Raises:
+            DataError: The file or a line of it cannot be used.
+        """
+        num_batches = 0
+        for where, batch in self._reader:
+            if self._should_stop():
+                return
+            check_batch(batch, where, self._vocab_size, self.config.training.seq_len)
+            num_batches += 1
+        if num_batches == 0 or num_batches < self._start_version:
+            raise DataError(
+                f"{_KEY}: {self._path} must hold at least {max(self._start_version, 1)} batches "
+                f"(step {self._start_version} is where this run is), got {num_batches}."
+            )
+        if self._reader.was_cut_off:
+            logger.warning(f"{_KEY}: {self._path} is cut off; what is whole of it is used.")
+        logger.info(f"{_KEY}: {num_batches} batches in {self._path}; nothing is generated.")
+        if self.config.evaluation.path is not None:
+            logger.info(f"evaluation.path is not used with {_KEY}: there is no server to ask.")
+        self._batches = iter(self._reader)
+
+    def next_step(self, version: int, num_ranks: int) -> NextStep | None:
+        """The file's batch ``version``, planned. None at its end, or when asked to stop."""
+        batch = self._seek(version)
+        if batch is None:
+            return None
+        groups = read_groups(batch)
+        self.prompt_position = batch.prompt_position
+        self.samples.write(version + 1, groups)
+        plan = self._planner.plan(groups, step=version, version=batch.version, num_ranks=num_ranks)
+        return NextStep(plan, group_metrics(groups) | plan.metrics)
+
+    def evaluate(self, version: int) -> EvaluationResult | None:
+        """Always None: nothing can be generated."""
+        return None
+
+    def served_version(self) -> int:
+        """Always -1: nobody serves."""
+        return -1
+
+    def close(self) -> None:
+        self.samples.close()
+
+    def _seek(self, index: int) -> BatchRecord | None:
+        """The file's batch ``index``; batches are asked for in order."""
+        assert index >= self._position, f"batch {index} comes after batch {self._position}"
+        for _, batch in self._batches:
+            self._position += 1
+            if self._should_stop():
+                return None
+            if self._position > index:
+                return batch
+        self.is_exhausted = True
+        return None
+
+
+def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
+    """Refuses a batch that cannot be trained on.
+
+    Raises:
+        DataError: With ``where`` (key, file, line), the group and the rollout.
+    """
+    ids = [group.group_id for group in batch.groups]
+    _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
+    _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")
+    for group in batch.groups:
+        _check_group(group, f"{where}, group {group.group_id}", vocab_size, row_len)
+
+
+def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) -> None:
+    _check_token_ids(group.prompt_ids, f"{where}, prompt_ids", vocab_size)
+    _require(len(group.rollouts) > 0, f"{where}: a group must have a rollout, got none.")
+    for i, rollout in enumerate(group.rollouts):
+        here = f"{where}, rollout {i}"
+        _check_token_ids(rollout.completion_ids, f"{here}, completion_ids", vocab_size)
+        num_tokens = len(group.prompt_ids) + len(rollout.completion_ids)
+        _require(
+            num_tokens <= row_len,
+            f"{here}: prompt and completion must have at most training.seq_len ({row_len}) "
+            f"tokens, got {num_tokens}. Raise training.seq_len.",
+        )
+        _require(
+            len(rollout.logprobs) == len(rollout.completion_ids),
+            f"{here}: each of the {len(rollout.completion_ids)} completion tokens must have a "
+            f"logprob, got {len(rollout.logprobs)}.",
+        )
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(np.array(rollout.logprobs, dtype=np.float32)).all()
+        _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
+        _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
+
+
+def _check_token_ids(token_ids: Sequence[int], where: str, vocab_size: int) -> None:
+    _require(len(token_ids) > 0, f"{where}: there must be a token, got none.")
+    low, high = min(token_ids), max(token_ids)
+    _require(
+        low >= 0 and high < vocab_size,
+        f"{where}: token ids must be in [0, {vocab_size}), the model's vocabulary, got "
+        f"{low if low < 0 else high}. Name the model that the file was recorded with.",
+    )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise DataError(message)

@@ -1,0 +1,154 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Which layouts of ranks are refused, and why. Needs no device and no process group."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchtitan.config import JobConfig
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.models.hf_config import HFModel
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def layout_problems(config: JobConfig) -> Iterator[str]:
+    """What is wrong with ``[parallelism]``, as far as the file alone tells."""
+    yield from _degree_problems(config)
+    settings, training = config.parallelism, config.training
+    parts = settings.tensor_parallel_degree * settings.context_parallel_degree
+    if training.seq_len % parts:
+        yield (
+            f"training.seq_len ({training.seq_len}) must be a multiple of parallelism."
+            f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}): each rank "
+            "holds an equal part of a row."
+        )
+    if training.global_batch_size != -1:
+        yield (
+            f"training.global_batch_size must be left at -1, got {training.global_batch_size}: "
+            "a step's size is grpo.prompts_per_step * grpo.group_size."
+        )
+    if settings.enable_async_tensor_parallel and not config.compile.enable:
+        yield "parallelism.enable_async_tensor_parallel needs compile.enable = true."
+    if settings.pipeline_parallel_degree > 1:
+        yield from _pipeline_problems(config)
+
+
+def _degree_problems(config: JobConfig) -> Iterator[str]:
+    settings = config.parallelism
+    degrees = {
+        "data_parallel_replicate_degree": settings.data_parallel_replicate_degree,
+        "context_parallel_degree": settings.context_parallel_degree,
+        "tensor_parallel_degree": settings.tensor_parallel_degree,
+        "pipeline_parallel_degree": settings.pipeline_parallel_degree,
+        "expert_parallel_degree": settings.expert_parallel_degree,
+    }
+    for key, degree in degrees.items():
+        if degree < 1:
+            yield f"parallelism.{key} must be at least 1, got {degree}."
+            return
+    del degrees["expert_parallel_degree"]  # borrows ranks from the others
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    product, shard = math.prod(degrees.values()), settings.data_parallel_shard_degree
+    described = " * ".join(f"{key} ({degree})" for key, degree in degrees.items())
+    if shard == -1 and world_size % product:
+        yield f"The {world_size} ranks must be a multiple of {described} = {product}."
+    elif shard != -1 and (shard < 1 or shard * product != world_size):
+        yield (
+            f"data_parallel_shard_degree ({shard}) * {described} must be the number of ranks, "
+            f"{world_size}, got {shard * product}. Set parallelism.data_parallel_shard_degree = -1 "
+            "to take what is left."
+        )
+
+
+def _pipeline_problems(config: JobConfig) -> Iterator[str]:
+    settings, rows = config.parallelism, config.training.local_batch_size
+    schedule, degree = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
+    size = settings.pipeline_parallel_microbatch_size
+    if schedule not in SCHEDULES:
+        yield (
+            f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
+            f"{schedule!r}."
+        )
+        return
+    if size < 1 or rows % size:
+        yield (
+            f"training.local_batch_size ({rows}) must be a multiple of parallelism."
+            f"pipeline_parallel_microbatch_size ({size}): so many rows pass the pipeline at once."
+        )
+        return
+    count = rows // size
+    if schedule == "1F1B" and count < degree:
+        yield (
+            f"1F1B needs at least as many microbatches as stages: training.local_batch_size / "
+            f"parallelism.pipeline_parallel_microbatch_size is {count}, "
+            f"parallelism.pipeline_parallel_degree {degree}."
+        )
+    if schedule.startswith("Interleaved") and count % max(1, count // degree):
+        yield (
+            f"{schedule} runs microbatches in rounds: {count} of them (training.local_batch_size / "
+            f"parallelism.pipeline_parallel_microbatch_size) must be a multiple of the "
+            f"{count // degree} rounds that {degree} ranks make of them."
+        )
+    if config.compile.enable and schedule in _ZERO_BUBBLE:
+        yield (
+            f"compile.enable cannot be used with {schedule}: a compiled backward frees what the "
+            "schedule's second half of it still needs. Use Interleaved1F1B or 1F1B."
+        )
+
+
+def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
+    """What ``[parallelism]`` asks of this model that it cannot give."""
+    settings, args = config.parallelism, model.model_args
+    tensor, context = settings.tensor_parallel_degree, settings.context_parallel_degree
+    heads: int = args.n_heads  # pyright: ignore[reportAttributeAccessIssue]
+    kv_heads: int = getattr(args, "n_kv_heads", None) or heads
+    if heads % tensor or kv_heads % tensor:
+        yield (
+            f"parallelism.tensor_parallel_degree ({tensor}) must divide the model's {heads} "
+            f"attention heads and {kv_heads} key-value heads ({model.path})."
+        )
+        return
+    local_heads, local_kv_heads = heads // tensor, kv_heads // tensor
+    if local_heads % math.lcm(local_kv_heads, context):
+        yield (
+            f"parallelism.context_parallel_degree ({context}) must divide the {local_heads} "
+            f"attention heads that each tensor-parallel rank has, in groups that share a "
+            f"key-value head (of {local_kv_heads})."
+        )
+    is_tied = getattr(args, "enable_weight_tying", False)
+    if is_tied and settings.pipeline_parallel_degree > 1:
+        yield (
+            "parallelism.pipeline_parallel_degree must be 1 for a model with tied embeddings "
+            f"({model.path}): its first and last stage would share a weight. Use tensor or data "
+            "parallelism; tied models are small."
+        )
+    experts = settings.expert_parallel_degree
+    num_experts = args.moe_args.num_experts if getattr(args, "moe_enabled", False) else 0
+    if experts > 1 and (num_experts == 0 or num_experts % experts):
+        yield (
+            f"parallelism.expert_parallel_degree ({experts}) must divide the model's experts, got "
+            f"{num_experts} of them ({model.path})."
+        )
+
+
+def describe_layout(config: JobConfig) -> str:
+    """The ranks as a product, such as ``8 = 2 stages x 2 shards x 2 tensor parts``."""
+    settings = config.parallelism
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    degrees = {
+        "stages": settings.pipeline_parallel_degree,
+        "replicas": settings.data_parallel_replicate_degree,
+        "shards": settings.data_parallel_shard_degree,
+        "context parts": settings.context_parallel_degree,
+        "tensor parts": settings.tensor_parallel_degree,
+    }
+    if degrees["shards"] == -1:
+        degrees["shards"] = world_size // math.prod(d for d in degrees.values() if d > 0)
+    parts = [f"{degree} {name}" for name, degree in degrees.items() if degree > 1]
+    return f"{world_size} = {' x '.join(parts)}" if parts else f"{world_size}"

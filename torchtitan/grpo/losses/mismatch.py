@@ -1,0 +1,142 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Correction of the gap between the step's first policy and the sampling-time policy.
+
+Servers compute with other kernels, and with weights that may be some steps old. What the
+samples were drawn from therefore differs from what the trainer scores, and each token's
+loss is weighted by the ratio of the two, kept from growing without bound.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torchtitan.grpo.losses.ratios import ratio
+from torchtitan.grpo.losses.sequences import sequence_means, sequence_sums, spread
+
+MismatchLevel = Literal["token", "sequence", "geometric"]
+MismatchCorrection = Literal["none", "truncate", "mask"]
+
+
+@dataclass(frozen=True)
+class MismatchWeights:
+    """Weights of the policy loss, and what was done to get them; all detached.
+
+    Attributes:
+        weights: [rows, seq] float, 0 where not trained, masked or vetoed.
+        ratios: [rows, seq] float, what the effective sample size is of: the weights, or
+            without a correction the ratios that it would have had to do with.
+        capped: [rows, seq] bool, trained tokens whose ratio was moved to a bound.
+        masked: [rows, seq] bool, trained tokens left out, by the bounds or the veto.
+        vetoed: [rows, seq] bool, trained tokens of sequences that the veto left out.
+    """
+
+    weights: torch.Tensor
+    ratios: torch.Tensor
+    capped: torch.Tensor
+    masked: torch.Tensor
+    vetoed: torch.Tensor
+
+
+def mismatch_ratio(
+    log_ratio: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    level: MismatchLevel,
+) -> torch.Tensor:
+    """Ratio of trainer to sampling-time probability, at each token.
+
+    ``token``: of the token; ``sequence``: the product over the trained tokens of its
+    sequence; ``geometric``: their geometric mean, ``exp(mean(log_ratio))``. Sums are taken
+    of logs, and bounded before ``exp`` (see ``ratios.py``).
+
+    Args:
+        log_ratio: [rows, seq] float, 0 where not trained.
+        loss_mask: [rows, seq] bool.
+        sequence_ids: [rows, seq] int64.
+        level: ``grpo.mismatch_level``.
+
+    Raises:
+        ValueError: The level is not known.
+    """
+    match level:
+        case "token":
+            return ratio(log_ratio)
+        case "sequence":
+            return ratio(spread(sequence_sums(log_ratio, sequence_ids), sequence_ids))
+        case "geometric":
+            return ratio(sequence_means(log_ratio, loss_mask, sequence_ids))
+    raise ValueError(f"grpo.mismatch_level must be token, sequence or geometric, got {level!r}.")
+
+
+def mismatch_weights(
+    old_logprobs: torch.Tensor,
+    generator_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    *,
+    correction: MismatchCorrection,
+    level: MismatchLevel,
+    cap: float,
+    floor: float,
+    veto: float,
+) -> MismatchWeights:
+    """Importance weights ``old / generator``, truncated or masked.
+
+    With ``r`` of :func:`mismatch_ratio`::
+
+        none       1
+        truncate   min(max(r, floor), cap)              TIS
+        mask       r where floor <= r <= cap, else 0    MIS; IcePop at token level
+
+    A sequence with any trained token whose own ratio is below ``veto`` gets weight 0,
+    whatever the correction. Truncated: IMPALA (https://arxiv.org/abs/1802.01561). Masked:
+    IcePop (https://arxiv.org/abs/2510.18855). Values in untrained places may be anything.
+
+    Args:
+        old_logprobs: [rows, seq] float, of the trainer before the batch's first update.
+        generator_logprobs: [rows, seq] float, recorded at sampling time.
+        loss_mask: [rows, seq] bool.
+        sequence_ids: [rows, seq] int64.
+        correction: ``grpo.mismatch_correction``.
+        level: ``grpo.mismatch_level``.
+        cap: Upper bound of the ratio.
+        floor: Lower bound of the ratio; 0 is none.
+        veto: 0 is off.
+
+    Raises:
+        ValueError: The correction or the level is not known.
+    """
+    log_ratio = torch.where(loss_mask, old_logprobs.detach(), 0.0) - torch.where(
+        loss_mask, generator_logprobs.detach(), 0.0
+    )
+    nowhere = torch.zeros_like(loss_mask)
+    r = mismatch_ratio(log_ratio, loss_mask, sequence_ids, level)
+    outside = loss_mask & ((r > cap) | (r < floor))
+    match correction:
+        case "none":
+            capped, masked = nowhere, nowhere
+        case "truncate":
+            r, capped, masked = r.clamp(floor, cap), outside, nowhere
+        case "mask":
+            capped, masked = nowhere, outside
+        case _:
+            raise ValueError(
+                f"grpo.mismatch_correction must be none, truncate or mask, got {correction!r}."
+            )
+    vetoed = nowhere
+    if veto > 0:
+        culprits = (loss_mask & (ratio(log_ratio) < veto)).to(log_ratio.dtype)
+        vetoed = loss_mask & (spread(sequence_sums(culprits, sequence_ids), sequence_ids) > 0)
+        masked = masked | vetoed
+    kept = loss_mask & ~masked
+    ratios = torch.where(kept, r, 0.0)
+    return MismatchWeights(
+        weights=kept.to(r.dtype) if correction == "none" else ratios,
+        ratios=ratios,
+        capped=capped & ~vetoed,
+        masked=masked,
+        vetoed=vetoed,
+    )

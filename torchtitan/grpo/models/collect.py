@@ -1,0 +1,163 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""From shards to whole parameters on rank 0.
+
+Each rank that has a block nobody below it has sends it straight to rank 0: one message for
+each bucket of parameters. Nothing is sent twice, no other rank ever holds a whole
+parameter, and pipeline stages need no hand of their own.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.groups import new_group
+from torchtitan.grpo.models.shards import Assembly, Held, Piece, local_block, plan_assembly
+
+RECEIVER = 0
+"""The rank on which parameters are put together."""
+
+
+def agree_on_assembly(parameters: Mapping[str, torch.Tensor]) -> list[Assembly]:
+    """Tells all ranks what each holds; returns the same plan everywhere.
+
+    Collective over all ranks, on the training thread.
+
+    Args:
+        parameters: Names and (sharded) parameters of this rank.
+    """
+    mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
+    held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held_by_rank, mine)
+    return plan_assembly(held_by_rank)
+
+
+def collecting_group(
+    assemblies: Sequence[Assembly], backend: str, timeout_seconds: float, device: torch.device
+) -> dist.ProcessGroup | None:
+    """A group of the receiver and all that send to it; collective over all ranks.
+
+    None where nothing needs to be sent.
+    """
+    members = {RECEIVER} | {piece.rank for a in assemblies for piece in a.pieces}
+    if len(members) == 1:
+        return None
+    group = new_group("grpo_gather", backend, timeout_seconds, sorted(members))
+    if dist.get_rank() in members:
+        # NCCL sends between single ranks only once all of a group have met.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
+
+
+class Collector:
+    """Collects parameters bucket by bucket; one on each rank, all with the same arguments.
+
+    The next bucket is on its way while one is put together. Every rank iterates over
+    :meth:`collect` to its end, in the same order as the other collectives on the group.
+
+    Args:
+        buckets: What is sent together.
+        dtype: In which weights travel and arrive.
+        device: Of the shards, and of what they become.
+        group: See :func:`collecting_group`; None is the group of all ranks.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[Assembly]],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._buckets = buckets
+        self._dtype, self._device, self._group = dtype, device, group
+        self._rank = dist.get_rank()
+
+    @torch.no_grad()
+    def collect(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and whole parameters on the receiver, and nothing elsewhere.
+
+        What is yielded may share memory with ``shards``.
+
+        Args:
+            shards: This rank's part of each of its parameters.
+        """
+        if self._rank == RECEIVER:
+            yield from self._receive(shards)
+        else:
+            self._send(shards)
+
+    def _send(self, shards: Mapping[str, torch.Tensor]) -> None:
+        under_way: deque[tuple[list[dist.Work], torch.Tensor]] = deque()
+        for bucket in self._buckets:
+            parts = [
+                shards[assembly.name].to(self._dtype).reshape(-1)
+                for assembly in bucket
+                if any(piece.rank == self._rank for piece in assembly.pieces)
+            ]
+            if not parts:
+                continue
+            message = torch.cat(parts)
+            under_way.append((self._transfer(dist.isend, {RECEIVER: message}), message))
+            if len(under_way) > 1:
+                _finish(under_way.popleft()[0])
+        for works, _ in under_way:
+            _finish(works)
+
+    def _receive(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        works, messages = self._expect(0)
+        for index, bucket in enumerate(self._buckets):
+            after = self._expect(index + 1)
+            _finish(works)
+            read = dict.fromkeys(messages, 0)
+            for assembly in bucket:
+                yield assembly.name, self._assemble(assembly, shards, messages, read)
+            works, messages = after
+
+    def _expect(self, index: int) -> tuple[list[dist.Work], dict[int, torch.Tensor]]:
+        """Starts to receive a bucket: one message from each rank that has a part in it."""
+        sizes: dict[int, int] = {}
+        for assembly in self._buckets[index] if index < len(self._buckets) else ():
+            for piece in assembly.pieces:
+                if piece.rank != RECEIVER:
+                    sizes[piece.rank] = sizes.get(piece.rank, 0) + piece.block.numel
+        messages = {
+            rank: torch.empty(numel, dtype=self._dtype, device=self._device)
+            for rank, numel in sizes.items()
+        }
+        return self._transfer(dist.irecv, messages), messages
+
+    def _assemble(
+        self,
+        assembly: Assembly,
+        shards: Mapping[str, torch.Tensor],
+        messages: Mapping[int, torch.Tensor],
+        read: dict[int, int],
+    ) -> torch.Tensor:
+        def take(piece: Piece) -> torch.Tensor:
+            if piece.rank == RECEIVER:
+                return shards[assembly.name].to(self._dtype)
+            begin = read[piece.rank]
+            read[piece.rank] = begin + piece.block.numel
+            return messages[piece.rank][begin : read[piece.rank]].view(piece.block.shape)
+
+        if len(assembly.pieces) == 1:
+            return take(assembly.pieces[0])
+        whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
+        for piece in assembly.pieces:
+            piece.block.of(whole).copy_(take(piece))
+        return whole
+
+    def _transfer(self, operation, messages: Mapping[int, torch.Tensor]) -> list[dist.Work]:
+        operations = [
+            dist.P2POp(operation, message, peer, self._group) for peer, message in messages.items()
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _finish(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,133 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Every parallelism but the pipeline's, laid over a model or one of its stages.
+
+Upstream's parts in upstream's order, in one function for all families, because four of
+them need another hand here: context parallelism is by all-to-all, tied embeddings are one
+FSDP group, plain replication sums gradients instead of averaging them, and positions of
+packed rows are given under tensor parallelism, too.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+from torchtitan.models.llama3.infra.parallelize import apply_tp as apply_llama_tp
+from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
+from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp, apply_moe_ep_tp
+from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
+from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_qwen3_tp
+from torchtitan.tools import utils
+
+from torchtitan.grpo.device import prepare_fsdp_for_gloo
+from torchtitan.grpo.models.packed_model import PackedModel, PackedQwen3
+from torchtitan.grpo.models.tied_embeddings import apply_fsdp_tied, tie_again
+
+
+def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.Module:
+    """Lays tensor, expert, context and data parallelism over the model, in place.
+
+    Activation checkpointing and compilation come in between, as upstream does.
+
+    Args:
+        model: On the meta device; a :class:`PackedModel`, or a pipeline stage of one.
+        dims: Of the run.
+        config: Of the run.
+
+    Raises:
+        ValueError: ``training.seq_len`` does not divide.
+    """
+    assert isinstance(model, PackedModel)
+    parts = dims.tp * dims.cp
+    if config.training.seq_len % parts:
+        raise ValueError(
+            f"training.seq_len ({config.training.seq_len}) must be a multiple of "
+            f"parallelism.tensor_parallel_degree * context_parallel_degree ({parts})."
+        )
+    if dims.tp_enabled or dims.ep_enabled:
+        _apply_tensor_and_expert(model, dims, config)
+    if dims.cp_enabled:
+        model.split_context(dims.get_mesh("cp").get_group())
+    compiled = config.compile.enable and "model" in config.compile.components
+    if config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=_op_sac_save_list,  # pyright: ignore[reportArgumentType]
+            base_folder=config.job.dump_folder,
+        )
+    if compiled:
+        apply_compile(model, config.compile, dims.ep_enabled)
+    _apply_data_parallel(model, dims, config)
+    return model
+
+
+def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:
+    is_qwen3 = isinstance(model, PackedQwen3)
+    if dims.tp_enabled:
+        mesh = dims.get_mesh("tp")
+        # The head answers alike on all ranks: it never shows its shard of the logits.
+        settings = {"loss_parallel": False, "enable_float8_tensorwise_tp": False}
+        if is_qwen3:
+            asynchronous = config.parallelism.enable_async_tensor_parallel
+            # `cp_enabled` is what makes upstream accept positions.
+            apply_qwen3_tp(model, mesh, **settings, enable_async_tp=asynchronous, cp_enabled=True)
+        else:
+            apply_llama_tp(model, mesh, **settings)
+            maybe_enable_async_tp(config, mesh)
+        tie_again(model)
+    if is_qwen3:
+        apply_moe_ep_tp(
+            model,
+            tp_mesh=dims.get_optional_mesh("tp"),
+            ep_mesh=dims.get_optional_mesh("ep"),
+            etp_mesh=dims.get_optional_mesh("etp"),
+            ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
+        )
+
+
+def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:
+    dtypes = {
+        "param_dtype": TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+        "reduce_dtype": TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
+    }
+    if dims.fsdp_enabled:
+        replicas = ["dp_replicate"] if dims.dp_replicate_enabled else []
+        sharing: dict[str, Any] = {
+            "dp_mesh": dims.get_mesh([*replicas, "fsdp"]),
+            "pp_enabled": dims.pp_enabled,
+            "reshard_after_forward_policy": config.parallelism.fsdp_reshard_after_forward,
+        }
+        if getattr(model, "enable_weight_tying", False):
+            apply_fsdp_tied(model, **dtypes, **sharing)
+        else:
+            edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
+            apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
+    elif dims.dp_replicate_enabled:
+        _apply_replication(model, dims.get_mesh("dp_replicate"), **dtypes)
+    if utils.device_type == "cpu":
+        prepare_fsdp_for_gloo([model])
+
+
+def _apply_replication(
+    model: PackedModel, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> None:
+    """Plain replication on FSDP2's machinery: mixed precision, and gradients as sums.
+
+    Upstream's DDP divides gradients by the number of replicas, and knows neither pipeline
+    nor tensor parallelism.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    for block in model.layers.values():  # pyright: ignore
+        replicate(block, mesh=mesh, mp_policy=policy)
+    replicate(model, mesh=mesh, mp_policy=policy)
+    disable_fsdp_gradient_division(model)

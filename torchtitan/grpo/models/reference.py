@@ -1,0 +1,77 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The reference model of the KL penalty: a frozen second model, laid out like the policy."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpoint import ModelWrapper
+
+from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.runner import ModelRunner
+
+
+class Reference(ModelRunner):
+    """Runs the reference forward.
+
+    Args:
+        runner: Over the reference's parts.
+        parts: Whose weights are the reference's.
+        device: Where forwards run.
+        ema: ``grpo.ref_model_ema``.
+        offload: ``grpo.ref_model_offload``: between uses the shards lie in host memory.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        parts: list[nn.Module],
+        device: torch.device,
+        *,
+        ema: float,
+        offload: bool,
+    ) -> None:
+        self.runner, self.parts, self.device, self.ema = runner, parts, device, ema
+        self.has_output = runner.has_output
+        self.home = torch.device("cpu") if offload else device
+        self._move(self.home)
+
+    def forward(self, rows: TrainRows) -> torch.Tensor | None:
+        self._move(self.device)
+        output = self.runner.forward(rows)
+        self._move(self.home)
+        return output
+
+    def forward_backward(self, rows: TrainRows, loss: object) -> None:
+        raise TypeError("The reference model is not trained.")
+
+    @torch.no_grad()
+    def follow(self, policy_parts: Sequence[nn.Module]) -> None:
+        """Moves the weights towards the policy's: an exponential moving average.
+
+        Both have the same layout, so each rank does its own shards.
+        """
+        if self.ema == 0:
+            return
+        self._move(self.device)
+        policy = dict(named_parameters(list(policy_parts)))
+        for name, mine in named_parameters(self.parts):
+            _local(mine).lerp_(_local(policy[name]).to(mine.dtype), 1 - self.ema)
+        self._move(self.home)
+
+    def checkpoint_state(self) -> dict[str, ModelWrapper]:
+        """What a checkpoint must hold for a resumed run to have the same reference."""
+        return {"reference": ModelWrapper(self.parts)} if self.ema > 0 else {}
+
+    def _move(self, device: torch.device) -> None:
+        for part in self.parts:
+            if next(part.parameters()).device.type != device.type:
+                part.to(device)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,98 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Forward and backward over rows, through pipeline stages."""
+
+import torch
+import torch.nn as nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torchtitan.config import JobConfig
+
+from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.pipeline.build import stage_ranks
+from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
+from torchtitan.grpo.runner import LossFunction, ModelRunner, model_inputs
+
+
+class StageLoss:
+    """What a pipeline schedule calls on the last stage, once a microbatch.
+
+    A schedule hands its loss function a slice of a target tensor. Here that tensor holds
+    row numbers, by which the loss finds whatever it needs. A schedule's first step calls it
+    once more than there are microbatches, to learn shapes.
+    """
+
+    def __init__(self) -> None:
+        self.loss: LossFunction | None = None
+
+    def __call__(self, output: torch.Tensor, row_numbers: torch.Tensor) -> torch.Tensor:
+        assert self.loss is not None
+        begin = int(row_numbers[0])
+        return self.loss(output, slice(begin, begin + len(row_numbers)))
+
+
+class PipelineRunner(ModelRunner):
+    """Stages of a model. Every rank of the pipeline is given the same rows.
+
+    Args:
+        stages: This rank's.
+        config: Of the run.
+        schedule: Over these stages, for training; None for a model that is only run
+            forward.
+        stage_loss: What the schedule was built around.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        config: JobConfig,
+        schedule: _PipelineSchedule | None = None,
+        stage_loss: StageLoss | None = None,
+    ) -> None:
+        self.schedule, self.stage_loss = schedule, stage_loss
+        self.rows_at_once = config.training.local_batch_size
+        self.has_input = any(stage.is_first for stage in stages)
+        self.has_output = any(stage.is_last for stage in stages)
+        self.forward_schedule = ForwardSchedule(
+            [_copy_of(stage) for stage in stages],
+            stage_ranks(config.parallelism, stages[0].num_stages),
+            self.rows_at_once // config.parallelism.pipeline_parallel_microbatch_size,
+        )
+
+    def forward(self, rows: TrainRows) -> torch.Tensor | None:
+        outputs = []
+        for part in rows.microbatches(self.rows_at_once):
+            outputs.append(self.forward_schedule.forward(*self._input(part), **model_inputs(part)))
+        return torch.cat(outputs) if self.has_output else None
+
+    def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
+        assert self.schedule is not None and self.stage_loss is not None
+        self.stage_loss.loss = loss
+        begin = 0
+        for part in rows.microbatches(self.rows_at_once):
+            end = begin + part.num_rows
+            # On the CPU: its values are read, and a device would have to be waited for.
+            targets = torch.arange(begin, end) if self.has_output else None
+            self.schedule.step(
+                *self._input(part), target=targets, return_outputs=False, **model_inputs(part)
+            )
+            begin = end
+        self.stage_loss.loss = None
+
+    def _input(self, rows: TrainRows) -> tuple[torch.Tensor, ...]:
+        return (rows.tokens,) if self.has_input else ()
+
+
+def schedule_stages(schedule: _PipelineSchedule) -> list[PipelineStage]:
+    """The stages that a schedule was built over."""
+    stages = getattr(schedule, "_stages", None)
+    return stages if stages is not None else [schedule._stage]  # pyright: ignore
+
+
+def _copy_of(stage: PipelineStage) -> PipelineStage:
+    """Another stage around the same module: buffers and shapes are a schedule's own."""
+    module: nn.Module = stage.submod
+    return PipelineStage(
+        module, stage.stage_index, stage.num_stages, stage.device, group=stage.group
+    )
