@@ -31,6 +31,7 @@ def build(
     seq_len: int,
     schedule: str = "1F1B",
     ac: str = "none",
+    compiled: bool = False,
     local_batch_size: int = 4,
     **degrees: int,
 ) -> Built:
@@ -41,6 +42,7 @@ def build(
     config.training.local_batch_size = local_batch_size
     config.training.mixed_precision_param = "float32"
     config.activation_checkpoint.mode = ac
+    config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
     if not dist.is_initialized():

@@ -12,15 +12,16 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def main(arguments):
     dist.init_process_group("gloo")
+    return {"cases": [compare(vocab, arguments["temperature"]) for vocab in arguments["vocabs"]]}
+
+
+def compare(vocab: int, temperature: float) -> dict:
     torch.manual_seed(0)
-    vocab = arguments["vocab"]
     hidden = torch.randn(2, 9, 8)
     weight = torch.randn(vocab, 8)
     labels = torch.randint(0, vocab, (2, 9))
     grads = torch.randn(2, 9, 2)
-    settings = {
-        "temperature": arguments["temperature"], "chunk_tokens": 3, "with_entropy": True,
-    }  # fmt: skip
+    settings = {"temperature": temperature, "chunk_tokens": 3, "with_entropy": True}
 
     whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     expected = packed_linear_logprobs(*whole, labels, **settings)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
 
+from torchtitan.grpo.pipeline.stages import stage_modules
+
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
 
@@ -128,6 +130,15 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"({model.path}): its first and last stage would share a weight. Use tensor or data "
             "parallelism; tied models are small."
         )
+    if settings.pipeline_parallel_degree > 1:
+        try:
+            stage_modules(settings, args.n_layers)  # pyright: ignore
+        except ValueError as error:
+            yield (
+                f"The model's layers must suffice for the stages of parallelism.pipeline_parallel_"
+                f"degree = {settings.pipeline_parallel_degree} under "
+                f"{settings.pipeline_parallel_schedule}: {error}"
+            )
     experts = settings.expert_parallel_degree
     num_experts = args.moe_args.num_experts if getattr(args, "moe_enabled", False) else 0
     if experts > 1 and (num_experts == 0 or num_experts % experts):

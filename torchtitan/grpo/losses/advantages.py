@@ -130,18 +130,3 @@ def _length_factors(lengths: np.ndarray, power: float) -> np.ndarray:
         return np.ones(len(lengths))
     mean = lengths[has_tokens].mean()
     return np.where(has_tokens, mean / np.maximum(lengths, 1), 1.0) ** power
-
-
-def group_normalised_advantages(
-    rewards: np.ndarray, group_ids: np.ndarray, eps: float = 1e-4
-) -> np.ndarray:
-    """:func:`compute_advantages` with GRPO's settings."""
-    return compute_advantages(
-        rewards,
-        group_ids,
-        np.ones(rewards.shape, np.int64),
-        kind="group_norm",
-        std="sample",
-        eps=eps,
-        length_power=0.0,
-    )

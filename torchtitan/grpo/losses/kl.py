@@ -85,11 +85,3 @@ def sample_kl_sums(
     index = torch.where(loss_mask, sample_ids, num_samples).flatten()
     sums = torch.zeros(num_samples + 1, dtype=torch.float64, device=kl.device)
     return sums.index_add(0, index, kl.flatten().double())[:num_samples]
-
-
-def k3_kl(
-    sampling_logprobs: torch.Tensor, other_logprobs: torch.Tensor, loss_mask: torch.Tensor
-) -> torch.Tensor:
-    """Sum over masked tokens of the k3 estimate of ``KL(sampling || other)``."""
-    difference = torch.where(loss_mask, other_logprobs - sampling_logprobs, 0.0)
-    return (torch.expm1(difference) - difference).sum()

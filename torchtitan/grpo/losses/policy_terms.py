@@ -84,9 +84,7 @@ def gspo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     gets none.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    sequence_log_ratio = sequence_means(
-        log_ratio.detach(), inputs.loss_mask, inputs.sequence_ids
-    )
+    sequence_log_ratio = sequence_means(log_ratio.detach(), inputs.loss_mask, inputs.sequence_ids)
     # Exactly 0, with the gradient of the token's logprob.
     carrier = inputs.logprobs - inputs.logprobs.detach()
     return _clipped(ratio(sequence_log_ratio + carrier), inputs.advantages, config)

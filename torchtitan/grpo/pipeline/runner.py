@@ -10,8 +10,8 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.config import JobConfig
 
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.pipeline.build import stage_ranks
 from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
+from torchtitan.grpo.pipeline.stages import stage_ranks
 from torchtitan.grpo.runner import LossFunction, ModelRunner, model_inputs
 
 

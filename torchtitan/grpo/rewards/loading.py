@@ -31,8 +31,7 @@ def load_function(path: str) -> RewardFunction:
 def short_names(paths: Sequence[str]) -> list[str]:
     """Names for metrics: the function's own, or the whole path where two share one."""
     names = [
-        path if path in BUILTIN else functions.split_path(path, _WHAT, BUILTIN)[1]
-        for path in paths
+        path if path in BUILTIN else functions.split_path(path, _WHAT, BUILTIN)[1] for path in paths
     ]
     return [
         path if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)

@@ -169,7 +169,7 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
         kl.append(list(_kl(s.logprobs, s.ref, config.kl_estimator)))
         entropy.append(list(s.entropy))
         ratios += observed
-        for name, count in (mismatch_counts | dict(clipped=clipped)).items():
+        for name, count in (mismatch_counts | {"clipped": clipped}).items():
             counts[name] += count
         counts["dual_clipped"] += dual_clipped
         on_sampling = config.old_policy == "sampling"

@@ -112,20 +112,23 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(lab, name, seed):
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "default"])
 def test_no_variant_goes_unseen_in_these_sequences(lab, name):
     """Otherwise agreement with the formulas would show nothing."""
-    sequences = lab.make_sequences(0)
-    loss, _, gradients = expected_of(lab, sequences, config_of(name))
-    default_loss, _, default_gradients = expected_of(lab, sequences, GRPO())
-    assert not torch.allclose(loss, default_loss, rtol=1e-6)
-    assert not torch.allclose(gradients, default_gradients, rtol=1e-6)
+
+    def is_seen(seed: int) -> bool:
+        sequences = lab.make_sequences(seed)
+        loss, _, gradients = expected_of(lab, sequences, config_of(name))
+        default_loss, _, default_gradients = expected_of(lab, sequences, GRPO())
+        return not torch.isclose(loss, default_loss, rtol=1e-6) and not torch.allclose(
+            gradients, default_gradients, rtol=1e-6
+        )
+
+    assert is_seen(0) or is_seen(1)
 
 
 @each_variant
 def test_microbatches_add_up_to_the_whole(lab, name):
     config = config_of(name)
     whole, parts = lab.make_sequences(2), [s.fresh() for s in lab.make_sequences(2)]
-    loss, metrics, gradients = run(
-        lab, whole, lab.pack(whole, ROWS, ROW_LEN, config), config
-    )
+    loss, metrics, gradients = run(lab, whole, lab.pack(whole, ROWS, ROW_LEN, config), config)
     inputs = lab.pack(parts, ROWS, ROW_LEN, config)
     losses, sums = [], torch.zeros(len(SUM_NAMES), dtype=torch.float64)
     for begin, end in ((0, 1), (1, 3), (3, 4), (4, 5)):
@@ -178,7 +181,9 @@ def test_compiled_is_as_eager(lab, name, backend):
             for name in ("logprobs", "entropy")
         }
         loss, sums = loss_of(LossInputs(**(vars(packed) | leaves)), config)
-        results.append((loss, sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+        results.append(
+            (loss, sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+        )
     eager, compiled_results = results
     assert eager[2][0].abs().sum() > 0
     torch.testing.assert_close(compiled_results, eager, rtol=1e-10, atol=1e-12)
@@ -241,7 +246,7 @@ def test_ratios_within_the_bound_are_not_touched_by_it(lab):
     sequences[0].advantage = -1.0
     sequences[0].old = sequences[0].logprobs.detach() - 19.9
     inputs = lab.pack(sequences, [[0]], ROW_LEN, config)
-    close(run(lab, sequences, inputs, config)[0], torch.tensor(math.exp(19.9)).double())
+    close(run(lab, sequences, inputs, config)[0], torch.tensor(math.exp(19.9), dtype=torch.float64))
 
 
 def test_in_the_reward_the_penalty_is_logged_and_not_added(lab):

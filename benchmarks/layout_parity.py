@@ -1,0 +1,292 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The same numbers under every parallel layout.
+
+    python benchmarks/layout_parity.py [--json] [--quick]
+
+Trains tiny Llama 3 and Qwen3 models in float32 for three optimizer steps on one recorded
+batch, with every term of the loss on, in one process and under each layout (gloo, up to 8
+ranks), and compares: loss and gradient norm of each SGD step, every gradient tensor of the
+first one (distance over norm), every parameter after the third, and the loss of the third
+AdamW step. Prints a row a layout; the exit status is 1 where one differs.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan.grpo.data.record import RolloutRecorder
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+TOLERANCE = 1e-5
+ADAMW_LOSS_TOLERANCE = 1e-4
+TIMEOUT_SECONDS = 1500
+SEQ_LEN = 96
+VOCAB_SIZE = 131  # does not divide by the degrees of tensor parallelism
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A name for the table, the ranks, and what ``[parallelism]`` is told."""
+
+    name: str
+    ranks: int
+    settings: dict[str, Any]
+    is_quick: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        known = {
+            "shard": "parallelism.data_parallel_shard_degree",
+            "replicate": "parallelism.data_parallel_replicate_degree",
+            "tp": "parallelism.tensor_parallel_degree",
+            "cp": "parallelism.context_parallel_degree",
+            "pp": "parallelism.pipeline_parallel_degree",
+            "schedule": "parallelism.pipeline_parallel_schedule",
+            "reshard": "parallelism.fsdp_reshard_after_forward",
+            "ac": "activation_checkpoint.mode",
+        }
+        given = {"shard": 1} | self.settings
+        return [text for key, value in given.items() for text in (f"--{known[key]}", str(value))]
+
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+LAYOUTS = [
+    Layout("one process", 1, {}, True),
+    Layout("one process, full AC", 1, {"ac": "full"}),
+    Layout("one process, selective AC", 1, {"ac": "selective"}),
+    Layout("FSDP2 x2 (ZeRO-3)", 2, {"shard": 2, "reshard": "always"}, True),
+    Layout("FSDP2 x2 (ZeRO-2)", 2, {"shard": 2, "reshard": "never"}),
+    Layout("FSDP2 x2, full AC", 2, {"shard": 2, "ac": "full"}),
+    Layout("replicate x2", 2, {"replicate": 2}, True),
+    Layout("TP x2", 2, {"tp": 2}, True),
+    Layout("TP x2, selective AC", 2, {"tp": 2, "ac": "selective"}),
+    Layout("CP x2", 2, {"cp": 2}, True),
+    Layout("PP x2, GPipe", 2, {"pp": 2, "schedule": "GPipe"}),
+    *(Layout(f"PP x2, {s}", 2, {"pp": 2, "schedule": s}, s == "ZBVZeroBubble") for s in SCHEDULES),
+    Layout("PP x2, ZBVZeroBubble, full AC", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "full"}),
+    Layout("HSDP 2x2", 4, {"replicate": 2, "shard": 2}, True),
+    Layout("FSDP2 x2, TP x2", 4, {"shard": 2, "tp": 2}, True),
+    Layout("FSDP2 x2, CP x2", 4, {"shard": 2, "cp": 2}),
+    Layout("TP x2, CP x2", 4, {"tp": 2, "cp": 2}),
+    Layout("CP x4", 4, {"cp": 4}),
+    Layout("replicate x2, PP x2, ZBVZeroBubble", 4, {"replicate": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
+    Layout("replicate x2, TP x2", 4, {"replicate": 2, "tp": 2}),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"}, True),
+    Layout("FSDP2 x2, PP x2, 1F1B", 4, {"shard": 2, "pp": 2, "schedule": "1F1B"}),
+    Layout("TP x2, PP x2, Interleaved1F1B", 4, {"tp": 2, "pp": 2, "schedule": "Interleaved1F1B"}),
+    Layout("CP x2, PP x2, ZBVZeroBubble", 4, {"cp": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
+    Layout("PP x4, InterleavedZeroBubble", 4, {"pp": 4, "schedule": "InterleavedZeroBubble"}),
+    *(
+        Layout(f"FSDP2 x2, TP x2, PP x2, {s}", 8, {"shard": 2, "tp": 2, "pp": 2, "schedule": s})
+        for s in SCHEDULES
+    ),
+    Layout("HSDP 2x2, TP x2", 8, {"replicate": 2, "shard": 2, "tp": 2}),
+    Layout("FSDP2 x2, CP x2, TP x2", 8, {"shard": 2, "cp": 2, "tp": 2}),
+]  # fmt: skip
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """Random tiny models, as Hugging Face directories; no two of their sizes are equal."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 152,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(0)
+    models = {
+        "llama3": LlamaForCausalLM(LlamaConfig(**shape)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=24)),
+    }
+    for name, model in models.items():
+        model.float().save_pretrained(folder / name)
+        # The reference is another model, or its KL would be 0.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+        model.save_pretrained(folder / f"{name}-reference")
+    return {name: folder / name for name in models}
+
+
+def record_batch(file: Path, steps: int) -> None:
+    """Random rollouts, of lengths that fill rows unevenly; the same batch for each step."""
+    random = np.random.default_rng(0)
+    groups = []
+    for group_id in range(6):
+        prompt = random.integers(1, VOCAB_SIZE, random.integers(2, 12)).astype(np.int32)
+        rollouts = []
+        for _ in range(4):
+            length = int(random.integers(1, 40))
+            # About as likely as a random model finds them, so that some weights are cut off.
+            logprobs = random.normal(-np.log(VOCAB_SIZE), 0.8, length).astype(np.float32)
+            rollouts.append(
+                Rollout(
+                    prompt_ids=prompt,
+                    completion_ids=random.integers(1, VOCAB_SIZE, length).astype(np.int32),
+                    generator_logprobs=logprobs,
+                    segments=(VersionSegment(0, 0, length),),
+                    finish_reason="stop",
+                    completion="",
+                    reward=float(random.normal()),
+                )
+            )
+        groups.append(RolloutGroup(group_id, "", tuple(rollouts), "http://127.0.0.1:1"))
+    recorder = RolloutRecorder(str(file), VOCAB_SIZE, 0)
+    for version in range(steps):
+        recorder.write(version, len(groups) * (version + 1), groups)
+    recorder.close()
+
+
+def run_layouts(
+    layouts: list[Layout], models: dict[str, Path], batch: Path, folder: Path
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Runs all layouts of a number of ranks in one start of torchrun."""
+    results = {}
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        jobs, keys = [], []
+        for model, path in models.items():
+            for layout in layouts:
+                if layout.ranks == ranks:
+                    out = folder / f"{model}-{len(keys)}-{ranks}.pt"
+                    keys.append(((model, layout.name), out))
+                    jobs.append({"out": str(out), "args": _arguments(layout, path, batch, folder)})
+        file = folder / f"jobs-{ranks}.json"
+        file.write_text(json.dumps(jobs))
+        _torchrun(ranks, file)
+        for key, out in keys:
+            results[key] = torch.load(out)
+    return results
+
+
+def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[str]:
+    settings = {
+        "job.dump_folder": folder / "dump",
+        "model.hf_assets_path": model,
+        "training.steps": 3,
+        "training.seq_len": SEQ_LEN,
+        "training.local_batch_size": 4,
+        "training.max_norm": 1e9,
+        "training.mixed_precision_param": "float32",
+        "optimizer.lr": 1e-3,
+        "optimizer.implementation": "foreach",
+        "lr_scheduler.warmup_steps": 0,
+        "activation_checkpoint.mode": "none",
+        "activation_checkpoint.selective_ac_option": "op",
+        "rollout.replay": batch,
+        "rollout.max_new_tokens": 48,
+        "grpo.prompts_per_step": 6,
+        "grpo.group_size": 4,
+        "grpo.aggregation": "sequence_mean",
+        "grpo.mismatch_level": "geometric",
+        "grpo.kl_coef": 0.1,
+        "grpo.entropy_coef": 0.05,  # the policy term alone is near 0, and so no measure
+        "grpo.ref_model_path": f"{model}-reference",
+        "observe.progress": "none",
+        "observe.log_level": "warning",
+        "observe.samples_per_step": 0,
+        "debug.seed": 0,
+    }
+    plain = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    return plain + layout.arguments
+
+
+def _torchrun(ranks: int, jobs: Path) -> None:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    program = Path(__file__).with_name("layout_run.py")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc_per_node", str(ranks), str(program), str(jobs)),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{ranks} ranks failed:\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}")
+
+
+def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Largest relative differences; a tensor that is missing is infinitely far off."""
+    sgd, sgd_expected = result["sgd"], expected["sgd"]
+    return {
+        "loss": _largest(zip(sgd["losses"], sgd_expected["losses"], strict=True)),
+        "grad_norm": _largest(zip(sgd["grad_norms"], sgd_expected["grad_norms"], strict=True)),
+        "gradients": _farthest(sgd["gradients"], sgd_expected["gradients"]),
+        "parameters": _farthest(sgd["parameters"], sgd_expected["parameters"]),
+        "adamw_loss": _largest([(result["adamw"]["losses"][-1], expected["adamw"]["losses"][-1])]),
+    }
+
+
+def _largest(pairs: Iterable[tuple[float, float]]) -> float:
+    return max(abs(value - expected) / abs(expected) for value, expected in pairs)
+
+
+def _farthest(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    if set(tensors) != set(expected):
+        return float("inf")
+    return max(
+        ((tensors[name].double() - e.double()).norm() / e.double().norm()).item()
+        for name, e in expected.items()
+    )
+
+
+def holds(figures: dict[str, float]) -> bool:
+    """Whether a layout's differences are within the bounds (NaN is not)."""
+    adamw = figures["adamw_loss"] <= ADAMW_LOSS_TOLERANCE
+    return adamw and all(v <= TOLERANCE for k, v in figures.items() if k != "adamw_loss")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--quick", action="store_true", help="some layouts, up to 4 ranks")
+    options = parser.parse_args()
+    layouts = [layout for layout in LAYOUTS if layout.is_quick or not options.quick]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        models, batch = make_models(folder), folder / "batch.jsonl"
+        record_batch(batch, steps=3)
+        results = run_layouts(layouts, models, batch, folder)
+    rows = {key: compare(r, results[key[0], "one process"]) for key, r in results.items()}
+    print(f"{'model':8}{'layout':45}{'ranks':>6}  loss     grad norm gradients params   AdamW loss")
+    for (model, name), figures in rows.items():
+        ranks = next(layout.ranks for layout in layouts if layout.name == name)
+        numbers = "  ".join(f"{value:.1e}" for value in figures.values())
+        print(f"{model:8}{name:45}{ranks:>6}  {numbers}  {'ok' if holds(figures) else 'DIFFERS'}")
+    ok = all(map(holds, rows.values()))
+    if options.json:
+        figures = {
+            f"{model}/{name}/{figure}": value
+            for (model, name), values in rows.items()
+            for figure, value in values.items()
+        }
+        print(json.dumps({"benchmark": "layout_parity", "ok": ok, "figures": figures}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ranks of `layout_parity.py`: trains recorded batches under several layouts, one by one.
+
+    torchrun --nproc_per_node=N benchmarks/layout_run.py JOBS.json
+
+Everything is the trainer's own: model, runner, loss, clipping, replay. Only SGD is not
+among torchtitan's optimizers, and is put in its place.
+"""
+
+# ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.device import settle_device
+
+settle_device()
+
+import torch
+import torch.distributed as dist
+import torchtitan.protocols.train_spec as train_specs
+from torchtitan.components.optimizer import OptimizersContainer
+
+from torchtitan.grpo.config_manager import check_model, load_config
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo_train import GRPOTrainer
+
+SGD_LEARNING_RATE = 0.05
+
+
+class WatchedTrainer(GRPOTrainer):
+    """Trains through the file, and keeps what the layouts are compared by."""
+
+    def __init__(self, *args: Any, use_sgd: bool) -> None:
+        super().__init__(*args)
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.use_sgd = use_sgd
+        if use_sgd:
+            self.optimizers = OptimizersContainer(
+                self.model_parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
+            )
+        step, self.optimizers.step = self.optimizers.step, self._watched_step
+        self._optimizer_step = step
+
+    def _watched_step(self) -> None:
+        if self.use_sgd and not self.gradients:
+            gradients = {}
+            for name, parameter in named_parameters(self.model_parts):
+                assert parameter.grad is not None, name
+                gradients[name] = whole(parameter.grad)
+            self.gradients = on_rank_zero(gradients)
+        self._optimizer_step()
+
+    def _log_step(self, batch, sums, grad_norm, learning_rate) -> None:
+        super()._log_step(batch, sums.clone(), grad_norm, learning_rate)
+        from torchtitan.grpo.losses.objective import metrics_from_sums
+
+        metrics = metrics_from_sums(self.feed.all_reduce_sum(sums).tolist())
+        self.losses.append(metrics["loss/total"])
+        self.grad_norms.append(grad_norm)
+
+    def _finish(self) -> None:
+        """Nothing is exported."""
+
+    def result(self) -> dict[str, Any]:
+        named = {n: whole(p.detach()) for n, p in named_parameters(self.model_parts)}
+        parameters = on_rank_zero(named)
+        return {
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
+            "gradients": self.gradients,
+            "parameters": parameters,
+        }
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()  # pyright: ignore
+
+
+def on_rank_zero(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adds what other ranks' pipeline stages hold; on rank 0."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tensors)
+    return {name: tensor for part in gathered for name, tensor in part.items()}
+
+
+def run_job(job: dict[str, Any]) -> None:
+    config = load_config([*job["args"]])
+    hf_model = read_hf_model(config.model.hf_assets_path)
+    check_model(config, hf_model)
+    # A run registers its model once; this is several runs in one.
+    train_specs._extra_train_specs.clear()
+    result = {}
+    for optimizer in ("sgd", "adamw"):
+        train_specs._extra_train_specs.clear()
+        trainer = WatchedTrainer(config, hf_model, StopRequest(60.0), use_sgd=optimizer == "sgd")
+        try:
+            trainer.train()
+            result[optimizer] = trainer.result()
+        finally:
+            trainer.close()
+    if dist.get_rank() == 0:
+        torch.save(result, job["out"])
+
+
+def main() -> None:
+    init_console("warning", is_rank_zero=False)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        run_job(job)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

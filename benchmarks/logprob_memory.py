@@ -1,0 +1,217 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Fused log-probabilities against whole logits: peak extra memory and time.
+
+One forward and backward pass over 4,096 tokens, a vocabulary of 151,936 and hidden size
+1,024, with gradients of the hidden states and of the weight. Extra memory is all above the
+two inputs, the gradients included. Each pass has a process of its own; rounds alternate
+the order, and ratios are medians over rounds of neighbours in time. The claim is about
+`fused` against `naive`; torch's own fused function stands beside them, once.
+
+    python benchmarks/logprob_memory.py [--json] [--device cuda] [--dtype bfloat16]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+MEMORY_BOUND, TIME_BOUND, DIFFERENCE_BOUND = 1 / 8, 1.0, 1e-4
+SIZES = {"full": (4096, 151_936, 1024), "quick": (512, 20_000, 64)}
+MIB = 2**20
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--quick", action="store_true", help="a small size, to try the script")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--chunk-tokens", type=int, help="default: that of grpo.logprob_chunk_tokens"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# ---- in the child: one pass, measured
+
+
+def passes(arguments: argparse.Namespace) -> dict:
+    """Row name to a function from (hidden, weight, labels) to [tokens] log-probabilities."""
+    import torch.nn.functional as F
+    from torch.nn import LinearCrossEntropyOptions
+
+    from torchtitan.grpo.config import GRPO
+    from torchtitan.grpo.losses.linear_logprobs import linear_logprobs
+
+    chunk_tokens = arguments.chunk_tokens or GRPO().logprob_chunk_tokens
+
+    def naive(hidden, weight, labels):
+        return -F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
+
+    def fused(with_entropy):
+        return lambda hidden, weight, labels: linear_logprobs(
+            hidden, weight, labels, temperature=1.0, chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+        )[0]  # fmt: skip
+
+    def torch_fused(options):
+        return lambda hidden, weight, labels: -F.linear_cross_entropy(
+            hidden, weight, labels, reduction="none", options=options
+        )
+
+    return {
+        "naive": naive,
+        "fused": fused(False),
+        "fused_entropy": fused(True),
+        "torch": torch_fused(LinearCrossEntropyOptions()),
+        "torch_chunked": torch_fused(LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens)),
+    }
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds and extra MiB of one pass, and numbers that all passes must agree on."""
+    import torch
+
+    run = passes(arguments)[arguments.child]
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+
+    def make(tokens: int, vocab: int, dim: int):
+        torch.manual_seed(0)
+        hidden = torch.randn(tokens, dim, device=device, dtype=dtype).requires_grad_()
+        weight = torch.randn(vocab, dim, device=device, dtype=dtype).mul_(dim**-0.5)
+        labels = torch.randint(0, vocab, (tokens,), device=device)
+        return hidden, weight.requires_grad_(), labels, torch.randn(tokens, device=device)
+
+    def once(hidden, weight, labels, grads):
+        logprobs = run(hidden, weight, labels)
+        logprobs.backward(grads.to(logprobs.dtype))
+        return logprobs
+
+    size = SIZES["quick" if arguments.quick else "full"]
+    # Libraries start their threads, and a GPU picks its kernels, outside of the measurement.
+    once(*make(*(size if arguments.device == "cuda" else SIZES["quick"])))
+    case = make(*size)
+    before, start = memory_now(arguments.device), time.perf_counter()
+    logprobs = once(*case)
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "extra_mib": (memory_peak(arguments.device) - before) / MIB,
+        "logprob": float(logprobs.detach().double().mean()),
+        "hidden_grad": float(case[0].grad.double().norm()),
+        # By rows: a copy in float64 of the whole would come after the peak, but still.
+        "weight_grad": float(case[1].grad.norm(dim=1).double().norm()),
+    }
+
+
+def memory_now(device: str) -> int:
+    """Bytes in use, from which the peak starts anew."""
+    if device == "cpu":
+        return process_memory("VmRSS")
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def memory_peak(device: str) -> int:
+    """Highest number of bytes in use."""
+    if device == "cpu":
+        return process_memory("VmHWM")
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
+def process_memory(field: str) -> int:
+    """A size of this process in bytes, as Linux counts it (exactly, without sampling)."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+# ---- in the parent: rounds, ratios, verdict
+
+
+def run_child(name: str) -> dict[str, float]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=1800)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def run_rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Row name to its measurements: the two of the claim every round, the others once."""
+    measured: dict[str, list[dict[str, float]]] = {}
+    for number in range(rounds):
+        names = ["naive", "fused"] if number % 2 == 0 else ["fused", "naive"]
+        for name in [*names, *(["fused_entropy", "torch", "torch_chunked"] * (number == 0))]:
+            print(f"round {number + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
+            measured.setdefault(name, []).append(run_child(name))
+    return measured
+
+
+def figures_of(measured: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Flat names: medians of each row, and each row's ratios to the naive path."""
+    figures = {}
+    for name, runs in measured.items():
+        for key in ("seconds", "extra_mib"):
+            figures[f"{name}_{key}"] = statistics.median(run[key] for run in runs)
+            pairs = zip(runs, measured["naive"], strict=False)
+            ratio = statistics.median(ours[key] / naive[key] for ours, naive in pairs)
+            kind = "time" if key == "seconds" else "memory"
+            figures[f"{name}_{kind}_ratio"] = ratio
+        # All rows see the same numbers, so they must come to the same.
+        figures[f"{name}_difference"] = max(
+            abs(runs[0][key] / measured["naive"][0][key] - 1)
+            for key in ("logprob", "hidden_grad", "weight_grad")
+        )
+    return figures
+
+
+def print_table(figures: dict[str, float], names: list[str]) -> None:
+    print(f"{'':14}{'seconds':>9}{'ratio':>7}{'extra MiB':>11}{'ratio':>7}{'difference':>12}")
+    for name in names:
+        row = (figures[f"{name}_{key}"] for key in ("seconds", "time_ratio", "extra_mib"))
+        seconds, time_ratio, extra = row
+        memory_ratio, difference = figures[f"{name}_memory_ratio"], figures[f"{name}_difference"]
+        print(
+            f"{name:14}{seconds:9.2f}{time_ratio:7.2f}{extra:11.0f}{memory_ratio:7.3f}"
+            f"{difference:12.1e}"
+        )
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.child:
+        print(json.dumps(measure(arguments)))
+        return 0
+    measured = run_rounds(arguments.rounds)
+    figures = figures_of(measured)
+    # Half precision rounds differently by design; in float32 the rows must agree.
+    difference_bound = DIFFERENCE_BOUND if arguments.dtype == "float32" else 1e-2
+    ok = (
+        figures["fused_memory_ratio"] <= MEMORY_BOUND
+        and figures["fused_time_ratio"] <= TIME_BOUND
+        and figures["fused_difference"] <= difference_bound
+    )
+    print_table(figures, list(measured))
+    print(
+        f"fused against naive: memory at most {MEMORY_BOUND}, time at most {TIME_BOUND}, same "
+        f"numbers: {'holds' if ok else 'DOES NOT HOLD'}"
+    )
+    if arguments.json:
+        print(json.dumps({"benchmark": "logprob_memory", "ok": ok, "figures": figures}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""A model with a LogprobHead, parallelised as upstream does it, against one process."""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from torchtitan.grpo.device import prepare_fsdp_for_gloo
+from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
+
+DIM, VOCAB = 8, 301
+
+
+class Tail(nn.Module):
+    """The end of a model: norm and output layer, under upstream's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(DIM)
+        self.output = nn.Linear(DIM, VOCAB, bias=False)
+        replace_output(self, temperature=0.8, chunk_tokens=2, with_entropy=True)
+
+    def forward(self, hidden):
+        return self.output(self.norm(hidden))
+
+
+class Block(nn.Module):
+    """A pipeline stage; the last one ends in the head."""
+
+    def __init__(self, index: int, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.mix = nn.Linear(DIM, DIM)
+        self.output = (
+            LogprobHead(DIM, VOCAB, temperature=0.8, chunk_tokens=2, with_entropy=True)
+            if last
+            else None
+        )
+
+    def forward(self, hidden, labels):
+        hidden = self.mix(hidden).tanh()
+        if self.output is None:
+            return hidden
+        with self.output.labelled(labels):
+            return self.output(hidden)
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def data(rows: int):
+    torch.manual_seed(7)
+    shape = (rows, 6)
+    return torch.randn(*shape, DIM), torch.randint(0, VOCAB, shape), torch.randn(*shape, 2)
+
+
+def score(model: nn.Module, hidden, labels, grads):
+    hidden = hidden.clone().requires_grad_()
+    with model.output.labelled(labels):
+        packed = model(hidden)
+    (packed * grads).sum().backward()
+    return packed.detach(), hidden.grad
+
+
+def apply_tensor_parallel(model: nn.Module, mesh) -> None:
+    plan = {
+        # Whole hidden states in, cut along the sequence; upstream's embedding does that.
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Replicate(), use_local_output=True
+        ),
+    }
+    parallelize_module(
+        model, mesh,
+        PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
+    )  # fmt: skip
+    parallelize_module(model, mesh, plan)
+
+
+def tensor_parallel(arguments):
+    """TP of the given degree, times FSDP2 over the other ranks, each with rows of its own."""
+    degree, world = arguments["tp"], dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // degree, degree), mesh_dim_names=("dp", "tp"))
+    hidden, labels, grads = data(4)
+    one = Tail()
+    expected, expected_hidden = score(one, hidden, labels, grads)
+
+    model = Tail()
+    apply_tensor_parallel(model, mesh["tp"])
+    mine = slice(0, 4)
+    if world > degree:
+        for part in (model.norm, model.output, model):
+            fully_shard(part, mesh=mesh["dp"])
+        for part in (model.norm, model.output, model):
+            part.set_gradient_divide_factor(1.0)
+        prepare_fsdp_for_gloo([model])
+        half = mesh.get_local_rank("dp") * 2
+        mine = slice(half, half + 2)
+    packed, hidden_grad = score(model, hidden[mine], labels[mine], grads[mine])
+    return {
+        "names": [name for name, _ in model.named_parameters()],
+        "errors": {
+            "packed": relative(packed, expected[mine]),
+            "hidden": relative(hidden_grad, expected_hidden[mine]),
+            "norm": relative(model.norm.weight.grad, one.norm.weight.grad),
+            "output": relative(model.output.weight.grad, one.output.weight.grad),
+        },
+    }
+
+
+def mixed_precision(arguments):
+    """FSDP2 that computes in bfloat16 and keeps float32 parameters."""
+    hidden, labels, grads = data(2)
+    one = Tail()
+    expected, _ = score(one, hidden, labels, grads)
+    model = Tail()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.norm, model.output, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)
+    prepare_fsdp_for_gloo([model])
+    packed, _ = score(model, hidden, labels, grads / dist.get_world_size())
+    return {
+        "dtypes": [str(packed.dtype), str(model.output.weight.grad.dtype)],
+        "errors": {
+            "packed": relative(packed, expected),
+            "norm": relative(model.norm.weight.grad, one.norm.weight.grad),
+            "output": relative(model.output.weight.grad, one.output.weight.grad),
+        },
+    }
+
+
+def pipeline(arguments):
+    """Two stages a rank, under the schedules that split the backward pass."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    num_stages = 2 * world
+    hidden, labels, grads = data(4)
+
+    one = [Block(i, i == num_stages - 1) for i in range(num_stages)]
+    value = hidden
+    for block in one:
+        value = block(value, labels)
+    (value * grads).sum().backward()
+
+    errors = {}
+    orders = {
+        ScheduleInterleavedZeroBubble: [rank, rank + world],
+        ScheduleZBVZeroBubble: [rank, num_stages - 1 - rank],
+    }
+    for schedule_class, indices in orders.items():
+        blocks = [Block(i, i == num_stages - 1) for i in indices]
+        stages = [
+            PipelineStage(block, index, num_stages, torch.device("cpu"))
+            for block, index in zip(blocks, indices, strict=True)
+        ]
+        schedule = schedule_class(
+            stages, 4, loss_fn=lambda packed, target: (packed * target).sum(), scale_grads=False
+        )
+        first, last = 0 in indices, num_stages - 1 in indices
+        schedule.step(*([hidden] if first else []), labels=labels, target=grads if last else None)
+        for index, block in zip(indices, blocks, strict=True):
+            for (name, ours), theirs in zip(
+                block.named_parameters(), one[index].parameters(), strict=True
+            ):
+                key = f"{schedule_class.__name__} {index} {name}"
+                errors[key] = relative(ours.grad, theirs.grad)
+    return {"errors": errors}
+
+
+def main(arguments):
+    dist.init_process_group("gloo")
+    cases = {
+        "tensor_parallel": tensor_parallel,
+        "mixed_precision": mixed_precision,
+        "pipeline": pipeline,
+    }
+    return {name: cases[name](arguments) for name in arguments["cases"]}

@@ -1,0 +1,120 @@
+"""Advantages against numbers worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.losses.advantages import compute_advantages, informative_samples
+
+# Groups out of order: 7 has rewards 1, 3 (mean 2), 3 has 0, 0, 3 (mean 1).
+REWARDS = np.array([1.0, 0.0, 3.0, 0.0, 3.0])
+GROUPS = np.array([7, 3, 7, 3, 3])
+
+
+def advantages(rewards=REWARDS, groups=GROUPS, lengths=None, **settings):
+    lengths = np.full(len(rewards), 4) if lengths is None else np.array(lengths)
+    settings = {
+        "kind": "group_norm",
+        "std": "sample",
+        "eps": 1e-12,
+        "length_power": 0.0,
+    } | settings
+    return compute_advantages(np.asarray(rewards), np.asarray(groups), lengths, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Sample variances: (1 + 1) / 1 = 2 and (1 + 1 + 4) / 2 = 3.
+        (
+            {"kind": "group_norm"},
+            [-1 / math.sqrt(2), -1 / math.sqrt(3), 1 / math.sqrt(2), -1 / math.sqrt(3),
+             2 / math.sqrt(3)],
+        ),
+        # Population variances: 2 / 2 = 1 and 6 / 3 = 2.
+        (
+            {"kind": "group_norm", "std": "population"},
+            [-1, -1 / math.sqrt(2), 1, -1 / math.sqrt(2), 2 / math.sqrt(2)],
+        ),
+        # eps is added to the deviation, not to the variance: -1 / (1 + 1), -1 / (sqrt(2) + 1).
+        (
+            {"kind": "group_norm", "std": "population", "eps": 1.0},
+            [-1 / 2, -1 / (math.sqrt(2) + 1), 1 / 2, -1 / (math.sqrt(2) + 1),
+             2 / (math.sqrt(2) + 1)],
+        ),
+        ({"kind": "group_mean"}, [-1, -1, 1, -1, 2]),
+        # Less the mean of the others: 1 - 3, 0 - 1.5, 3 - 1, 0 - 1.5, 3 - 0.
+        ({"kind": "leave_one_out"}, [-2, -1.5, 2, -1.5, 3]),
+        # Squares of the centred rewards sum to 1 + 1 + 1 + 1 + 4 = 8: over 4, and over 5.
+        ({"kind": "batch_norm"}, np.array([-1, -1, 1, -1, 2]) / math.sqrt(2)),
+        (
+            {"kind": "batch_norm", "std": "population"},
+            np.array([-1, -1, 1, -1, 2]) / math.sqrt(8 / 5),
+        ),
+        # Mean length 4; factors 4 / length, to the power of 1 and 1/2.
+        (
+            {"kind": "group_mean", "length_power": 1.0, "lengths": [1, 2, 4, 8, 5]},
+            [-4, -2, 1, -0.5, 1.6],
+        ),
+        (
+            {"kind": "group_mean", "length_power": 0.5, "lengths": [1, 4, 4, 1, 10]},
+            [-2, -1, 1, -2, 2 * math.sqrt(0.4)],
+        ),
+        # A sample without a token is not in the mean length (now 4), and keeps its value.
+        (
+            {"kind": "group_mean", "length_power": 1.0, "lengths": [0, 2, 4, 8, 2]},
+            [-1, -2, 1, -0.5, 4],
+        ),
+    ],
+)  # fmt: skip
+def test_advantages_are_those_worked_out_by_hand(settings, expected):
+    got = advantages(**settings)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+KINDS = pytest.mark.parametrize("kind", ["group_norm", "group_mean", "leave_one_out", "batch_norm"])
+
+
+@KINDS
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_lone_samples_and_equal_rewards_get_exactly_zero(kind, std):
+    # 0.1 three times has a mean of 0.10000000000000002 in floating point.
+    rewards, groups = [5.0, 0.1, 0.1, 0.1, 0.0, 1.0], [1, 2, 2, 2, 3, 3]
+    got = advantages(rewards, groups, kind=kind, std=std, eps=1e-30)
+    np.testing.assert_array_equal(got[:4], 0)
+    assert (got[4:] != 0).all()
+
+
+@KINDS
+def test_a_batch_without_any_comparison_gets_zeros(kind):
+    np.testing.assert_array_equal(advantages([2.0, 2.0], [1, 1], kind=kind), [0, 0])
+    np.testing.assert_array_equal(advantages([2.0], [1], kind=kind), [0])
+    assert advantages([], [], kind=kind).shape == (0,)
+
+
+def test_batch_norm_compares_groups_of_one_with_the_batch():
+    # Rewards 1, 2, 6: mean 3, sample variance (4 + 1 + 9) / 2 = 7.
+    got = advantages([1.0, 2.0, 6.0], [4, 5, 6], kind="batch_norm")
+    np.testing.assert_allclose(got, np.array([-2, -1, 3]) / math.sqrt(7), rtol=1e-6)
+
+
+def test_rewards_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match=r"finite, got \[nan\]"):
+        advantages([1.0, math.nan], [1, 1])
+
+
+def test_differing_shapes_and_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="must match"):
+        advantages([1.0, 2.0], [1, 1, 1])
+    with pytest.raises(ValueError, match=r"grpo\.advantage must be .*got 'gae'"):
+        advantages(kind="gae")
+
+
+def test_samples_are_informative_where_rewards_of_their_group_differ():
+    got = informative_samples(
+        np.array([1.0, 0.5, 0.0, 0.5, 0.0, 9.0]), np.array([2, 1, 2, 1, 2, 7])
+    )
+    np.testing.assert_array_equal(got, [True, False, True, False, True, False])
+    assert informative_samples(np.array([]), np.array([], np.int64)).shape == (0,)

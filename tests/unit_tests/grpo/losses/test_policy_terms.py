@@ -1,0 +1,129 @@
+"""Policy terms against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyInputs, PolicyTerm
+
+
+def term_of(
+    ratios: list[float], advantages: list[float], ids: list[int] | None = None, **settings
+) -> tuple[PolicyTerm, torch.Tensor]:
+    """The term of one row of trained tokens, and the gradient of its sum.
+
+    Logprobs are all -2, so that what the ratio is of does not matter elsewhere.
+    """
+    config = GRPO(**({"clip_low": 0.2, "clip_high": 0.3} | settings))
+    logprobs = torch.full((1, len(ratios)), -2.0, dtype=torch.float64, requires_grad=True)
+    old = logprobs.detach() - torch.tensor([ratios], dtype=torch.float64).log()
+    inputs = PolicyInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        generator_logprobs=torch.full_like(old, math.nan),
+        advantages=torch.tensor([advantages], dtype=torch.float64),
+        entropy=torch.zeros_like(old),
+        loss_mask=torch.ones_like(old, dtype=torch.bool),
+        sequence_ids=torch.tensor([ids or [0] * len(ratios)]),
+    )
+    term = BUILTIN[config.policy_loss](inputs, config)
+    (gradient,) = torch.autograd.grad(term.token_losses.sum(), logprobs)
+    return term, gradient
+
+
+def check(result, losses, gradient, clipped, dual_clipped=None) -> None:
+    term, got = result
+    torch.testing.assert_close(
+        term.token_losses.detach(), torch.tensor([losses], dtype=torch.float64)
+    )
+    torch.testing.assert_close(got, torch.tensor([gradient], dtype=torch.float64))
+    assert term.clipped.tolist() == [[bool(x) for x in clipped]]
+    assert term.dual_clipped.tolist() == [[bool(x) for x in dual_clipped or [0] * len(losses)]]
+
+
+def test_clip_bounds_hold_on_the_side_where_they_bind():
+    # d(-ratio * A) = -ratio * A where not clipped, else 0.
+    check(
+        term_of([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, 3]),
+        losses=[-1.3, 2, -0.5, 0.8, -3.3],
+        gradient=[0, 2, -0.5, 0, -3.3],
+        clipped=[1, 0, 0, 1, 0],
+    )
+
+
+def test_at_the_old_policy_the_gradient_is_that_of_reinforce():
+    losses, advantages = [-1, 2, 0], [1, -2, 0]
+    check(term_of([1, 1, 1], advantages), losses, gradient=losses, clipped=[0, 0, 0])
+    check(
+        term_of([1, 1, 1], advantages, policy_loss="reinforce"),
+        losses=[2, -4, 0], gradient=losses, clipped=[0, 0, 0],
+    )  # fmt: skip
+
+
+def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
+    check(
+        term_of([4, 2.5, 4, 0.5], [-2, -2, 2, -2], dual_clip=3.0),
+        losses=[6, 5, -2.6, 1.6],
+        gradient=[0, 5, 0, 0],
+        clipped=[0, 0, 1, 1],
+        dual_clipped=[1, 0, 0, 0],
+    )
+
+
+def test_gspo_takes_one_ratio_a_sequence_and_clips_all_of_it():
+    # Geometric means: sqrt(4 * 1) = 2, clipped to 1.3; sqrt(1.44 * 1) = 1.2, not clipped.
+    # The tokens of a sequence share its gradient evenly.
+    check(
+        term_of([4, 1, 1.44, 1], [1, 1, 5, 5], [0, 0, 1, 1], policy_loss="gspo"),
+        losses=[-1.3, -1.3, -6, -6],
+        gradient=[0, 0, -6, -6],
+        clipped=[1, 1, 0, 0],
+    )
+
+
+def test_gspo_can_be_dual_clipped():
+    check(
+        term_of([16, 1], [-1, -1], policy_loss="gspo", dual_clip=3.0),
+        losses=[3, 3], gradient=[0, 0], clipped=[0, 0], dual_clipped=[1, 1],
+    )  # fmt: skip
+
+
+def test_gspo_passes_no_gradient_to_tokens_that_are_weighted_out():
+    """GSPO-token: in the sequence form the first token would get half of it."""
+    config = GRPO(policy_loss="gspo")
+    logprobs = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    same = torch.zeros(1, 2, dtype=torch.float64)
+    inputs = PolicyInputs(
+        logprobs, same, same, torch.ones_like(same), same, torch.ones(1, 2).bool(),
+        torch.zeros(1, 2, dtype=torch.int64),
+    )  # fmt: skip
+    losses = BUILTIN["gspo"](inputs, config).token_losses
+    (gradient,) = torch.autograd.grad((losses * torch.tensor([[0.0, 1.0]])).sum(), logprobs)
+    assert gradient.tolist() == [[0.0, -1.0]]
+
+
+def test_cispo_bounds_the_weight_and_keeps_every_gradient():
+    # Loss: -weight * A * logprob with logprob -2; gradient: -weight * A.
+    check(
+        term_of([2, 0.5, 1.1], [1, -1, 1], policy_loss="cispo"),
+        losses=[2.6, -1, 2.2],
+        gradient=[-1.3, 0.5, -1.1],
+        clipped=[1, 0, 0],
+    )
+
+
+def test_cispo_two_sided_also_has_a_floor():
+    check(
+        term_of([2, 0.5, 1.1], [1, -1, 1], policy_loss="cispo", cispo_two_sided=True),
+        losses=[2.6, -1.6, 2.2],
+        gradient=[-1.3, 0.8, -1.1],
+        clipped=[1, 1, 0],
+    )
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_tokens_without_an_advantage_get_no_gradient(name):
+    _, gradient = term_of([3, 0.3, 1], [0, 0, 0], policy_loss=name)
+    assert (gradient == 0).all()

@@ -1,0 +1,140 @@
+"""What must not change the loss: the order of groups, padding, rows, microbatches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.losses.advantages import compute_advantages, informative_samples
+from torchtitan.grpo.losses.aggregation import token_weights
+from torchtitan.grpo.losses.objective import SUM_NAMES, metrics_from_sums, objective
+
+CONFIGS = st.builds(
+    GRPO,
+    policy_loss=st.sampled_from(["clip", "gspo", "cispo", "reinforce"]),
+    dual_clip=st.sampled_from([0.0, 1.5]),
+    aggregation=st.sampled_from(["token_mean", "sequence_mean", "constant_length"]),
+    old_policy=st.sampled_from(["step_start", "sampling"]),
+    mismatch_correction=st.sampled_from(["none", "truncate", "mask"]),
+    mismatch_level=st.sampled_from(["token", "sequence", "geometric"]),
+    importance_cap=st.sampled_from([1.2, 2.0]),
+    importance_floor=st.sampled_from([0.0, 0.7]),
+    mismatch_veto=st.sampled_from([0.0, 0.5]),
+    kl_coef=st.sampled_from([0.0, 0.1]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3", "abs"]),
+    entropy_coef=st.sampled_from([0.0, 0.01]),
+)
+NUM_SEQUENCES = 9
+
+profile = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@st.composite
+def layouts(draw):
+    """Sequences in some order, cut into rows, rows padded, rows cut into microbatches."""
+    order = draw(st.permutations(range(NUM_SEQUENCES)))
+    cuts = sorted(draw(st.sets(st.integers(1, NUM_SEQUENCES - 1), max_size=4)))
+    rows = [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, NUM_SEQUENCES], strict=True)]
+    for _ in range(draw(st.integers(0, 2))):
+        rows.insert(draw(st.integers(0, len(rows))), [])
+    row_len = NUM_SEQUENCES * 8 + draw(st.integers(0, 5))
+    ends = sorted(draw(st.sets(st.integers(1, len(rows)), max_size=3)) | {len(rows)})
+    return rows, row_len, list(zip([0, *ends], ends, strict=False))
+
+
+@profile
+@given(config=CONFIGS, layout=layouts(), seed=st.integers(0, 10_000))
+def test_no_layout_changes_loss_gradients_or_metrics(lab, config, layout, seed):
+    rows, row_len, microbatches = layout
+    results = []
+    for parts in (None, microbatches):
+        sequences = lab.make_sequences(seed)
+        plain = parts is None
+        inputs = lab.pack(
+            sequences,
+            [list(range(NUM_SEQUENCES))] if plain else rows,
+            NUM_SEQUENCES * 8 if plain else row_len,
+            config,
+            junk=0.0 if plain else float("nan"),
+        )
+        loss, sums = torch.zeros((), dtype=torch.float64), torch.zeros(len(SUM_NAMES)).double()
+        for begin, end in [(0, 1)] if plain else microbatches:
+            part, part_sums = objective(lab.row_slice(inputs, begin, end), config)
+            loss, sums = loss + part, sums + part_sums
+        loss.backward()
+        results.append((loss.detach(), lab.gradients(sequences), metrics_from_sums(sums.tolist())))
+    (loss, gradients, metrics), (other_loss, other_gradients, other_metrics) = results
+    torch.testing.assert_close(other_loss, loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(other_gradients, gradients, rtol=1e-10, atol=1e-12)
+    assert other_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-13)
+
+
+ADVANTAGES = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["group_norm", "group_mean", "leave_one_out", "batch_norm"]),
+        "std": st.sampled_from(["sample", "population"]),
+        "eps": st.just(1e-4),
+        "length_power": st.sampled_from([0.0, 0.5, 1.0]),
+    }
+)
+
+
+@st.composite
+def tables(draw):
+    """Rewards, group ids and lengths of some samples."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    num = sum(sizes)
+    reward = st.sampled_from([0.0, 0.1, 1.0, -2.5]) | st.floats(-3, 3)
+    rewards = draw(st.lists(reward, min_size=num, max_size=num))
+    lengths = draw(st.lists(st.integers(0, 50), min_size=num, max_size=num))
+    return np.array(rewards), np.repeat(np.arange(len(sizes)), sizes), np.array(lengths)
+
+
+@profile
+@given(table=tables(), settings_=ADVANTAGES, data=st.data())
+def test_neither_order_nor_names_of_groups_change_an_advantage(table, settings_, data):
+    rewards, groups, lengths = table
+    order = np.array(data.draw(st.permutations(range(len(rewards)))))
+    names = np.array(data.draw(st.permutations(range(10, 20))))
+    renamed = names[groups]
+    plain = compute_advantages(rewards, groups, lengths, **settings_)
+    moved = compute_advantages(rewards[order], renamed[order], lengths[order], **settings_)
+    np.testing.assert_allclose(moved, plain[order], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(
+        informative_samples(rewards[order], renamed[order]),
+        informative_samples(rewards, groups)[order],
+    )
+
+
+@profile
+@given(table=tables(), settings_=ADVANTAGES)
+def test_groups_that_say_nothing_have_no_advantage_and_centred_ones_add_up_to_zero(
+    table, settings_
+):
+    rewards, groups, lengths = table
+    got = compute_advantages(rewards, groups, lengths, **(settings_ | {"length_power": 0.0}))
+    informative = informative_samples(rewards, groups)
+    if settings_["kind"] != "batch_norm" or len(set(groups)) < len(groups):
+        assert (got[~informative] == 0).all()
+    for group in set(groups[informative]):
+        assert abs(got[groups == group].sum()) < 1e-4 * max(abs(got).max(), 1)
+
+
+@profile
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
+    kind=st.sampled_from(["token_mean", "sequence_mean"]),
+    data=st.data(),
+)
+def test_the_weights_of_means_add_up_to_one_in_any_order(lengths, kind, data):
+    lengths = np.array(lengths)
+    weights = token_weights(lengths, kind=kind, constant_length=0)
+    assert (weights * lengths).sum() == pytest.approx(1, rel=1e-12)
+    order = np.array(data.draw(st.permutations(range(len(lengths)))))
+    moved = token_weights(lengths[order], kind=kind, constant_length=0)
+    np.testing.assert_allclose(moved, weights[order], rtol=1e-12)
+    # A sample without a token is as if it were not there.
+    padded = token_weights(np.append(lengths, 0), kind=kind, constant_length=0)
+    np.testing.assert_array_equal(padded, np.append(weights, 0))

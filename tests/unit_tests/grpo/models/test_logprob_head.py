@@ -1,0 +1,94 @@
+"""The output layer that returns log-probabilities, alone and under every kind of layout."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
+
+SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True}
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(31, 8)
+        self.output = nn.Linear(8, 31, bias=False)
+        if tied:
+            self.output.weight = self.tok_embeddings.weight
+
+
+def test_it_scores_the_labels_of_its_context():
+    torch.manual_seed(0)
+    head = LogprobHead(8, 31, **SETTINGS)
+    hidden = torch.randn(2, 5, 8)
+    labels, others = torch.randint(0, 31, (2, 2, 5))
+    log_p = (hidden @ head.weight.T / 0.8).log_softmax(-1)
+    with head.labelled(labels):
+        with head.labelled(others):
+            inner = head(hidden)
+        outer = head(hidden)
+    assert outer.shape == (2, 5, 2) and outer.dtype == torch.float32
+    for packed, of in ((inner, others), (outer, labels)):
+        torch.testing.assert_close(packed[..., 0], log_p.gather(-1, of[..., None])[..., 0])
+        torch.testing.assert_close(packed[..., 1], -(log_p.exp() * log_p).sum(-1))
+
+
+def test_without_labels_it_says_what_is_missing():
+    head = LogprobHead(8, 31, **SETTINGS)
+    with pytest.raises(KeyError), head.labelled(torch.zeros(1, 5, dtype=torch.int64)):
+        raise KeyError
+    with pytest.raises(RuntimeError, match="labelled"):
+        head(torch.zeros(1, 5, 8))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_replacing_keeps_the_parameter_its_name_and_tying(tied):
+    with torch.device("meta"):
+        model = Tied(tied)
+    weight, keys = model.output.weight, list(model.state_dict())
+    head = replace_output(model, **SETTINGS)
+    assert head is model.output and head.weight is weight
+    assert head.weight.is_meta
+    assert (model.output.weight is model.tok_embeddings.weight) == tied
+    assert list(model.state_dict()) == keys
+    assert (head.temperature, head.chunk_tokens, head.with_entropy) == (0.8, 2, True)
+    # Upstream's pipeline split copies the model for each stage.
+    copied = copy.deepcopy(model)
+    assert (copied.output.weight is copied.tok_embeddings.weight) == tied
+    assert "temperature=0.8" in repr(copied)
+
+
+def test_a_stage_without_an_output_is_left_alone():
+    model = Tied()
+    model.output = None
+    assert replace_output(model, **SETTINGS) is None
+
+
+def test_an_output_of_another_kind_is_refused():
+    model = Tied()
+    model.output = nn.Linear(8, 31)
+    with pytest.raises(ValueError, match="without bias"):
+        replace_output(model, **SETTINGS)
+
+
+def assert_small(errors: dict[str, float], bound: float) -> None:
+    assert errors and all(error < bound for error in errors.values()), errors
+
+
+@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (3, 3), (4, 2)])
+def test_tensor_parallel_gives_the_whole_ones_numbers(num_ranks, degree, run_ranks):
+    """With sequence parallel before it; on four ranks also FSDP2. 301 ids do not divide."""
+    results = run_ranks("logprob_head_ranks", num_ranks, cases=["tensor_parallel"], tp=degree)
+    for result in results:
+        assert result["tensor_parallel"]["names"] == ["norm.weight", "output.weight"]
+        assert_small(result["tensor_parallel"]["errors"], 1e-5)
+
+
+def test_mixed_precision_and_zero_bubble_schedules_give_right_gradients(run_ranks):
+    for result in run_ranks("logprob_head_ranks", 2, cases=["mixed_precision", "pipeline"]):
+        assert result["mixed_precision"]["dtypes"] == ["torch.float32", "torch.float32"]
+        assert_small(result["mixed_precision"]["errors"], 2e-2)
+        assert_small(result["pipeline"]["errors"], 1e-5)

@@ -1,0 +1,140 @@
+"""Who holds which block, and who sends it: pure functions."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from torchtitan.grpo.models.shards import (
+    Assembly,
+    Block,
+    Held,
+    Piece,
+    block_of,
+    in_buckets,
+    model_order,
+    plan_assembly,
+)
+
+
+def blocks(shape, placements, mesh_shape) -> dict[tuple[int, ...], Block]:
+    return {
+        coordinate: block_of(shape, placements, mesh_shape, coordinate)
+        for coordinate in product(*map(range, mesh_shape))
+    }
+
+
+def test_replicated_tensor_is_one_block_everywhere():
+    assert set(blocks((4, 3), [Replicate()], (2,)).values()) == {Block((0, 0), (4, 3))}
+
+
+def test_shards_are_cut_as_torch_chunk_cuts():
+    assert blocks((5, 2), [Shard(0)], (3,)) == {
+        (0,): Block((0, 0), (2, 2)),
+        (1,): Block((2, 0), (2, 2)),
+        (2,): Block((4, 0), (1, 2)),
+    }
+    assert [b.shape[0] for b in blocks((2,), [Shard(0)], (4,)).values()] == [1, 1, 0, 0]
+
+
+def test_strided_shard_divides_what_the_others_left():
+    # 7 rows: tensor parallelism gives 4 and 3, FSDP over 3 ranks then 2, 2, 0 and 1, 1, 1.
+    found = blocks((7,), [_StridedShard(0, split_factor=2), Shard(0)], (3, 2))
+    assert {c: (b.offset[0], b.shape[0]) for c, b in found.items()} == {
+        (0, 0): (0, 2),
+        (1, 0): (2, 2),
+        (2, 0): (4, 0),
+        (0, 1): (4, 1),
+        (1, 1): (5, 1),
+        (2, 1): (6, 1),
+    }
+
+
+def test_partial_tensor_is_no_weight():
+    with pytest.raises(ValueError, match="must be sharded or replicated"):
+        block_of((4,), [Partial()], (2,), (0,))
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
+def test_blocks_are_what_fsdp_after_tensor_parallelism_holds(rows, fsdp, tp, replicas):
+    whole = torch.arange(rows)
+    placements = [Replicate(), _StridedShard(0, split_factor=tp), Shard(0)]
+    for (_, i, j), block in blocks((rows,), placements, (replicas, fsdp, tp)).items():
+        # Shard(0) and FSDP both cut by torch.chunk, and leave ranks without a chunk empty.
+        tp_parts = [*whole.chunk(tp), *[whole[:0]] * tp]
+        parts = [*tp_parts[j].chunk(fsdp), *[whole[:0]] * fsdp]
+        assert block.of(whole).tolist() == parts[i].tolist()
+
+
+def held_by(ranks: dict[int, dict[str, tuple[int, int]]], num_ranks: int, rows: int = 4):
+    """One-dimensional parameters of ``rows`` rows: for each rank names and (begin, end)."""
+    return [
+        {
+            name: Held((rows,), Block((begin,), (end - begin,)))
+            for name, (begin, end) in ranks.get(rank, {}).items()
+        }
+        for rank in range(num_ranks)
+    ]
+
+
+def test_replicas_do_not_send_what_a_lower_rank_sends():
+    halves = {0: {"norm.weight": (0, 2)}, 1: {"norm.weight": (2, 4)}}
+    held = held_by(halves | {2: halves[0], 3: halves[1]}, 4)
+    (assembly,) = plan_assembly(held)
+    assert assembly.pieces == (Piece(0, Block((0,), (2,))), Piece(1, Block((2,), (2,))))
+
+
+def test_stages_of_a_v_come_in_model_order():
+    first_and_last = {"tok_embeddings.weight": (0, 4), "norm.weight": (0, 4)}
+    middle = {"layers.10.w": (0, 4), "layers.2.w": (0, 4)}
+    plan = plan_assembly(held_by({0: first_and_last, 1: middle}, 2))
+    assert [(a.name, a.pieces[0].rank) for a in plan] == [
+        ("tok_embeddings.weight", 0),
+        ("layers.2.w", 1),
+        ("layers.10.w", 1),
+        ("norm.weight", 0),
+    ]
+
+
+def test_empty_blocks_are_not_sent():
+    held = held_by({0: {"norm.weight": (0, 4)}, 1: {"norm.weight": (4, 4)}}, 2)
+    assert plan_assembly(held)[0].pieces == (Piece(0, Block((0,), (4,))),)
+
+
+@pytest.mark.parametrize("second", [(1, 4), (3, 4)])
+def test_blocks_that_overlap_or_leave_gaps_are_refused(second):
+    held = held_by({0: {"norm.weight": (0, 2)}, 1: {"norm.weight": second}}, 2)
+    with pytest.raises(RuntimeError, match="must make up its shape"):
+        plan_assembly(held)
+
+
+def test_ranks_that_disagree_on_a_shape_are_refused():
+    held = [{"norm.weight": Held((rows,), Block((0,), (rows,)))} for rows in (4, 5)]
+    with pytest.raises(RuntimeError, match="on rank 1"):
+        plan_assembly(held)
+
+
+def test_model_order_is_stable_inside_a_layer():
+    names = ["output.weight", "layers.1.b", "layers.1.a", "layers.0.z", "tok_embeddings.weight"]
+    assert sorted(names, key=model_order) == [
+        "tok_embeddings.weight",
+        "layers.0.z",
+        "layers.1.b",
+        "layers.1.a",
+        "output.weight",
+    ]
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 60))
+def test_buckets_hold_everything_in_order_and_no_more_than_they_may(sizes, bucket_bytes):
+    assemblies = [Assembly(str(i), (size,), ()) for i, size in enumerate(sizes)]
+    buckets = in_buckets(assemblies, lambda a: math.prod(a.shape), bucket_bytes)
+    assert [a for bucket in buckets for a in bucket] == assemblies
+    for bucket in buckets:
+        assert bucket
+        assert len(bucket) == 1 or sum(a.numel for a in bucket) <= bucket_bytes

@@ -1,0 +1,77 @@
+"""Weights come out of every layout as they went in, by the push and by the export."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ZBV = "ZBVZeroBubble"
+# One start of the ranks for all layouts of a size: starting takes longer than the rest.
+CASES = {
+    1: {"one": ("qwen3_tied", {})},
+    2: {
+        "fsdp2": ("qwen3_tied", {"dp_shard": 2, "ac": "full"}),
+        "replicate2": ("llama", {"dp_replicate": 2, "compiled": True}),
+        "tp2": ("qwen3_tied", {"tp": 2}),
+        "cp2": ("qwen3", {"cp": 2, "ac": "full", "compiled": True}),
+        "pp2": ("llama", {"pp": 2}),
+        "pp2_zbv": ("qwen3", {"pp": 2, "schedule": ZBV}),
+    },
+    4: {
+        "hsdp2x2": ("qwen3", {"dp_replicate": 2, "dp_shard": 2}),
+        "fsdp2_tp2": ("llama", {"dp_shard": 2, "tp": 2}),
+        "fsdp2_tp2_tied": ("qwen3_tied", {"dp_shard": 2, "tp": 2}),
+        "replicate2_tp2": ("qwen3", {"dp_replicate": 2, "tp": 2}),
+        "pp2_tp2": ("llama", {"pp": 2, "tp": 2, "schedule": "Interleaved1F1B"}),
+        "pp2_fsdp2_zbv": ("qwen3", {"pp": 2, "dp_shard": 2, "schedule": ZBV}),
+    },
+    8: {
+        "fsdp2_tp2_pp2_zbv": ("qwen3", {"dp_shard": 2, "tp": 2, "pp": 2, "schedule": ZBV}),
+        "fsdp2_cp2_tp2": ("llama", {"dp_shard": 2, "cp": 2, "tp": 2}),
+    },
+}
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_weights_come_out_as_they_went_in(num_ranks, make_model, run_ranks, tmp_path):
+    folders = {
+        kind: make_model(kind)[1] for kind in {kind for kind, _ in CASES[num_ranks].values()}
+    }
+    results = run_ranks(
+        "weights_in_out", num_ranks, folder=str(tmp_path),
+        cases=[
+            {"name": name, "model": folders[kind], "layout": layout}
+            for name, (kind, layout) in CASES[num_ranks].items()
+        ],
+    )  # fmt: skip
+    for name, (kind, layout) in CASES[num_ranks].items():
+        for rank, result in enumerate(results):
+            label = f"{name} on rank {rank}"
+            assert result[name]["wrongly_loaded"] == [], label
+            assert result[name]["wrongly_gathered"] == [], label
+            assert result[name]["wrongly_exported"] == [], label
+            assert result[name]["num_buckets"] > 2, label
+            holds_all = layout.get("pp", 1) == 1
+            assert ("tok_embeddings.weight" in result[name]["own_names"]) or not holds_all
+            assert all("wrapped" not in n and "_orig" not in n for n in result[name]["own_names"])
+        assert_in_model_order(results[0][name]["gathered_names"])
+        assert_complete_directory(tmp_path / name, Path(folders[kind]))
+
+
+def assert_in_model_order(names: list[str]) -> None:
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    assert names[0] == "model.embed_tokens.weight"
+    assert next(n for n in names[1:] if ".layers." not in n) == "model.norm.weight"
+    assert ".layers." not in names[-1]
+
+
+def assert_complete_directory(exported: Path, source: Path) -> None:
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert (exported / "config.json").exists()
+    model, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(info.values()), info
+    original = AutoModelForCausalLM.from_pretrained(source)
+    assert model.state_dict().keys() == original.state_dict().keys()
