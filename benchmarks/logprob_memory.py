@@ -61,8 +61,8 @@ def passes(arguments: argparse.Namespace) -> dict:
         )[0]  # fmt: skip
 
     def torch_fused(options):
-        return lambda hidden, weight, labels: -F.linear_cross_entropy(
-            hidden, weight, labels, reduction="none", options=options
+        return lambda hidden, weight, labels: (
+            -F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
         )
 
     return {

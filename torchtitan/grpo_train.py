@@ -260,6 +260,8 @@ class GRPOTrainer(Trainer):
         """The model exported, the last version served and evaluated, the run summed up."""
         if self.stopped:
             return self._save_stopped()
+        if self.step < self.config.training.steps:  # a replayed file came to its end
+            self.checkpointer.save(self.step, last_step=True)
         # First what was learned: a server that does not come round must not cost it.
         folder = self._export(self.step)
         self._rank_zero_first(lambda: self._settle(folder))

@@ -161,10 +161,6 @@ class GRPO:
     """Tokens whose logits exist at a time; [tokens, vocabulary] is never whole in memory.
     At least 1."""
 
-    context_parallel: Literal["ulysses"] = "ulysses"
-    """How ``parallelism.context_parallel_degree`` splits attention. ``ulysses``:
-    all-to-all, heads scattered and sequences gathered."""
-
     async_weight_update: bool = True
     """Push weights on a background thread while the next step runs. False pushes in the
     foreground, between two steps."""
@@ -262,12 +258,13 @@ class Rollout:
     """The run stops after this many completions in a row failed on the servers."""
 
     record: str | None = None
-    """Write every trained batch of rollouts to this file, for ``replay``."""
+    """Write every trained batch of rollouts to this file, for ``replay``; ``.gz``
+    compresses. A new run refuses a file that holds batches; a resumed run goes on in it."""
 
     replay: str | None = None
     """Train on the batches of this file, in its order, instead of on new rollouts: no
-    server and no rollout process is started, no reward is computed. A run ends after
-    ``training.steps`` or with the file."""
+    server and no rollout process is started, no reward is computed, nothing is evaluated.
+    A run ends after ``training.steps`` or with the file. Not together with ``record``."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ samples were drawn from therefore differs from what the trainer scores, and each
 loss is weighted by the ratio of the two, kept from growing without bound.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -128,7 +129,7 @@ def mismatch_weights(
             )
     vetoed = nowhere
     if veto > 0:
-        culprits = (loss_mask & (ratio(log_ratio) < veto)).to(log_ratio.dtype)
+        culprits = (loss_mask & (log_ratio < math.log(veto))).to(log_ratio.dtype)
         vetoed = loss_mask & (spread(sequence_sums(culprits, sequence_ids), sequence_ids) > 0)
         masked = masked | vetoed
     kept = loss_mask & ~masked

@@ -35,7 +35,7 @@ def policy_function(name: str) -> PolicyFunction:
     if name in BUILTIN:
         return BUILTIN[name]
     if name not in _LOADED:
-        _LOADED[name] = _as_term(name, load_function(name, "grpo.policy_loss", BUILTIN))
+        _LOADED[name] = _as_term(load_function(name, "grpo.policy_loss", BUILTIN))
     return _LOADED[name]
 
 
@@ -47,11 +47,12 @@ def check_policy_function(config: GRPO) -> None:
             not finite, or carries no gradient to the logprobs.
     """
     name = config.policy_loss
+    function = policy_function(name)
     inputs = _example()
     try:
-        losses = policy_function(name)(inputs, config).token_losses
+        losses = function(inputs, config).token_losses
         (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
-    except (RuntimeError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, NameError, LookupError, RuntimeError) as error:
         raise ValueError(
             f"grpo.policy_loss {name!r} failed on an example with {type(error).__name__}: "
             f"{error}. It is called as function(inputs: PolicyInputs, config: GRPO) and must "
@@ -64,14 +65,14 @@ def check_policy_function(config: GRPO) -> None:
         )
 
 
-def _as_term(name: str, function: Callable[..., Any]) -> PolicyFunction:
+def _as_term(function: Callable[..., Any]) -> PolicyFunction:
     def checked(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
         losses = function(inputs, config)
         if not isinstance(losses, torch.Tensor) or losses.shape != inputs.logprobs.shape:
             got = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(
-                f"grpo.policy_loss {name!r} must return a tensor "
-                f"{list(inputs.logprobs.shape)}, one loss a token, got {got}."
+                f"grpo.policy_loss must return a tensor {list(inputs.logprobs.shape)}, one loss a "
+                f"token, got {got}"
             )
         nowhere = torch.zeros_like(inputs.loss_mask)
         return PolicyTerm(losses, clipped=nowhere, dual_clipped=nowhere)

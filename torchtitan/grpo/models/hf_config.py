@@ -164,11 +164,12 @@ def _qwen3_moe_args(config: dict[str, Any], path: Path) -> Qwen3ModelArgs:
     args.moe_enabled = True
     args.moe_inter_dim = config["moe_intermediate_size"]
     args.moe_args = MoEArgs(
-        num_experts=config["num_experts"],
+        # transformers 5 writes `num_local_experts`, 4 wrote `num_experts`.
+        num_experts=config.get("num_local_experts") or config["num_experts"],
         num_shared_experts=0,
         top_k=config["num_experts_per_tok"],
         score_func="softmax",
-        route_norm=config.get("norm_topk_prob", True),
+        route_norm=config.get("norm_topk_prob", False),
         score_before_experts=False,
         # A balancing bias would route otherwise than the server, which has none.
         load_balance_coeff=None,

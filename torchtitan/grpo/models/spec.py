@@ -20,6 +20,7 @@ from torchtitan.train import Trainer
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
@@ -32,6 +33,8 @@ from torchtitan.grpo.runner import ModelRunner, WholeModelRunner
 
 def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
     """Upstream's spec of the model family, for this directory and for rollouts as data."""
+    if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
+        prepare_moe_for_cpu(model.model_args)
     model_cls = PackedLlama if model.architecture.startswith("Llama") else PackedQwen3
     return replace(
         model.train_spec,

@@ -80,6 +80,16 @@ def test_long_sequences_do_not_overflow():
     assert (got.weights[0, n:] < 1e-8).all()
 
 
+def test_a_veto_may_be_below_where_ratios_are_bounded():
+    generator = torch.tensor([[0.0, 0.0]])
+    old = torch.tensor([[-30.0, 0.0]])
+    got = mismatch_weights(
+        old, generator, torch.ones(1, 2).bool(), torch.zeros(1, 2, dtype=torch.int64),
+        correction="none", level="token", cap=2.0, floor=0.0, veto=1e-12,
+    )  # fmt: skip
+    assert got.weights.tolist() == [[0.0, 0.0]]
+
+
 def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match=r"grpo\.mismatch_correction must be .*got 'drop'"):
         weights_of(correction="drop")

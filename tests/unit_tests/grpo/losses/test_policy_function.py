@@ -35,6 +35,9 @@ def narrow(inputs):
 def misspelt(inputs, config):
     return inputs.logprob
 
+def raising(inputs, config):
+    raise ValueError("not today")
+
 def bug(inputs, config):
     return inputs.logprobs @ inputs.logprobs
 """
@@ -80,6 +83,7 @@ def test_a_loss_of_ones_own_compiles(lab, path):
         ("narrow", r"with TypeError: .*called as function\(inputs: PolicyInputs, config: GRPO\)"),
         ("misspelt", r"with AttributeError: .*no attribute 'logprob'"),
         ("bug", r"with RuntimeError"),
+        ("raising", r"failed on an example with ValueError: not today"),
         ("no_such", r"has no 'no_such'\. It has bug, clip"),
     ],
 )
