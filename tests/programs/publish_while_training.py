@@ -1,6 +1,5 @@
 """Publishes versions from pipeline stages while the training thread uses its own groups."""
 
-import time
 from types import SimpleNamespace
 
 import torch
@@ -30,13 +29,13 @@ class RecordingConnection:
     async def close(self) -> None: ...
 
     async def push(self, version: int, buckets: list[Bucket]) -> PushReport:
-        begin, tensors = time.perf_counter(), {}
+        tensors = {}
         for bucket in buckets:
             flat = bucket.payload.clone().view(torch.float32)
             sizes = [torch.Size(shape).numel() for shape in bucket.spec.shapes]
             tensors |= dict(zip(bucket.spec.names, flat.split(sizes), strict=True))
         self.pushed[version] = tensors
-        return PushReport(time.perf_counter() - begin, 0.0, 0)
+        return PushReport(version, 0, 0.0, 0.0)
 
 
 def main(arguments):

@@ -57,14 +57,14 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
     del degrees["expert_parallel_degree"]  # borrows ranks from the others
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     product, shard = math.prod(degrees.values()), settings.data_parallel_shard_degree
-    described = " * ".join(f"{key} ({degree})" for key, degree in degrees.items())
+    above = [f"parallelism.{key} ({degree})" for key, degree in degrees.items() if degree > 1]
     if shard == -1 and world_size % product:
-        yield f"The {world_size} ranks must be a multiple of {described} = {product}."
+        yield f"The number of ranks, {world_size}, must be a multiple of {' * '.join(above)}."
     elif shard != -1 and (shard < 1 or shard * product != world_size):
+        above.insert(0, f"parallelism.data_parallel_shard_degree ({shard})")
         yield (
-            f"data_parallel_shard_degree ({shard}) * {described} must be the number of ranks, "
-            f"{world_size}, got {shard * product}. Set parallelism.data_parallel_shard_degree = -1 "
-            "to take what is left."
+            f"{' * '.join(above)} must be the number of ranks, {world_size}. Start as many, or set "
+            "parallelism.data_parallel_shard_degree = -1 to take what the others leave."
         )
 
 

@@ -1,6 +1,9 @@
 """Fused log-probabilities equal those of whole logits, and so do their gradients."""
 
 import itertools
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -284,3 +287,20 @@ def test_a_vocabulary_sharded_over_ranks_gives_the_whole_ones_numbers(num_ranks,
         for case in result["cases"]:
             assert case["same_on_all_ranks"]
             assert max(case["errors"].values()) < 1e-5, case["errors"]
+
+
+def test_the_memory_benchmark_ends_with_one_json_object(repository, rank_environment):
+    """Small, so that its bounds say nothing; that all rows agree on the numbers does."""
+    result = subprocess.run(
+        [sys.executable, repository / "benchmarks/logprob_memory.py", "--quick", "--json"]
+        + ["--rounds", "1"],
+        env=rank_environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode in (0, 1), result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["benchmark"] == "logprob_memory" and isinstance(found["ok"], bool)
+    assert found["ok"] == (result.returncode == 0)
+    assert all(isinstance(figure, float) for figure in found["figures"].values())
+    for name in ("naive", "fused", "fused_entropy", "torch", "torch_chunked"):
+        assert found["figures"][f"{name}_difference"] < 1e-4
+        assert found["figures"][f"{name}_memory_ratio"] > 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import (
 )
 
 # Few sizes divide evenly, and heads x head_dim is not the hidden size where that is allowed.
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 61,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

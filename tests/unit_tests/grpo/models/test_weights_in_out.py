@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -71,7 +72,8 @@ def assert_complete_directory(exported: Path, source: Path) -> None:
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert (exported / "config.json").exists()
-    model, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    model, info = loaded
     assert not any(info.values()), info
     original = AutoModelForCausalLM.from_pretrained(source)
     assert model.state_dict().keys() == original.state_dict().keys()
