@@ -48,7 +48,8 @@ def build(
     if not dist.is_initialized():
         dist_utils.init_distributed(config.comm)
     names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
-    dims = ParallelDims(*(degrees.get(n, 1) for n in names), dist.get_world_size())
+    sizes: Any = {name: degrees.get(name, 1) for name in names}
+    dims = ParallelDims(**sizes, world_size=dist.get_world_size())
     hf_model = read_hf_model(model)
     model_args: Any = hf_model.model_args
     model_args.update_from_config(config)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
+from torchtitan.config.job_config import Parallelism
 
 from torchtitan.grpo.pipeline.stages import stage_modules
 
@@ -54,7 +55,7 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
         if degree < 1:
             yield f"parallelism.{key} must be at least 1, got {degree}."
             return
-    del degrees["expert_parallel_degree"]  # borrows ranks from the others
+    experts = degrees.pop("expert_parallel_degree")  # borrows ranks from the others
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     product, shard = math.prod(degrees.values()), settings.data_parallel_shard_degree
     above = [f"parallelism.{key} ({degree})" for key, degree in degrees.items() if degree > 1]
@@ -65,6 +66,27 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
         yield (
             f"{' * '.join(above)} must be the number of ranks, {world_size}. Start as many, or set "
             "parallelism.data_parallel_shard_degree = -1 to take what the others leave."
+        )
+    elif experts > 1:
+        shard = world_size // product if shard == -1 else shard
+        yield from _expert_degree_problems(settings, shard)
+
+
+def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
+    """Expert parallelism borrows ranks that share data, sequences or tensors."""
+    experts, tensor = settings.expert_parallel_degree, settings.tensor_parallel_degree
+    expert_tensor = settings.expert_tensor_parallel_degree
+    if expert_tensor not in (1, tensor):
+        yield (
+            "parallelism.expert_tensor_parallel_degree must be 1 or parallelism."
+            f"tensor_parallel_degree ({tensor}), got {expert_tensor}."
+        )
+    elif (lent := shard * settings.context_parallel_degree * tensor) % (experts * expert_tensor):
+        yield (
+            f"parallelism.expert_parallel_degree ({experts}) * parallelism."
+            f"expert_tensor_parallel_degree ({expert_tensor}) must divide the ranks that lend "
+            "themselves: parallelism.data_parallel_shard_degree * parallelism."
+            f"context_parallel_degree * parallelism.tensor_parallel_degree = {lent}."
         )
 
 
@@ -139,12 +161,24 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
                 f"degree = {settings.pipeline_parallel_degree} under "
                 f"{settings.pipeline_parallel_schedule}: {error}"
             )
+    yield from _expert_problems(config, model)
+
+
+def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
+    settings, args = config.parallelism, model.model_args
     experts = settings.expert_parallel_degree
-    num_experts = args.moe_args.num_experts if getattr(args, "moe_enabled", False) else 0
-    if experts > 1 and (num_experts == 0 or num_experts % experts):
+    if experts == 1:
+        return
+    num_experts = args.moe_args.num_experts if getattr(args, "moe_enabled", False) else 0  # pyright: ignore
+    if num_experts == 0 or num_experts % experts:
         yield (
             f"parallelism.expert_parallel_degree ({experts}) must divide the model's experts, got "
             f"{num_experts} of them ({model.path})."
+        )
+    if getattr(args, "enable_weight_tying", False):
+        yield (
+            f"parallelism.expert_parallel_degree must be 1 for a model with tied embeddings "
+            f"({model.path}), got {experts}: its FSDP groups know no experts of their own."
         )
 
 

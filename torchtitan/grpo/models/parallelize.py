@@ -28,6 +28,7 @@ from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_
 from torchtitan.tools import utils
 
 from torchtitan.grpo.device import prepare_fsdp_for_gloo
+from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel, PackedQwen3
 from torchtitan.grpo.models.tied_embeddings import apply_fsdp_tied, tie_again
 
@@ -92,6 +93,10 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
             ep_mesh=dims.get_optional_mesh("ep"),
             etp_mesh=dims.get_optional_mesh("etp"),
             ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
+        )
+    if dims.tp_enabled:
+        sum_moe_gradients(
+            model, dims.get_mesh("tp"), splits_tokens=dims.ep_enabled and not dims.etp_enabled
         )
 
 

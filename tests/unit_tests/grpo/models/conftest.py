@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
 def make_model(tmp_path: Path) -> Callable[..., tuple[PreTrainedModel, str]]:
     """Makes ``llama``, ``qwen3`` or ``qwen3_tied``, and tells the directory it is saved in."""
 
-    def make(kind: str, **sizes: int) -> tuple[PreTrainedModel, str]:
+    def make(kind: str, **sizes: Any) -> tuple[PreTrainedModel, str]:
         torch.manual_seed(0)
         if kind == "llama":
             config = LlamaConfig(hidden_size=48, tie_word_embeddings=False, **COMMON | sizes)

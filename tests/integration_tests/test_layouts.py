@@ -1,0 +1,77 @@
+"""Whole runs under tensor, pipeline and context parallelism, and the layouts' equality."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training.steps=4")
+
+
+@pytest.mark.parametrize(
+    ("config", "num_ranks"),
+    [
+        ("quickstart_tensor_parallel", 2),
+        ("quickstart_zero_bubble", 2),
+        ("quickstart_context_parallel", 2),
+        ("quickstart_3d", 8),
+    ],
+)
+def test_servers_get_the_weights_of_all_stages_and_shards(make_run, config, num_ranks):
+    """Without staleness the trainer scores what the server sampled from the weights pushed
+    last; a shard or stage left behind at this learning rate would show."""
+    run = make_run(
+        *SMALL, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3",
+        "--lr_scheduler.warmup_steps=0", config=config, num_ranks=num_ranks,
+    ).succeed()  # fmt: skip
+    for record in run.metrics:
+        assert record["staleness/max_steps"] == 0
+        assert record["mismatch/kl"] < 1e-6
+    assert run.summary["policy_version"] == run.summary["server_version"] == 4
+    run.wait_for_nobody()
+
+
+def test_a_recorded_run_is_replayed_bit_by_bit_without_a_server(make_run, tmp_path):
+    """The export, too, is the live run's: replay trains as the live run did."""
+    record = tmp_path / "rollouts.jsonl.gz"
+    live = make_run(*SMALL, f"--rollout.record={record}", num_ranks=1, name="live").succeed()
+    replays = [
+        make_run(*SMALL, f"--rollout.replay={record}", num_ranks=1, name=name).succeed()
+        for name in ("first", "second")
+    ]
+    learning = ("loss/total", "loss/policy", "grad_norm", "policy/entropy", "mismatch/kl")
+    for run in replays:
+        for mine, theirs in zip(run.metrics, live.metrics, strict=True):
+            assert [mine[key] for key in learning] == [theirs[key] for key in learning]
+        assert not run.processes("torchtitan.grpo.rollout")
+    exports = [_exported(run) for run in (live, *replays)]
+    for export in exports[1:]:
+        assert all(torch.equal(tensor, exports[0][name]) for name, tensor in export.items())
+
+
+def test_a_replay_shows_a_numeric_change(make_run, tmp_path):
+    record = tmp_path / "rollouts.jsonl"
+    live = make_run(*SMALL, f"--rollout.record={record}", num_ranks=1, name="live").succeed()
+    changed = make_run(
+        *SMALL, f"--rollout.replay={record}", "--grpo.clip_high=0.3", "--grpo.advantage_eps=1e-3",
+        num_ranks=1, name="changed",
+    ).succeed()  # fmt: skip
+    assert changed.metrics[0]["loss/policy"] != live.metrics[0]["loss/policy"]
+
+
+def test_layouts_give_the_same_numbers(repository):
+    result = subprocess.run(
+        [sys.executable, "benchmarks/layout_parity.py", "--quick", "--json"],
+        cwd=repository, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["ok"]
+    assert "llama3/FSDP2 x2, PP x2, ZBVZeroBubble/gradients" in report["figures"]
+
+
+def _exported(run):
+    return load_file(next(iter((run.folder / "hf").glob("step-*/*.safetensors"))))
