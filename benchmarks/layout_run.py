@@ -113,7 +113,7 @@ def run_job(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    init_console("warning", is_rank_zero=False, is_mixed_precision=False)
+    init_console("warning", is_rank_zero=False)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run_job(job)
     dist.barrier()

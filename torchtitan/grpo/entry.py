@@ -76,12 +76,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 def _train(
     make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel, is_rank_zero: bool
 ) -> int:
-    training = config.training
-    init_console(
-        config.observe.log_level,
-        is_rank_zero=is_rank_zero,
-        is_mixed_precision=training.mixed_precision_param != training.dtype,
-    )
+    init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
     keep_gloo_on_loopback(config.inference.urls)
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     trainer: RunnableTrainer | None = None

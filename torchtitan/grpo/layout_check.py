@@ -6,7 +6,7 @@
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Parallelism
@@ -138,6 +138,12 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"attention heads and {kv_heads} key-value heads ({model.path})."
         )
         return
+    width = _feed_forward_width(args)
+    if width % tensor:
+        yield (
+            f"parallelism.tensor_parallel_degree ({tensor}) must divide the width of the model's "
+            f"feed-forward layers, {width} ({model.path})."
+        )
     local_heads, local_kv_heads = heads // tensor, kv_heads // tensor
     if local_heads % math.lcm(local_kv_heads, context):
         yield (
@@ -180,6 +186,11 @@ def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"parallelism.expert_parallel_degree must be 1 for a model with tied embeddings "
             f"({model.path}), got {experts}: its FSDP groups know no experts of their own."
         )
+
+
+def _feed_forward_width(args: Any) -> int:
+    """``intermediate_size``, as either family's arguments say it."""
+    return getattr(args, "hidden_dim", None) or getattr(args, "multiple_of", 0)
 
 
 def describe_layout(config: JobConfig) -> str:

@@ -117,10 +117,18 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
         else:
             edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
             apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
-    elif dims.dp_replicate_enabled:
-        _apply_replication(model, dims.get_mesh("dp_replicate"), **dtypes)
+    elif dims.dp_replicate_enabled or _lacks_mixed_precision(dims, config):
+        # A mesh of one has nobody to sum with, but casts all the same.
+        mesh = dims.get_optional_mesh("dp_replicate") or dims._meshes["dp_replicate"]
+        _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
         prepare_fsdp_for_gloo([model])
+
+
+def _lacks_mixed_precision(dims: ParallelDims, config: JobConfig) -> bool:
+    """Whether only tensor or pipeline parallelism is on, under which nothing else would cast."""
+    wanted = config.training.mixed_precision_param != config.training.dtype
+    return wanted and (dims.tp_enabled or dims.pp_enabled)
 
 
 def _apply_replication(

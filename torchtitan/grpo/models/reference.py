@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import ModelWrapper
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.runner import ModelRunner
 
 
@@ -60,7 +60,7 @@ class Reference(ModelRunner):
         self._move(self.device)
         policy = dict(named_parameters(list(policy_parts)))
         for name, mine in named_parameters(self.parts):
-            _local(mine).lerp_(_local(policy[name]).to(mine.dtype), 1 - self.ema)
+            local_tensor(mine).lerp_(local_tensor(policy[name]).to(mine.dtype), 1 - self.ema)
         self._move(self.home)
 
     def checkpoint_state(self) -> dict[str, ModelWrapper]:
@@ -71,7 +71,3 @@ class Reference(ModelRunner):
         for part in self.parts:
             if next(part.parameters()).device.type != device.type:
                 part.to(device)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

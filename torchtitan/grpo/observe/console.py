@@ -9,28 +9,25 @@ import warnings
 from torchtitan.tools.logging import init_logger, logger
 
 # Known, harmless, and printed by every rank of every run on CPU.
-_NOISE = [
+_NOISE = (
     "model.safetensors.index.json not found",  # a model of a single file has no index
     "Error running lspci",
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # set by torchrun, overridden by upstream
     "Pipeline Parallel loss is not visible",  # it is: sums reach rank 0 from every stage
-]
-_NO_MIXED_PRECISION = "Mixed precision training with TP or PP is only supported when"
+    "Mixed precision training with TP or PP",  # see models/parallelize.py
+)
 _NOISY_WARNINGS = (
     "DTensor random operators may not have complete support on cpu",
     "DTensor manual_seed.. may not have complete support on cpu",
 )
 
 
-def init_console(level: str, *, is_rank_zero: bool, is_mixed_precision: bool) -> None:
+def init_console(level: str, *, is_rank_zero: bool) -> None:
     """Sets torchtitan's logger up; ranks other than 0 report problems only.
 
     Args:
         level: ``observe.log_level``.
-        is_mixed_precision: Whether the run asks for it; otherwise nobody misses it.
     """
-    if not is_mixed_precision:
-        _NOISE.append(_NO_MIXED_PRECISION)
     init_logger()
     logger.setLevel(level.upper() if is_rank_zero else "WARNING")
     for handler in logger.handlers:
