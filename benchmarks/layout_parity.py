@@ -5,7 +5,7 @@
 
     python benchmarks/layout_parity.py [--json] [--quick]
 
-Trains tiny Llama 3 and Qwen3 models in float32 for three optimizer steps on one recorded
+Trains tiny Llama 3, Qwen3 and Qwen3-MoE models in float32 for three optimizer steps on one recorded
 batch, with every term of the loss on, in one process and under each layout (gloo, up to 8
 ranks), and compares: loss and gradient norm of each SGD step, every gradient tensor of the
 first one (distance over norm), every parameter after the third, and the loss of the third
@@ -56,9 +56,14 @@ class Layout:
             "schedule": "parallelism.pipeline_parallel_schedule",
             "reshard": "parallelism.fsdp_reshard_after_forward",
             "ac": "activation_checkpoint.mode",
+            "compile": "compile.enable",
+            "ep": "parallelism.expert_parallel_degree",
+            "etp": "parallelism.expert_tensor_parallel_degree",
         }
-        given = {"shard": 1} | self.settings
-        return [text for key, value in given.items() for text in (f"--{known[key]}", str(value))]
+        arguments = []
+        for key, value in ({"shard": 1} | self.settings).items():
+            arguments += [f"--{known[key]}"] if value is True else [f"--{known[key]}", str(value)]
+        return arguments
 
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -94,13 +99,51 @@ LAYOUTS = [
     ),
     Layout("HSDP 2x2, TP x2", 8, {"replicate": 2, "shard": 2, "tp": 2}),
     Layout("FSDP2 x2, CP x2, TP x2", 8, {"shard": 2, "cp": 2, "tp": 2}),
+    Layout("one process, compiled", 1, {"compile": True}),
+    Layout("FSDP2 x2, full AC, compiled", 2, {"shard": 2, "ac": "full", "compile": True}),
+    Layout("TP x2, compiled", 2, {"tp": 2, "compile": True}),
+    Layout("CP x2, compiled", 2, {"cp": 2, "compile": True}),
+    Layout("PP x2, 1F1B, compiled", 2, {"pp": 2, "schedule": "1F1B", "compile": True}),
+    Layout("PP x2, Interleaved1F1B, compiled", 2, {"pp": 2, "schedule": "Interleaved1F1B", "compile": True}),
+    Layout("FSDP2 x2, TP x2, compiled", 4, {"shard": 2, "tp": 2, "compile": True}),
 ]  # fmt: skip
+MOE_LAYOUTS = [
+    Layout("one process", 1, {}, True),
+    Layout("FSDP2 x2", 2, {"shard": 2}),
+    Layout("FSDP2 x2, full AC", 2, {"shard": 2, "ac": "full"}),
+    Layout("replicate x2", 2, {"replicate": 2}),
+    Layout("TP x2", 2, {"tp": 2}, True),
+    Layout("PP x2, 1F1B", 2, {"pp": 2, "schedule": "1F1B"}),
+    Layout("PP x2, ZBVZeroBubble", 2, {"pp": 2, "schedule": "ZBVZeroBubble"}),
+    Layout("FSDP2 x2 lent to EP x2", 2, {"shard": 2, "ep": 2}, True),
+    Layout("CP x2 lent to EP x2", 2, {"cp": 2, "ep": 2}),
+    Layout("TP x2 lent to EP x2", 2, {"tp": 2, "ep": 2}),
+    Layout("FSDP2 x4, EP x2", 4, {"shard": 4, "ep": 2}),
+    Layout("HSDP 2x2, EP x2", 4, {"replicate": 2, "shard": 2, "ep": 2}),
+    Layout("replicate x2, TP x2 lent to EP x2", 4, {"replicate": 2, "tp": 2, "ep": 2}),
+    Layout("FSDP2 x2, TP x2 lent to EP x2", 4, {"shard": 2, "tp": 2, "ep": 2}),
+    Layout("FSDP2 x2 lent to EP x2, TP x2", 4, {"shard": 2, "tp": 2, "ep": 2, "etp": 2}),
+    Layout("PP x2, ZBVZeroBubble, FSDP2 x2, EP x2", 4, {"shard": 2, "ep": 2, "pp": 2, "schedule": "ZBVZeroBubble"}),
+]  # fmt: skip
+
+
+def layouts_of(model: str, is_quick: bool) -> list[Layout]:
+    """What a model is run under; experts have layouts of their own."""
+    layouts = MOE_LAYOUTS if model == "qwen3_moe" else LAYOUTS
+    return [layout for layout in layouts if layout.is_quick or not is_quick]
 
 
 def make_models(folder: Path) -> dict[str, Path]:
     """Random tiny models, as Hugging Face directories; no two of their sizes are equal."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     shape = {
         "vocab_size": VOCAB_SIZE,
@@ -114,10 +157,18 @@ def make_models(folder: Path) -> dict[str, Path]:
         "eos_token_id": 0,
         "tie_word_embeddings": False,
     }
+    experts = {
+        "head_dim": 24,
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
     torch.manual_seed(0)
     models = {
         "llama3": LlamaForCausalLM(LlamaConfig(**shape)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=24)),
+        "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)),
     }
     for name, model in models.items():
         model.float().save_pretrained(folder / name)
@@ -159,14 +210,14 @@ def record_batch(file: Path, steps: int) -> None:
 
 
 def run_layouts(
-    layouts: list[Layout], models: dict[str, Path], batch: Path, folder: Path
+    layouts: dict[str, list[Layout]], models: dict[str, Path], batch: Path, folder: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs all layouts of a number of ranks in one start of torchrun."""
+    """Runs all layouts (by model) of a number of ranks in one start of torchrun."""
     results = {}
-    for ranks in sorted({layout.ranks for layout in layouts}):
+    for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []
         for model, path in models.items():
-            for layout in layouts:
+            for layout in layouts[model]:
                 if layout.ranks == ranks:
                     out = folder / f"{model}-{len(keys)}-{ranks}.pt"
                     keys.append(((model, layout.name), out))
@@ -265,18 +316,20 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--quick", action="store_true", help="some layouts, up to 4 ranks")
     options = parser.parse_args()
-    layouts = [layout for layout in LAYOUTS if layout.is_quick or not options.quick]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models, batch = make_models(folder), folder / "batch.jsonl"
         record_batch(batch, steps=3)
+        layouts = {model: layouts_of(model, options.quick) for model in models}
         results = run_layouts(layouts, models, batch, folder)
     rows = {key: compare(r, results[key[0], "one process"]) for key, r in results.items()}
-    print(f"{'model':8}{'layout':45}{'ranks':>6}  loss     grad norm gradients params   AdamW loss")
+    print(
+        f"{'model':10}{'layout':45}{'ranks':>6}  loss     grad norm gradients params   AdamW loss"
+    )
     for (model, name), figures in rows.items():
-        ranks = next(layout.ranks for layout in layouts if layout.name == name)
+        ranks = next(layout.ranks for layout in layouts[model] if layout.name == name)
         numbers = "  ".join(f"{value:.1e}" for value in figures.values())
-        print(f"{model:8}{name:45}{ranks:>6}  {numbers}  {'ok' if holds(figures) else 'DIFFERS'}")
+        print(f"{model:10}{name:45}{ranks:>6}  {numbers}  {'ok' if holds(figures) else 'DIFFERS'}")
     ok = all(map(holds, rows.values()))
     if options.json:
         figures = {

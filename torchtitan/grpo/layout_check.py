@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+_CHECKPOINT_MODES = ("none", "selective", "full", "memory_budget")
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -36,8 +37,14 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
             f"training.global_batch_size must be left at -1, got {training.global_batch_size}: "
             "a step's size is grpo.prompts_per_step * grpo.group_size."
         )
-    if settings.enable_async_tensor_parallel and not config.compile.enable:
+    if settings.enable_async_tensor_parallel and not _compiles_model(config):
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true."
+    if settings.expert_parallel_comm_backend != "standard":
+        yield (
+            "parallelism.expert_parallel_comm_backend must be 'standard', got "
+            f"{settings.expert_parallel_comm_backend!r}, which upstream's Qwen3 does not know."
+        )
+    yield from _checkpoint_problems(config)
     if settings.pipeline_parallel_degree > 1:
         yield from _pipeline_problems(config)
 
@@ -119,11 +126,50 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             f"parallelism.pipeline_parallel_microbatch_size) must be a multiple of the "
             f"{count // degree} rounds that {degree} ranks make of them."
         )
-    if config.compile.enable and schedule in _ZERO_BUBBLE:
+    if schedule in _ZERO_BUBBLE:
+        yield from _zero_bubble_problems(config)
+
+
+def _zero_bubble_problems(config: JobConfig) -> Iterator[str]:
+    """A zero-bubble schedule runs the backward in two halves, for inputs and for weights."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if _compiles_model(config):
         yield (
-            f"compile.enable cannot be used with {schedule}: a compiled backward frees what the "
-            "schedule's second half of it still needs. Use Interleaved1F1B or 1F1B."
+            f"compile.enable cannot be used with parallelism.pipeline_parallel_schedule = "
+            f"{schedule!r}, says torch: the backward of a compiled block is one piece, and each "
+            "of the schedule's halves would run the whole of it. Use Interleaved1F1B or 1F1B."
         )
+    checkpoint = config.activation_checkpoint
+    if checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op":
+        yield (
+            "activation_checkpoint.selective_ac_option = 'op' cannot be used with parallelism."
+            f"pipeline_parallel_schedule = {schedule!r}: it allows one backward, and the schedule "
+            "runs it in two halves. Use activation_checkpoint.mode = 'none', or Interleaved1F1B."
+        )
+
+
+def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
+    checkpoint = config.activation_checkpoint
+    if checkpoint.mode not in _CHECKPOINT_MODES:
+        yield (
+            f"activation_checkpoint.mode must be one of {', '.join(_CHECKPOINT_MODES)}, got "
+            f"{checkpoint.mode!r}."
+        )
+    option = checkpoint.selective_ac_option
+    if checkpoint.mode == "selective" and option != "op" and not option.isdigit():
+        yield (
+            "activation_checkpoint.selective_ac_option must be 'op' or a number of layers, got "
+            f"{option!r}."
+        )
+    if checkpoint.mode == "memory_budget" and not _compiles_model(config):
+        yield (
+            "activation_checkpoint.mode = 'memory_budget' is the compiler's: it needs "
+            "compile.enable = true and 'model' in compile.components."
+        )
+
+
+def _compiles_model(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
 
 
 def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
@@ -67,9 +68,24 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
             base_folder=config.job.dump_folder,
         )
     if compiled:
+        _wait_for_embeddings(model)
         apply_compile(model, config.compile, dims.ep_enabled)
     _apply_data_parallel(model, dims, config)
     return model
+
+
+def _wait_for_embeddings(model: PackedModel) -> None:
+    """Tensor parallelism leaves a collective under way where the embeddings come out.
+
+    A compiled block takes the tensor that stands for it, and gives it no gradient: the
+    embedding would never be trained. Copying it waits for it.
+    """
+
+    def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
+
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(wait)  # pyright: ignore
 
 
 def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:

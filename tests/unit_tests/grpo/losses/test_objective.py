@@ -161,11 +161,7 @@ def test_anything_may_stand_where_nothing_is_trained(lab, name, junk):
 
 
 # Inductor takes seconds a variant; the graph is captured whole with either backend.
-COMPILED = [("everything", "inductor")] + [
-    (name, "aot_eager")
-    for name in ("default", "dual_clip", "cispo_two_sided", "reinforce", "sampling_gspo",
-                 "mask_veto", "truncate_sequence")
-]  # fmt: skip
+COMPILED = [("everything", "inductor"), *((name, "aot_eager") for name in VARIANTS)]
 
 
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
