@@ -26,7 +26,7 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
     yield from _degree_problems(config)
     settings, training = config.parallelism, config.training
     parts = settings.tensor_parallel_degree * settings.context_parallel_degree
-    if training.seq_len % parts:
+    if parts > 0 and training.seq_len % parts:
         yield (
             f"training.seq_len ({training.seq_len}) must be a multiple of parallelism."
             f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}): each rank "

@@ -9,6 +9,8 @@ gradient, too, and upstream takes it for the whole: the router is then trained b
 gradients on different ranks. Hooks around upstream's modules add the parts up.
 """
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +42,8 @@ def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool
     def after_gate(_: nn.Module, __: tuple[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(scores)
 
-    for block in model.layers.values():  # pyright: ignore
+    blocks: list[Any] = list(model.layers.values())  # pyright: ignore
+    for block in blocks:
         if not block.moe_enabled:
             continue
         # Last, to see what upstream's own hook makes of the output: a plain tensor.

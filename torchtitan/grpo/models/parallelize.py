@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.utils.checkpoint
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +61,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
         model.split_context(dims.get_mesh("cp").get_group())
     compiled = config.compile.enable and "model" in config.compile.components
     if config.activation_checkpoint.mode != "none":
+        _checkpoint_no_profiler_marks()
         apply_ac(
             model,
             config.activation_checkpoint,
@@ -72,6 +74,20 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
         apply_compile(model, config.compile, dims.ep_enabled)
     _apply_data_parallel(model, dims, config)
     return model
+
+
+def _checkpoint_no_profiler_marks() -> None:
+    """Lets FSDP groups lie inside of selectively checkpointed blocks, as experts' do.
+
+    Their hooks leave other marks for the profiler when a block is recomputed, and torch
+    takes the marks for operations that it must find again.
+    """
+    ops = torch.ops.profiler
+    torch.utils.checkpoint.SAC_IGNORED_OPS |= {
+        ops._record_function_enter_new.default,
+        ops._record_function_exit.default,
+        ops._record_function_exit._RecordFunction,
+    }
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:

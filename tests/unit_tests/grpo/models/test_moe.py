@@ -40,7 +40,7 @@ def moe_model(tmp_path) -> tuple[Qwen3MoeForCausalLM, Path]:
     config = Qwen3MoeConfig(
         vocab_size=61,
         hidden_size=48,
-        head_dim=16,
+        head_dim=16,  # pyright: ignore[reportCallIssue]
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
