@@ -47,10 +47,11 @@ class PackedAttention(nn.Module):
         kind: ``sdpa`` under a :class:`DenseMask`, on CPU and CUDA; or FlexAttention.
     """
 
+    context_group: dist.ProcessGroup | None = None
+
     def __init__(self, kind: PackedAttentionKind) -> None:
         super().__init__()
         self.flex = FlexAttentionWrapper() if kind == "flex" else None
-        self.context_group: dist.ProcessGroup | None = None
 
     def forward(
         self,

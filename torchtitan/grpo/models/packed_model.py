@@ -9,6 +9,7 @@ the sequence ids, and under context parallelism takes its own part of the row.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,12 +46,13 @@ class ScoringSettings:
 class PackedModel(nn.Module):
     """Mixed in before an upstream model."""
 
+    context_group: dist.ProcessGroup | None = None
+
     def __init__(self, model_args, settings: ScoringSettings) -> None:
         super().__init__(model_args)
         self.settings = settings
-        self.context_group: dist.ProcessGroup | None = None
         for block in self.layers.values():  # pyright: ignore
-            block.attention.inner_attention = PackedAttention(settings.attention)
+            block.attention.inner_attention = PackedAttention(settings.attention)  # pyright: ignore
         replace_output(
             self,
             temperature=settings.temperature,
@@ -63,7 +65,7 @@ class PackedModel(nn.Module):
         self.context_group = group
         for module in self.modules():
             if isinstance(module, PackedAttention):
-                module.context_group = group
+                module.context_group = group  # pyright: ignore[reportArgumentType]
 
     def forward(
         self,
@@ -91,10 +93,11 @@ class PackedModel(nn.Module):
             tokens = context_part(tokens, group)
         mask = packed_mask(sequence_ids, self.settings.attention)
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
-        if not isinstance(self.output, LogprobHead):
-            return super().forward(tokens, **inputs)
-        with self.output.labelled(context_part(labels, group)):
-            return gather_sequence(super().forward(tokens, **inputs), group)
+        head: Any = self.output
+        if not isinstance(head, LogprobHead):
+            return super().forward(tokens, **inputs)  # pyright: ignore
+        with head.labelled(context_part(labels, group)):
+            return gather_sequence(super().forward(tokens, **inputs), group)  # pyright: ignore
 
 
 class PackedLlama(PackedModel, Llama):

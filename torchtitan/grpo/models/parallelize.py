@@ -58,7 +58,7 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
     if dims.tp_enabled or dims.ep_enabled:
         _apply_tensor_and_expert(model, dims, config)
     if dims.cp_enabled:
-        model.split_context(dims.get_mesh("cp").get_group())
+        PackedModel.split_context(model, dims.get_mesh("cp").get_group())
     compiled = config.compile.enable and "model" in config.compile.components
     if config.activation_checkpoint.mode != "none":
         _checkpoint_no_profiler_marks()

@@ -101,8 +101,9 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
 
 def build_reference(trainer: Trainer) -> Reference:
     """A frozen model, laid out like the policy, with ``grpo.ref_model_path``'s weights."""
-    config, dims, spec = trainer.job_config, trainer.parallel_dims, trainer.train_spec
-    assert isinstance(config, JobConfig) and spec.state_dict_adapter is not None
+    config: Any = trainer.job_config
+    dims, spec = trainer.parallel_dims, trainer.train_spec
+    assert spec.state_dict_adapter is not None
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         whole = spec.model_cls(trainer.model_args)
     stages = []

@@ -28,9 +28,7 @@ def split_model(
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
     modules = stage_modules(config.parallelism, num_layers)
     schedule = config.parallelism.pipeline_parallel_schedule
-    stages, parts = pipeline_module_split(
-        model, dims.get_mesh("pp"), schedule, device, modules
-    )
+    stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), schedule, device, modules)
     for stage, part in zip(stages, parts, strict=True):
         stage.submod = parallelize(part, dims, config)
     return stages, parts

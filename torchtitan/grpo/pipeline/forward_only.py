@@ -60,4 +60,4 @@ class ForwardSchedule(_PipelineScheduleRuntime):
             args: On the rank of the first stage its input, [rows, ...].
             kwargs: Every stage's further inputs, [rows, ...].
         """
-        return self.step(*args, **kwargs)
+        return self.step(*args, **kwargs)  # pyright: ignore[reportArgumentType]
