@@ -5,11 +5,13 @@
 
     python benchmarks/layout_parity.py [--json] [--quick]
 
-Trains tiny Llama 3, Qwen3 and Qwen3-MoE models in float32 for three optimizer steps on one recorded
-batch, with every term of the loss on, in one process and under each layout (gloo, up to 8
-ranks), and compares: loss and gradient norm of each SGD step, every gradient tensor of the
-first one (distance over norm), every parameter after the third, and the loss of the third
-AdamW step. Prints a row a layout; the exit status is 1 where one differs.
+Trains tiny Llama 3, Qwen3 and Qwen3-MoE models in float32 for three optimizer steps on one
+recorded batch, with corrections of sampling-time logprobs, KL and entropy in the loss, in one
+process and under each layout (gloo, up to 8 ranks), and compares: loss and gradient norm of
+each SGD step, every gradient tensor of the first one (distance over norm), every parameter
+after the third, the copies of a parameter that several ranks hold, and the loss of the third
+AdamW step. Some layouts make four optimizer steps of each batch, with the KL in the reward and
+a moving reference. Prints a row a layout; the exit status is 1 where one differs.
 """
 
 import argparse
@@ -44,6 +46,7 @@ class Layout:
     ranks: int
     settings: dict[str, Any]
     is_quick: bool = False
+    baseline: str = "one process"
 
     @property
     def arguments(self) -> list[str]:
@@ -59,6 +62,10 @@ class Layout:
             "compile": "compile.enable",
             "ep": "parallelism.expert_parallel_degree",
             "etp": "parallelism.expert_tensor_parallel_degree",
+            "minibatches": "grpo.num_minibatches",
+            "epochs": "grpo.num_epochs",
+            "kl_in": "grpo.kl_in",
+            "ema": "grpo.ref_model_ema",
         }
         arguments = []
         for key, value in ({"shard": 1} | self.settings).items():
@@ -66,6 +73,8 @@ class Layout:
         return arguments
 
 
+ONE = "one process, 4 updates a batch"
+UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 LAYOUTS = [
     Layout("one process", 1, {}, True),
@@ -100,6 +109,11 @@ LAYOUTS = [
     ),
     Layout("HSDP 2x2, TP x2", 8, {"replicate": 2, "shard": 2, "tp": 2}),
     Layout("FSDP2 x2, CP x2, TP x2", 8, {"shard": 2, "cp": 2, "tp": 2}),
+    Layout(ONE, 1, UPDATES, False, ONE),
+    Layout("TP x2, 4 updates a batch", 2, {"tp": 2} | UPDATES, False, ONE),
+    Layout("CP x2, 4 updates a batch", 2, {"cp": 2} | UPDATES, False, ONE),
+    Layout("PP x2, ZBVZeroBubble, 4 updates a batch", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | UPDATES, False, ONE),
+    Layout("FSDP2 x2, PP x2, 1F1B, 4 updates a batch", 4, {"shard": 2, "pp": 2, "schedule": "1F1B"} | UPDATES, False, ONE),
     Layout("one process, compiled", 1, {"compile": True}),
     Layout("FSDP2 x2, full AC, compiled", 2, {"shard": 2, "ac": "full", "compile": True}),
     Layout("TP x2, compiled", 2, {"tp": 2, "compile": True}),
@@ -291,6 +305,7 @@ def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float
         "grad_norm": _largest(zip(sgd["grad_norms"], sgd_expected["grad_norms"], strict=True)),
         "gradients": _farthest(sgd["gradients"], sgd_expected["gradients"]),
         "parameters": _farthest(sgd["parameters"], sgd_expected["parameters"]),
+        "replicas": max(run["spread"] for run in result.values()),
         "adamw_loss": _largest([(result["adamw"]["losses"][-1], expected["adamw"]["losses"][-1])]),
     }
 
@@ -327,14 +342,18 @@ def main() -> int:
         record_batch(batch, steps=3)
         layouts = {model: layouts_of(model, options.quick) for model in models}
         results = run_layouts(layouts, models, batch, folder)
-    rows = {key: compare(r, results[key[0], "one process"]) for key, r in results.items()}
+    baselines = {
+        (m, layout.name): layout.baseline for m, some in layouts.items() for layout in some
+    }
+    rows = {key: compare(r, results[key[0], baselines[key]]) for key, r in results.items()}
     print(
-        f"{'model':10}{'layout':45}{'ranks':>6}  loss     grad norm gradients params   AdamW loss"
+        f"{'model':10}{'layout':46}{'ranks':>5}  loss     grad norm gradients params   replicas "
+        "AdamW loss"
     )
     for (model, name), figures in rows.items():
         ranks = next(layout.ranks for layout in layouts[model] if layout.name == name)
         numbers = "  ".join(f"{value:.1e}" for value in figures.values())
-        print(f"{model:10}{name:45}{ranks:>6}  {numbers}  {'ok' if holds(figures) else 'DIFFERS'}")
+        print(f"{model:10}{name:46}{ranks:>5}  {numbers}  {'ok' if holds(figures) else 'DIFFERS'}")
     ok = all(map(holds, rows.values()))
     if options.json:
         figures = {

@@ -26,6 +26,7 @@ import torchtitan.protocols.train_spec as train_specs
 from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan.grpo.config_manager import check_model, load_config
+from torchtitan.grpo.losses.objective import metrics_from_sums
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.observe.console import init_console
@@ -43,6 +44,7 @@ class WatchedTrainer(GRPOTrainer):
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}
+        self.spread = 0.0
         self.use_sgd = use_sgd
         if use_sgd:
             self.optimizers = OptimizersContainer(
@@ -57,28 +59,28 @@ class WatchedTrainer(GRPOTrainer):
             for name, parameter in named_parameters(self.model_parts):
                 assert parameter.grad is not None, name
                 gradients[name] = whole(parameter.grad)
-            self.gradients = on_rank_zero(gradients)
+            self.gradients, self.spread = merged(gradients)
         self._optimizer_step()
 
-    def _log_step(self, batch, sums, grad_norm, learning_rate) -> None:
-        super()._log_step(batch, sums.clone(), grad_norm, learning_rate)
-        from torchtitan.grpo.losses.objective import metrics_from_sums
-
-        metrics = metrics_from_sums(self.feed.all_reduce_sum(sums).tolist())
+    def _log_step(self, batch, sums, grad_norms, learning_rate) -> None:
+        super()._log_step(batch, sums.clone(), grad_norms, learning_rate)
+        totals = self.feed.all_reduce_sum(sums).tolist()
+        metrics = metrics_from_sums(totals, len(grad_norms))
         self.losses.append(metrics["loss/total"])
-        self.grad_norms.append(grad_norm)
+        self.grad_norms.append(sum(grad_norms) / len(grad_norms))
 
     def _finish(self) -> None:
         """Nothing is exported."""
 
     def result(self) -> dict[str, Any]:
         named = {n: whole(p.detach()) for n, p in named_parameters(self.model_parts)}
-        parameters = on_rank_zero(named)
+        parameters, spread = merged(named)
         return {
             "losses": self.losses,
             "grad_norms": self.grad_norms,
             "gradients": self.gradients,
             "parameters": parameters,
+            "spread": max(spread, self.spread),
         }
 
 
@@ -86,11 +88,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()  # pyright: ignore
 
 
-def on_rank_zero(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds what other ranks' pipeline stages hold; on rank 0."""
+def merged(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
+    """The tensors of all ranks, and how far (relatively) the copies of one are apart.
+
+    Pipeline stages hold different ones; replicas and tensor-parallel ranks hold copies of
+    their own, which nothing but equal arithmetic keeps equal.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tensors)
-    return {name: tensor for part in gathered for name, tensor in part.items()}
+    everything: dict[str, torch.Tensor] = {}
+    spread = 0.0
+    for part in gathered:
+        for name, tensor in part.items():
+            first = everything.setdefault(name, tensor).double()
+            distance = (tensor.double() - first).norm() / first.norm()
+            spread = max(spread, distance.nan_to_num(float("inf")).item())
+    return everything, spread
 
 
 def run_job(job: dict[str, Any]) -> None:

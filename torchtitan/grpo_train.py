@@ -38,6 +38,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer
 
+from torchtitan.grpo.checkpoint import check_resumable, save_whole
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
@@ -51,7 +52,7 @@ from torchtitan.grpo.models.spec import build_policy_runner, build_reference, re
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
 from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
-from torchtitan.grpo.step import MinibatchLoss, ScoredRows, num_updates, score
+from torchtitan.grpo.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.stop import StopRequest
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
@@ -132,6 +133,7 @@ class GRPOTrainer(Trainer):
 
     def _load_weights(self) -> None:
         """From the newest checkpoint, or else from the Hugging Face directory."""
+        check_resumable(self.checkpointer, self.config.checkpoint.load_step)
         if not self.checkpointer.load(step=self.config.checkpoint.load_step):
             load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
 
@@ -207,7 +209,9 @@ class GRPOTrainer(Trainer):
         grad_norms = []
         for epoch in range(config.num_epochs):
             for index in epoch_order(config.num_minibatches, epoch):
-                grad_norms.append(self._update(minibatches[index], sums))
+                # Nothing to learn from is no reason to move, as momentum would.
+                if batch.minibatch_tokens[index]:
+                    grad_norms.append(self._update(minibatches[index], sums))
         self.lr_schedulers.step()
         if self.reference is not None:
             self.reference.follow(self.model_parts)
@@ -217,7 +221,7 @@ class GRPOTrainer(Trainer):
                 self._rank_zero_first(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += batch.num_tokens
         self.prompt_position = batch.prompt_position
-        self._log_step(batch, sums, sum(grad_norms) / len(grad_norms), learning_rate)
+        self._log_step(batch, sums, grad_norms, learning_rate)
 
     def _update(self, minibatch: ScoredRows, sums: torch.Tensor) -> float:
         """One optimizer step; adds to this rank's sums, and returns the gradient norm."""
@@ -260,8 +264,9 @@ class GRPOTrainer(Trainer):
         """The model exported, the last version served and evaluated, the run summed up."""
         if self.stopped:
             return self._save_stopped()
-        if self.step < self.config.training.steps:  # a replayed file came to its end
-            self.checkpointer.save(self.step, last_step=True)
+        if self.first_step < self.step < self.config.training.steps:
+            # A replayed file came to its end; a longer one may be gone on with.
+            save_whole(self.checkpointer, self.step)
         # First what was learned: a server that does not come round must not cost it.
         folder = self._export(self.step)
         self._rank_zero_first(lambda: self._settle(folder))
@@ -278,11 +283,7 @@ class GRPOTrainer(Trainer):
         checkpoint = self.config.checkpoint
         message = f"Stopped at step {self.step}"
         if checkpoint.enable and self.step > self.first_step:
-            if self.step % checkpoint.interval:
-                # Upstream's last checkpoint of a run holds the model alone.
-                self.checkpointer.last_save_model_only = False
-                self.checkpointer.last_save_in_hf = False
-                self.checkpointer.save(self.step, last_step=True)
+            save_whole(self.checkpointer, self.step)
             message += ", which is checkpointed"
         logger.info(f"{message}.")
 
@@ -357,14 +358,15 @@ class GRPOTrainer(Trainer):
         return target
 
     def _log_step(
-        self, batch: TrainBatch, sums: torch.Tensor, grad_norm: float, learning_rate: float
+        self, batch: TrainBatch, sums: torch.Tensor, grad_norms: list[float], learning_rate: float
     ) -> None:
         totals = self.feed.all_reduce_sum(sums).tolist()
         times = self.clock.end_step()
         if self.controller is None:
             return
-        metrics = metrics_from_sums(totals, num_updates(self.config.grpo)) | {
-            "grad_norm": grad_norm,
+        num_updates = max(len(grad_norms), 1)
+        metrics = metrics_from_sums(totals, num_updates) | {
+            "grad_norm": sum(grad_norms) / num_updates,
             "lr": learning_rate,
             "policy_version": float(self.step),
             "data/trained_tokens": float(batch.num_trained_tokens),

@@ -38,7 +38,7 @@ def plan(step):
     table = SampleTable(REWARDS[:n], GROUP_IDS[:n], np.arange(n) + 1)
     # The number of rows changes from step to step.
     shares = [rows(fill + step, 2 * (1 + step), 4) for fill in (10, 20)]
-    return StepPlan(shares, 2, table, 5, 9, {})
+    return StepPlan(shares, [3 + step, 0], table, 5, 9, {})
 
 
 def is_as_sent(batch, step, batch_rank):
@@ -69,7 +69,8 @@ def main(arguments):
             batch = feed.receive()
         assert isinstance(batch, TrainBatch)
         received.append([is_as_sent(batch, step, rank // 2), batch.num_trained_tokens,
-                         batch.num_tokens, batch.publish_slot, batch.prompt_position])  # fmt: skip
+                         batch.num_tokens, batch.publish_slot, batch.prompt_position,
+                         batch.minibatch_tokens])  # fmt: skip
     if rank == 0:
         feed.send_signal(Signal.STOP)
         signal = Signal.STOP

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.checkpoint import CheckpointError
 from torchtitan.grpo.config_manager import (
     ConfigError,
     JobConfig,
@@ -49,6 +50,11 @@ class RunnableTrainer(Protocol):
 
     def close(self) -> None: ...
 
+
+# What says by itself, in one message, what went wrong.
+_EXPLAINED = (
+    CheckpointError, DataError, ModelError, PublisherFailed, RolloutFailed, TimeoutError,
+)  # fmt: skip
 
 TrainerFactory = Callable[[JobConfig, HFModel, StopRequest], RunnableTrainer]
 
@@ -87,7 +93,7 @@ def _train(
         # Rank 0 speaks, and closes, first: torchrun ends everybody once one rank has ended.
         stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
         return 1
-    except (DataError, ModelError, PublisherFailed, RolloutFailed, TimeoutError) as error:
+    except _EXPLAINED as error:
         return _say(is_rank_zero, error, 1, stop.wait)
     except Exception as error:
         # A collective with a rank that is gone fails, and that is not what went wrong: then

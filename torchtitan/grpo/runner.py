@@ -23,8 +23,8 @@ LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 the loss, a scalar. Parts are summed over microbatches and ranks."""
 
 
-class ModelRunner(ABC):
-    """Runs a model over the rows that its data-parallel rank was dealt."""
+class ForwardRunner(ABC):
+    """Runs a model forward over the rows that its data-parallel rank was dealt."""
 
     has_output: bool
     """Whether this rank sees the model's output: it holds the last pipeline stage."""
@@ -35,6 +35,10 @@ class ModelRunner(ABC):
 
         None on ranks without the output.
         """
+
+
+class ModelRunner(ForwardRunner):
+    """Runs a model that is trained."""
 
     @abstractmethod
     def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:

@@ -19,7 +19,7 @@ from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.objective import SUM_NAMES, LossInputs, objective
-from torchtitan.grpo.runner import ModelRunner
+from torchtitan.grpo.runner import ForwardRunner
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def num_updates(config: GRPO) -> int:
 
 def score(
     batch: TrainBatch,
-    policy: ModelRunner,
-    reference: ModelRunner | None,
+    policy: ForwardRunner,
+    reference: ForwardRunner | None,
     config: GRPO,
     device: torch.device,
     feed: Feed,
@@ -134,7 +134,7 @@ def score(
     ]
 
 
-def _logprobs(runner: ModelRunner | None, rows: TrainRows) -> torch.Tensor | None:
+def _logprobs(runner: ForwardRunner | None, rows: TrainRows) -> torch.Tensor | None:
     output = runner.forward(rows) if runner is not None else None
     return None if output is None else output[..., 0]
 

@@ -50,6 +50,9 @@ class TrainBatch:
         minibatches: This rank's rows of each optimizer step of one epoch, advantages still
             at 0; `data/plan.py` has ``epoch_order``. Every data-parallel rank has the same
             number of rows in each; it may differ from batch to batch, their length never.
+        minibatch_tokens: For each minibatch the tokens that its loss is made of, over all
+            ranks, supervised ones included. With 0 it has no gradient, and its optimizer
+            step must be left out: momentum and weight decay alone would move the weights.
         samples: All samples of the batch, the same on every rank.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Over all ranks and minibatches.
@@ -58,6 +61,7 @@ class TrainBatch:
     """
 
     minibatches: list[TrainRows]
+    minibatch_tokens: list[int]
     samples: SampleTable
     num_trained_tokens: int
     num_tokens: int
@@ -145,6 +149,7 @@ class Feed:
         rows = self._scatter_rows(header.num_rows, plan)
         return TrainBatch(
             minibatches=rows.microbatches(header.num_rows // header.num_minibatches),
+            minibatch_tokens=self._broadcast_tokens(header.num_minibatches, plan),
             samples=self._broadcast_samples(header.num_samples, plan),
             num_trained_tokens=header.num_trained_tokens,
             num_tokens=header.num_tokens,
@@ -166,6 +171,13 @@ class Feed:
         fields["loss_mask"] = fields["loss_mask"].bool()
         fields |= {name: floats[i] for i, name in enumerate(_FLOAT_FIELDS)}
         return TrainRows(**fields, advantages=torch.zeros(shape))
+
+    def _broadcast_tokens(self, num_minibatches: int, plan: StepPlan | None) -> list[int]:
+        tokens = torch.empty(num_minibatches, dtype=torch.int64)
+        if plan is not None:
+            tokens = torch.tensor(plan.minibatch_tokens, dtype=torch.int64)
+        dist.broadcast(tokens, src=0, group=self.group)
+        return tokens.tolist()
 
     def _broadcast_samples(self, num_samples: int, plan: StepPlan | None) -> SampleTable:
         table = torch.empty(3, num_samples, dtype=torch.int64)

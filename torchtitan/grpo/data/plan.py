@@ -52,7 +52,9 @@ class StepPlan:
     Attributes:
         rows_of_rank: For each data-parallel rank its rows, ``num_minibatches`` times the
             same number, minibatch after minibatch.
-        num_minibatches: Optimizer steps of one epoch.
+        minibatch_tokens: For each minibatch, which is one optimizer step of an epoch, the
+            tokens that its loss is made of, over all ranks: completion tokens of rollouts,
+            and supervised ones. With 0 there is nothing to learn from.
         samples: The table that ``sample_ids`` index.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Prompt and completion tokens, supervised ones included, padding left out.
@@ -60,11 +62,15 @@ class StepPlan:
     """
 
     rows_of_rank: list[TrainRows]
-    num_minibatches: int
+    minibatch_tokens: list[int]
     samples: SampleTable
     num_trained_tokens: int
     num_tokens: int
     metrics: dict[str, float]
+
+    @property
+    def num_minibatches(self) -> int:
+        return len(self.minibatch_tokens)
 
 
 def plan_step(
@@ -117,7 +123,7 @@ def plan_step(
     capacity = num_ranks * rows_of_rank[0].num_rows * row_len
     return StepPlan(
         rows_of_rank=rows_of_rank,
-        num_minibatches=num_minibatches,
+        minibatch_tokens=[_num_learned(samples) for samples in minibatches],
         samples=table,
         num_trained_tokens=int(table.completion_lengths.sum()),
         num_tokens=num_tokens,
@@ -190,6 +196,11 @@ def _weighted(
 def _weighted_ptx(ptx: list[Sample], coef: float) -> list[Sample]:
     num_predicted = sum(sample.num_predicted for sample in ptx)
     return [replace(sample, ptx_weight=coef / num_predicted) for sample in ptx]
+
+
+def _num_learned(samples: Sequence[Sample]) -> int:
+    """Tokens that count in the loss; supervised ones do not with ``grpo.ptx_coef = 0``."""
+    return sum(s.num_predicted for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)
 
 
 def _lay_out(

@@ -51,19 +51,23 @@ class HFModel:
     max_position_embeddings: int
 
 
-def read_hf_model(path: str | Path) -> HFModel:
+def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") -> HFModel:
     """Reads a Hugging Face directory.
 
+    Args:
+        path: The directory.
+        setting: The key that names it, for errors.
+
     Raises:
-        ModelError: ``model.hf_assets_path`` is not such a directory, its architecture is
+        ModelError: ``path`` is not such a directory, its architecture is
             not supported, or it uses a variant that upstream's model lacks.
     """
     path = Path(path)
-    config = _read_json(path / "config.json")
+    config = _read_json(path / "config.json", setting)
     architecture = (config.get("architectures") or ["<none>"])[0]
     if architecture not in _FAMILIES:
         raise ModelError(
-            f"Architecture {architecture} of model.hf_assets_path ({path}) is not supported. "
+            f"Architecture {architecture} of {setting} ({path}) is not supported. "
             f"Supported: {', '.join(sorted(_FAMILIES))}."
         )
     family_spec, make_args = _FAMILIES[architecture]
@@ -74,18 +78,18 @@ def read_hf_model(path: str | Path) -> HFModel:
         model_args=make_args(config, path),
         train_spec=family_spec(),
         vocab_size=config["vocab_size"],
-        eos_token_ids=_eos_token_ids(config, path),
+        eos_token_ids=_eos_token_ids(config, path, setting),
         max_position_embeddings=config.get("max_position_embeddings", 0),
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, setting: str) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.hf_assets_path must be a readable Hugging Face model directory; "
-            f"reading {file} failed: {error}"
+            f"{setting} must be a readable Hugging Face model directory; reading {file} failed: "
+            f"{error}"
         ) from error
 
 
@@ -104,12 +108,12 @@ def _refuse_variants(config: dict[str, Any], path: Path) -> None:
             )
 
 
-def _eos_token_ids(config: dict[str, Any], path: Path) -> tuple[int, ...]:
+def _eos_token_ids(config: dict[str, Any], path: Path, setting: str) -> tuple[int, ...]:
     """The generation config's end tokens, which may be more than the model config's."""
     generation_file = path / "generation_config.json"
     eos = config.get("eos_token_id")
     if generation_file.exists():
-        eos = _read_json(generation_file).get("eos_token_id", eos)
+        eos = _read_json(generation_file, setting).get("eos_token_id", eos)
     if eos is None:
         raise ModelError(
             f"Neither config.json nor generation_config.json in {path} has eos_token_id."

@@ -61,15 +61,25 @@ def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tenso
 
 
 def load_hf_weights(
-    model_parts: list[nn.Module], adapter: BaseStateDictAdapter, path: str | Path
+    model_parts: list[nn.Module],
+    adapter: BaseStateDictAdapter,
+    path: str | Path,
+    *,
+    setting: str = "model.hf_assets_path",
 ) -> None:
     """Fills the sharded parameters from a directory's safetensors.
+
+    Args:
+        model_parts: This rank's.
+        adapter: Of the model family.
+        path: The directory.
+        setting: The key that names the directory, for errors.
 
     Raises:
         ModelError: The directory has no safetensors, a tensor is missing, or a shape
             differs from what ``config.json`` says.
     """
-    reader = _SafetensorsReader(Path(path))
+    reader = _SafetensorsReader(Path(path), setting)
     with torch.no_grad():
         for name, parameter in named_parameters(model_parts):
             hf = {
@@ -86,34 +96,34 @@ def load_hf_weights(
 class _SafetensorsReader:
     """Reads single tensors out of one or several safetensors files."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, setting: str) -> None:
+        self.path, self.setting = path, setting
         self.file_of: dict[str, Path] = {}
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            raise ModelError(f"model.hf_assets_path ({path}) must hold *.safetensors, found none.")
+            raise ModelError(f"{setting} ({path}) must hold *.safetensors, found none.")
         for file in files:
             try:
                 with safe_open(file, framework="pt") as handle:
                     self.file_of |= dict.fromkeys(handle.keys(), file)
             except (OSError, SafetensorError) as error:
                 raise ModelError(
-                    f"model.hf_assets_path must hold complete safetensors; reading {file} "
+                    f"{setting} must hold complete safetensors; reading {file} "
                     f"failed: {error}. Copy or download the model again."
                 ) from error
 
     def read(self, key: str, shape: torch.Size) -> torch.Tensor:
         if key not in self.file_of:
             raise ModelError(
-                f"The weights in model.hf_assets_path ({self.path}) lack the tensor {key}, which "
-                "its config.json asks for. Is a safetensors file missing?"
+                f"The weights in {self.setting} ({self.path}) lack the tensor {key}, which its "
+                "config.json asks for. Is a safetensors file missing?"
             )
         with safe_open(self.file_of[key], framework="pt") as handle:
             tensor = handle.get_tensor(key)
         if tensor.shape != shape:
             raise ModelError(
-                f"{key} in {self.file_of[key]} must have shape {list(shape)} according to "
-                f"config.json, got {list(tensor.shape)}."
+                f"{key} in {self.file_of[key]} ({self.setting}) must have shape {list(shape)} "
+                f"according to config.json, got {list(tensor.shape)}."
             )
         return tensor
 

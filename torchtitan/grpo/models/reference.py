@@ -4,18 +4,20 @@
 """The reference model of the KL penalty: a frozen second model, laid out like the policy."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
-from torchtitan.components.checkpoint import ModelWrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.runner import ModelRunner
+from torchtitan.grpo.runner import ForwardRunner
 
 
-class Reference(ModelRunner):
+class Reference(ForwardRunner):
     """Runs the reference forward.
 
     Args:
@@ -28,7 +30,7 @@ class Reference(ModelRunner):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ForwardRunner,
         parts: list[nn.Module],
         device: torch.device,
         *,
@@ -46,9 +48,6 @@ class Reference(ModelRunner):
         self._move(self.home)
         return output
 
-    def forward_backward(self, rows: TrainRows, loss: object) -> None:
-        raise TypeError("The reference model is not trained.")
-
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
         """Moves the weights towards the policy's: an exponential moving average.
@@ -63,11 +62,37 @@ class Reference(ModelRunner):
             local_tensor(mine).lerp_(local_tensor(policy[name]).to(mine.dtype), 1 - self.ema)
         self._move(self.home)
 
-    def checkpoint_state(self) -> dict[str, ModelWrapper]:
+    def checkpoint_state(self) -> dict[str, Stateful]:
         """What a checkpoint must hold for a resumed run to have the same reference."""
-        return {"reference": ModelWrapper(self.parts)} if self.ema > 0 else {}
+        return {"reference": PartsState(self.parts)} if self.ema > 0 else {}
 
     def _move(self, device: torch.device) -> None:
         for part in self.parts:
             if next(part.parameters()).device.type != device.type:
                 part.to(device)
+
+
+class PartsState(Stateful):
+    """Weights of model parts in a checkpoint, taken from the parts whenever they are asked for.
+
+    Upstream's ``ModelWrapper`` keeps the tensors that it found when it was made. A model that
+    moves between devices has others by the time it is saved.
+
+    Args:
+        parts: Of one model; no two share a name.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: tensor
+            for part in self.parts
+            for name, tensor in get_model_state_dict(part).items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part in self.parts:
+            own = {name: state_dict[name] for name in get_model_state_dict(part)}
+            set_model_state_dict(part, own)

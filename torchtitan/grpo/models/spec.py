@@ -25,9 +25,10 @@ from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.reference import Reference
+from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.build import split_model
-from torchtitan.grpo.pipeline.runner import PipelineRunner, StageLoss, schedule_stages
+from torchtitan.grpo.pipeline.runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.runner import ModelRunner, WholeModelRunner
 
 
@@ -94,14 +95,21 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
     if trainer.parallel_dims.pp_enabled:
         schedule: Any = trainer.pp_schedule  # pyright: ignore[reportAttributeAccessIssue]
         loss: Any = trainer.loss_fn
-        return PipelineRunner(schedule_stages(schedule), config, schedule, loss)
+        return PipelineRunner(schedule, loss, config)
     rows_at_once = config.training.local_batch_size
     return WholeModelRunner(trainer.model_parts[0], rows_at_once, trainer.maybe_enable_amp)
 
 
 def build_reference(trainer: Trainer) -> Reference:
-    """A frozen model, laid out like the policy, with ``grpo.ref_model_path``'s weights."""
-    config: Any = trainer.job_config
+    """A frozen model, laid out like the policy, with ``grpo.ref_model_path``'s weights.
+
+    Raises:
+        ModelError: The directory holds another model than the policy's, or broken weights.
+    """
+    config = trainer.job_config
+    assert isinstance(config, JobConfig)
+    settings = config.grpo
+    check_reference(config)
     dims, spec = trainer.parallel_dims, trainer.train_spec
     assert spec.state_dict_adapter is not None
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
@@ -116,14 +124,15 @@ def build_reference(trainer: Trainer) -> Reference:
         with torch.no_grad():
             part.init_weights()  # pyright: ignore[reportCallIssue]  (rotary tables)
         part.eval().requires_grad_(False)
-    path = config.grpo.ref_model_path or config.model.hf_assets_path
-    load_hf_weights(parts, spec.state_dict_adapter(trainer.model_args, path), path)
-    rows_at_once = config.training.local_batch_size
+    path = settings.ref_model_path or config.model.hf_assets_path
+    key = "grpo.ref_model_path" if settings.ref_model_path else "model.hf_assets_path"
+    adapter = spec.state_dict_adapter(trainer.model_args, path)
+    load_hf_weights(parts, adapter, path, setting=key)
     if dims.pp_enabled:
-        runner = PipelineRunner(stages, config)
+        runner = PipelineForwardRunner(stages, config)
     else:
+        rows_at_once = config.training.local_batch_size
         runner = WholeModelRunner(parts[0], rows_at_once, trainer.maybe_enable_amp)
-    settings = config.grpo
     return Reference(
         runner,
         parts,

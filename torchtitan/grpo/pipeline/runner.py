@@ -12,7 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
 from torchtitan.grpo.pipeline.stages import stage_ranks
-from torchtitan.grpo.runner import LossFunction, ModelRunner, model_inputs
+from torchtitan.grpo.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
 
 
 class StageLoss:
@@ -32,25 +32,15 @@ class StageLoss:
         return self.loss(output, slice(begin, begin + len(row_numbers)))
 
 
-class PipelineRunner(ModelRunner):
-    """Stages of a model. Every rank of the pipeline is given the same rows.
+class PipelineForwardRunner(ForwardRunner):
+    """Stages of a model, run forward. Every rank of the pipeline is given the same rows.
 
     Args:
         stages: This rank's.
         config: Of the run.
-        schedule: Over these stages, for training; None for a model that is only run
-            forward.
-        stage_loss: What the schedule was built around.
     """
 
-    def __init__(
-        self,
-        stages: list[PipelineStage],
-        config: JobConfig,
-        schedule: _PipelineSchedule | None = None,
-        stage_loss: StageLoss | None = None,
-    ) -> None:
-        self.schedule, self.stage_loss = schedule, stage_loss
+    def __init__(self, stages: list[PipelineStage], config: JobConfig) -> None:
         self.rows_at_once = config.training.local_batch_size
         self.has_input = any(stage.is_first for stage in stages)
         self.has_output = any(stage.is_last for stage in stages)
@@ -63,29 +53,49 @@ class PipelineRunner(ModelRunner):
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         outputs = []
         for part in rows.microbatches(self.rows_at_once):
-            outputs.append(self.forward_schedule.forward(*self._input(part), **model_inputs(part)))
+            outputs.append(
+                self.forward_schedule.forward(*self.input_of(part), **model_inputs(part))
+            )
         return torch.cat(outputs) if self.has_output else None
 
-    def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
-        assert self.schedule is not None and self.stage_loss is not None
-        self.stage_loss.loss = loss
-        begin = 0
-        for part in rows.microbatches(self.rows_at_once):
-            end = begin + part.num_rows
-            # On the CPU: its values are read, and a device would have to be waited for.
-            targets = torch.arange(begin, end) if self.has_output else None
-            self.schedule.step(
-                *self._input(part), target=targets, return_outputs=False, **model_inputs(part)
-            )
-            begin = end
-        self.stage_loss.loss = None
-
-    def _input(self, rows: TrainRows) -> tuple[torch.Tensor, ...]:
+    def input_of(self, rows: TrainRows) -> tuple[torch.Tensor, ...]:
+        """What this rank's stages are given besides what comes from other stages."""
         return (rows.tokens,) if self.has_input else ()
 
 
-def schedule_stages(schedule: _PipelineSchedule) -> list[PipelineStage]:
-    """The stages that a schedule was built over."""
+class PipelineRunner(ModelRunner):
+    """Stages of a model that is trained. Every rank of the pipeline is given the same rows.
+
+    Args:
+        schedule: Over this rank's stages.
+        stage_loss: What the schedule was built around.
+        config: Of the run.
+    """
+
+    def __init__(
+        self, schedule: _PipelineSchedule, stage_loss: StageLoss, config: JobConfig
+    ) -> None:
+        self.schedule, self.stage_loss = schedule, stage_loss
+        self.forwards = PipelineForwardRunner(_stages_of(schedule), config)
+        self.has_output = self.forwards.has_output
+
+    def forward(self, rows: TrainRows) -> torch.Tensor | None:
+        return self.forwards.forward(rows)
+
+    def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
+        self.stage_loss.loss = loss
+        begin = 0
+        for part in rows.microbatches(self.forwards.rows_at_once):
+            end = begin + part.num_rows
+            # On the CPU: its values are read, and a device would have to be waited for.
+            targets = torch.arange(begin, end) if self.has_output else None
+            inputs = self.forwards.input_of(part)
+            self.schedule.step(*inputs, target=targets, return_outputs=False, **model_inputs(part))
+            begin = end
+        self.stage_loss.loss = None
+
+
+def _stages_of(schedule: _PipelineSchedule) -> list[PipelineStage]:
     stages = getattr(schedule, "_stages", None)
     return stages if stages is not None else [schedule._stage]  # pyright: ignore
 

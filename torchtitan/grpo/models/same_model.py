@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Whether a reference model computes as the policy does, with other weights.
+
+The reference is built from the policy's arguments: weights alone do not tell a rotary base or
+an epsilon, and a wrong one would only show as a strange KL.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+
+# Longest sequence, which no weight depends on; and what follows from another argument.
+_IRRELEVANT = frozenset({"max_seq_len", "ffn_dim_multiplier"})
+# What `config.json` calls an argument of torchtitan's, where that is another name.
+_NAME_IN_CONFIG = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "multiple_of": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "enable_weight_tying": "tie_word_embeddings",
+    "moe_inter_dim": "moe_intermediate_size",
+    "moe_args.top_k": "num_experts_per_tok",
+    "moe_args.num_experts": "num_experts",
+    "moe_args.route_norm": "norm_topk_prob",
+    "rope_scaling_args.scaling_factor": "rope_scaling.factor",
+}
+
+
+def check_reference(config: JobConfig) -> None:
+    """Refuses a reference that is not the policy's model with other weights.
+
+    Both directories are read anew: building a model changes its arguments.
+
+    Raises:
+        ModelError: ``grpo.ref_model_path`` is not a usable directory, or holds another model.
+    """
+    path = config.grpo.ref_model_path
+    if path is None:
+        return
+    policy = read_hf_model(config.model.hf_assets_path)
+    reference = read_hf_model(path, setting="grpo.ref_model_path")
+    found = list(_differences(policy, reference))
+    if found:
+        raise ModelError(
+            f"grpo.ref_model_path ({path}) must hold the model of model.hf_assets_path "
+            f"({policy.path}) with other weights, but their config.json differ: "
+            f"{'; '.join(found)}. Choose a reference of the same architecture."
+        )
+
+
+def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
+    if policy.architecture != reference.architecture:
+        # Arguments of two families cannot be told apart one by one.
+        yield f"architecture {reference.architecture} instead of {policy.architecture}"
+        return
+    wanted, found = _arguments(policy.model_args), _arguments(reference.model_args)
+    for name, value in wanted.items():
+        if found[name] != value:
+            yield f"{_NAME_IN_CONFIG.get(name, name)} {found[name]} instead of {value}"
+
+
+def _arguments(model_args: Any, prefix: str = "") -> dict[str, Any]:
+    """Every relevant argument by its name, nested ones with a dot."""
+    found: dict[str, Any] = {}
+    for field in fields(model_args):
+        value = getattr(model_args, field.name)
+        if is_dataclass(value):
+            found |= _arguments(value, f"{prefix}{field.name}.")
+        elif field.name not in _IRRELEVANT:
+            found[prefix + field.name] = value
+    return found
