@@ -220,7 +220,7 @@ def record_batch(file: Path, steps: int) -> None:
                 )
             )
         groups.append(RolloutGroup(group_id, "", tuple(rollouts), "http://127.0.0.1:1"))
-    recorder = RolloutRecorder(str(file), VOCAB_SIZE, 0)
+    recorder = RolloutRecorder(str(file), VOCAB_SIZE, 1.0, 0)
     for version in range(steps):
         recorder.write(version, len(groups) * (version + 1), groups)
     recorder.close()

@@ -24,6 +24,7 @@ class Built:
     hf_model: HFModel
     adapter: BaseStateDictAdapter
     parts: list[nn.Module]
+    dims: ParallelDims
 
 
 def build(
@@ -68,4 +69,4 @@ def build(
     assert spec.state_dict_adapter is not None
     adapter = spec.state_dict_adapter(model_args, model)
     load_hf_weights(parts, adapter, model)
-    return Built(config, hf_model, adapter, parts)
+    return Built(config, hf_model, adapter, parts, dims)

@@ -4,12 +4,12 @@ import torch
 from build_model import build
 from torchtitan.distributed import utils as dist_utils
 
-from torchtitan.grpo.data.rows import Sample, build_rows
+from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.runner import WholeModelRunner
 
 
-def main(arguments):
-    built = build(arguments["model"], arguments["seq_len"], **arguments["layout"])
+def rows_of(arguments: dict) -> TrainRows:
+    """The given sequences in the given rows; a prompt is two tokens long."""
     samples = [
         Sample(
             torch.tensor(ids[:2], dtype=torch.int32).numpy(),
@@ -18,7 +18,12 @@ def main(arguments):
         )
         for ids in arguments["sequences"]
     ]
-    rows = build_rows(samples, arguments["rows"], arguments["seq_len"])
+    return build_rows(samples, arguments["rows"], arguments["seq_len"])
+
+
+def main(arguments):
+    built = build(arguments["model"], arguments["seq_len"], **arguments["layout"])
+    rows = rows_of(arguments)
     runner = WholeModelRunner(built.parts[0], rows_at_once=2)
     logprobs = runner.forward(rows)[..., 0]
     runner.forward_backward(

@@ -41,6 +41,12 @@ def check_resumable(checkpointer: CheckpointManager, load_step: int) -> None:
             "checkpoint.load_step to an earlier step that is in the folder, or another "
             "job.dump_folder to begin anew."
         )
+    if "reference" in checkpointer.states and "reference" not in held:
+        raise CheckpointError(
+            f"A run with grpo.ref_model_ema above 0 must resume from a checkpoint that holds its "
+            f"reference, got {folder}, which was written without one. Set grpo.ref_model_ema = 0, or "
+            "another job.dump_folder to begin anew."
+        )
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:

@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 @dataclass
 class GRPO:
-    """``[grpo]``: the algorithm. Formulas, papers and choices are in docs/losses.md."""
+    """``[grpo]``: the algorithm. Formulas, papers and choices are in docs/losses.md.
+
+    A step is one batch: ``num_minibatches * num_epochs`` optimizer steps, then one step of the
+    learning-rate schedulers, one push of weights and one new policy version. ``training.steps``
+    and all intervals count these.
+    """
 
     group_size: int = 8
     """Rollouts per prompt, at least 1. Advantages relative to the group need 2;
@@ -25,7 +30,8 @@ class GRPO:
 
     num_minibatches: int = 1
     """Optimizer steps into which a batch is cut, by whole prompt groups; at most
-    ``prompts_per_step``."""
+    ``prompts_per_step``. ``training.steps``, schedulers (``lr_scheduler.warmup_steps``) and
+    policy versions count batches, not these."""
 
     num_epochs: int = 1
     """Times that a batch is gone through. With more than one optimizer step a batch
@@ -50,7 +56,8 @@ class GRPO:
 
     filter_zero_advantage: bool = False
     """Leave out groups whose rewards are all equal (DAPO's dynamic sampling): they carry
-    no gradient, and would only dilute the mean."""
+    no gradient, and would only dilute the mean. Not with a KL penalty in the reward
+    (``kl_in``), which tells the samples of such a group apart."""
 
     reward_positive_scale: float = 1.0
     """Factor of rewards above 0, at least 0."""
@@ -149,7 +156,8 @@ class GRPO:
 
     ptx_path: str | None = None
     """Supervised mix-in: a ``.jsonl`` file with a ``completion`` in each row and, where
-    there is one, a ``prompt``, both strings. None mixes nothing in."""
+    there is one, a ``prompt``, both strings. None mixes nothing in. It needs
+    ``rollout.temperature = 1``: the trainer scores every token at that temperature."""
 
     ptx_coef: float = 1.0
     """Weight of the mean negative log-likelihood of the mixed-in completion tokens."""
@@ -218,8 +226,9 @@ class Rollout:
     """``[rollout]``: sampling, and how far generation may run ahead."""
 
     max_head_offpolicyness: int = 1
-    """Largest age, in optimizer steps, that a trained sample may have; holds for every
-    sample. 0 is synchronous, on-policy training."""
+    """Largest age that a trained sample may have, in policy versions, which count batches
+    (not the optimizer steps that each is trained by); holds for every sample. 0 is
+    synchronous training, on-policy with one optimizer step a batch."""
 
     max_concurrent_rollouts: int = 256
     """Completions in flight over all servers, at least ``grpo.group_size``."""
@@ -228,7 +237,8 @@ class Rollout:
     """Longest completion, in tokens."""
 
     temperature: float = 1.0
-    """Sampling temperature, above 0. The trainer scores with the same temperature."""
+    """Sampling temperature, above 0. The trainer scores with the same temperature, and a
+    replay must have that of its record."""
 
     top_p: float = 1.0
     """Nucleus bound in (0, 1]; 1 is off. The trainer scores with the whole distribution,
@@ -259,7 +269,8 @@ class Rollout:
 
     record: str | None = None
     """Write every trained batch of rollouts to this file, for ``replay``; ``.gz``
-    compresses. A new run refuses a file that holds batches; a resumed run goes on in it."""
+    compresses. A new run refuses a file that holds batches; a resumed run goes on in it,
+    and cannot begin one."""
 
     replay: str | None = None
     """Train on the batches of this file, in its order, instead of on new rollouts: no
@@ -428,7 +439,7 @@ class RolloutProcessConfig:
     server_gpus: list[str]
     """GPUs of launched servers, as in ``CUDA_VISIBLE_DEVICES``; empty without any."""
     start_version: int
-    """Optimizer steps already taken (a resumed run)."""
+    """Batches already trained on (a resumed run)."""
     prompt_position: int
     """Prompts already used up (a resumed run)."""
 

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,9 @@ def check_arguments(cls: type, args: list[str]) -> None:
         table, _, name = key.rpartition(".")
         if key in known or f"{table}.{name.removeprefix('no_')}" in known:
             continue
+        if key.startswith("no_") and key.removeprefix("no_") in known:
+            flag_table, _, flag = given[len("--no-") :].rpartition(".")
+            raise ConfigError(f"Unknown argument {given}. Did you mean --{flag_table}.no-{flag}?")
         siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == table}
         near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
         hint = f"Did you mean --{siblings[near[0]]}?" if near else _elsewhere(key, known)
@@ -330,6 +334,7 @@ def _check_losses(config: JobConfig) -> None:
     _check_comparisons(config)
     _check_policy_loss(config.grpo)
     _check_mismatch(config.grpo)
+    _check_read(config.grpo)
 
 
 def _check_comparisons(config: JobConfig) -> None:
@@ -344,6 +349,13 @@ def _check_comparisons(config: JobConfig) -> None:
         grpo.group_size > 1 or not grpo.filter_zero_advantage,
         "grpo.filter_zero_advantage leaves out every group of one sample: raise grpo.group_size "
         "(now 1) or set grpo.filter_zero_advantage = false.",
+    )
+    _require(
+        not (grpo.filter_zero_advantage and grpo.kl_coef > 0 and grpo.kl_in == "reward"),
+        "grpo.filter_zero_advantage cannot be used with grpo.kl_coef above 0 "
+        f"({grpo.kl_coef}) and grpo.kl_in = 'reward': groups are left out before the penalty is "
+        "known, which would tell their samples apart. Set grpo.kl_in = 'loss', or "
+        "grpo.filter_zero_advantage = false.",
     )
     _require(
         grpo.overlong_buffer <= longest,
@@ -385,21 +397,56 @@ def _check_mismatch(grpo: grpo_config.GRPO) -> None:
         f"grpo.importance_floor must be below grpo.importance_cap ({grpo.importance_cap}), got "
         f"{grpo.importance_floor}.",
     )
-    if grpo.old_policy == "step_start":
-        return
-    defaults = grpo_config.GRPO()
-    for key in ("mismatch_level", "importance_floor", "mismatch_veto"):
-        value = getattr(grpo, key)
-        _require(
-            value == getattr(defaults, key),
-            f"grpo.{key} needs grpo.old_policy = 'step_start', got {value!r}: with 'sampling' the "
-            "ratio itself is against the sampling-time policy, and nothing is corrected.",
-        )
     _require(
-        grpo.mismatch_correction != "mask",
+        grpo.old_policy == "step_start" or grpo.mismatch_correction != "mask",
         "grpo.mismatch_correction = 'mask' needs grpo.old_policy = 'step_start': with 'sampling' "
         "the ratio itself is against the sampling-time policy, and nothing is corrected.",
     )
+
+
+_Holds = Callable[[grpo_config.GRPO], bool]
+
+
+_READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
+    (
+        lambda grpo: grpo.kl_coef > 0,
+        "grpo.kl_coef above 0",
+        ("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
+    ),
+    (
+        lambda grpo: grpo.advantage in ("group_norm", "batch_norm"),
+        "grpo.advantage = 'group_norm' or 'batch_norm', which divide by a deviation",
+        ("advantage_std", "advantage_eps"),
+    ),
+    (lambda grpo: grpo.overlong_buffer > 0, "grpo.overlong_buffer above 0", ("overlong_penalty",)),
+    (
+        lambda grpo: grpo.old_policy == "step_start",
+        "grpo.old_policy = 'step_start'",
+        ("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
+    ),
+    (
+        lambda grpo: grpo.mismatch_correction != "none",
+        "grpo.mismatch_correction = 'truncate' or 'mask'",
+        ("importance_cap", "importance_floor"),
+    ),
+    (lambda grpo: grpo.ptx_path is not None, "grpo.ptx_path", ("ptx_coef", "ptx_per_step")),
+)
+"""Keys of ``[grpo]`` that something reads only where another setting holds."""
+
+
+def _check_read(grpo: grpo_config.GRPO) -> None:
+    """Refuses settings that would be ignored; one that is left at its default is no setting."""
+    defaults = grpo_config.GRPO()
+    for holds, needed, keys in _READ_WITH:
+        if holds(grpo):
+            continue
+        for key in keys:
+            value, default = getattr(grpo, key), getattr(defaults, key)
+            _require(
+                value == default,
+                f"grpo.{key} needs {needed}, got {value!r}: nothing would read it. Set what it "
+                f"needs, or leave grpo.{key} at its default, {default!r}.",
+            )
 
 
 def _check_lengths(config: JobConfig) -> None:
@@ -436,6 +483,12 @@ def _check_data(config: JobConfig) -> None:
         grpo.ptx_path is None or grpo.ptx_per_step >= grpo.num_minibatches,
         f"grpo.ptx_per_step must be at least grpo.num_minibatches ({grpo.num_minibatches}), a "
         f"supervised row for each, got {grpo.ptx_per_step}.",
+    )
+    _require(
+        grpo.ptx_path is None or rollout.temperature == 1,
+        f"grpo.ptx_path needs rollout.temperature = 1, got {rollout.temperature}: the trainer "
+        "scores every token at that temperature, and supervised ones would be fitted to the "
+        "tempered distribution, not to the model's own.",
     )
 
 

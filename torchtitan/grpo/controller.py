@@ -30,7 +30,7 @@ class RolloutController:
     Args:
         config: Of the run.
         model: What is trained.
-        start_version: Optimizer steps already taken.
+        start_version: Batches already trained on.
         prompt_position: Prompts already used up.
         should_stop: Ends every wait when it turns true.
 
@@ -61,7 +61,9 @@ class RolloutController:
         self._planner = StepPlanner(config, model)
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
-            self._recorder = RolloutRecorder(config.rollout.record, model.vocab_size, start_version)
+            self._recorder = RolloutRecorder(
+                config.rollout.record, model.vocab_size, config.rollout.temperature, start_version
+            )
         self.samples = open_sample_log(config, start_version)
         self.link = RolloutLink(_process_config(config, model, start_version, prompt_position))
         self.servers: list[ServerInfo] = []

@@ -32,6 +32,7 @@ from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.device import keep_gloo_on_loopback
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.stop import StopRequest
@@ -68,6 +69,8 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         config = load_config(args)
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
+        if config.grpo.kl_coef > 0:
+            check_reference(config)
     except (ConfigError, ModelError) as error:
         return _say(is_rank_zero, error, 2)
     if dry_run:

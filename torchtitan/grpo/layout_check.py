@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 _CHECKPOINT_MODES = ("none", "selective", "full", "memory_budget")
+_PIPELINE_MINIMA = {
+    "pipeline_parallel_layers_per_stage": 1,
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
@@ -44,6 +49,7 @@ def layout_problems(config: JobConfig) -> Iterator[str]:
             "parallelism.expert_parallel_comm_backend must be 'standard', got "
             f"{settings.expert_parallel_comm_backend!r}, which upstream's Qwen3 does not know."
         )
+    yield from _context_problems(settings)
     yield from _checkpoint_problems(config)
     if settings.pipeline_parallel_degree > 1:
         yield from _pipeline_problems(config)
@@ -97,6 +103,17 @@ def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
         )
 
 
+def _context_problems(settings: Parallelism) -> Iterator[str]:
+    defaults = Parallelism()
+    for key in ("context_parallel_rotate_method", "context_parallel_load_balancer"):
+        value, default = getattr(settings, key), getattr(defaults, key)
+        if value != default:
+            yield (
+                f"parallelism.{key} must be left at its default, {default!r}, got {value!r}: "
+                "context parallelism is by all-to-all here, which rotates and balances nothing."
+            )
+
+
 def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     settings, rows = config.parallelism, config.training.local_batch_size
     schedule, degree = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
@@ -107,6 +124,16 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             f"{schedule!r}."
         )
         return
+    if settings.pipeline_parallel_schedule_csv:
+        yield (
+            "parallelism.pipeline_parallel_schedule_csv must be left empty, got "
+            f"{settings.pipeline_parallel_schedule_csv!r}: the forward-only passes go by the "
+            "name in parallelism.pipeline_parallel_schedule."
+        )
+    for key, minimum in _PIPELINE_MINIMA.items():
+        value = getattr(settings, key)
+        if value is not None and value < minimum:
+            yield f"parallelism.{key} must be at least {minimum}, got {value}."
     if size < 1 or rows % size:
         yield (
             f"training.local_batch_size ({rows}) must be a multiple of parallelism."
@@ -209,8 +236,8 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             stage_modules(settings, args.n_layers)  # pyright: ignore
         except ValueError as error:
             yield (
-                f"The model's layers must suffice for the stages of parallelism.pipeline_parallel_"
-                f"degree = {settings.pipeline_parallel_degree} under "
+                f"The model ({model.path}) cannot be cut into the stages of parallelism.pipeline_"
+                f"parallel_degree = {settings.pipeline_parallel_degree} under "
                 f"{settings.pipeline_parallel_schedule}: {error}"
             )
     yield from _expert_problems(config, model)

@@ -57,6 +57,11 @@ def test_each_minibatch_needs_a_supervised_row(rollouts):
         )  # fmt: skip
 
 
+def test_supervised_rows_need_the_model_s_own_distribution(rollouts):
+    with pytest.raises(ConfigError, match=r"ptx_path needs rollout\.temperature = 1, got 0\.7"):
+        load_config([*LIVE, f"--grpo.ptx_path={rollouts}", "--rollout.temperature=0.7"])
+
+
 def test_a_machine_that_does_not_read_the_file_need_not_have_it(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "1")
     load_config([*LIVE, "--rollout.replay=/no/file"])

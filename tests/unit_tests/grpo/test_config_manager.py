@@ -138,6 +138,10 @@ def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments
             ["--grpo.old_policy=sampling", "--grpo.mismatch_level=sequence"],
             r"mismatch_level needs grpo\.old_policy = 'step_start'",
         ),
+        (
+            ["--grpo.filter_zero_advantage", "--grpo.kl_coef=0.1", "--grpo.kl_in=reward"],
+            r"filter_zero_advantage .*grpo\.kl_coef above 0 \(0\.1\) and grpo\.kl_in = 'reward'",
+        ),
         (["--grpo.policy_loss=clop"], r"grpo\.policy_loss 'clop' must be .*cispo, clip, gspo"),
         (["--grpo.policy_loss=no_such:f"], r"grpo\.policy_loss 'no_such:f': importing no_such"),
     ],
@@ -145,6 +149,35 @@ def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments
 def test_loss_settings_out_of_range_or_without_effect_are_refused(load, arguments, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("setting", "needs"),
+    [
+        ("ref_model_path=model", "grpo.kl_coef above 0"),
+        ("ref_model_ema=0.5", "grpo.kl_coef above 0"),
+        ("ref_model_offload", "grpo.kl_coef above 0"),
+        ("kl_in=reward", "grpo.kl_coef above 0"),
+        ("kl_estimator=k1", "grpo.kl_coef above 0"),
+        ("advantage=group_mean advantage_std=population", "grpo.advantage = 'group_norm'"),
+        ("advantage=leave_one_out advantage_eps=1e-6", "grpo.advantage = 'group_norm'"),
+        ("overlong_penalty=0.5", "grpo.overlong_buffer above 0"),
+        ("mismatch_correction=none importance_floor=0.5", "grpo.mismatch_correction = 'truncate'"),
+        ("mismatch_correction=none importance_cap=3", "grpo.mismatch_correction = 'truncate'"),
+        ("old_policy=sampling importance_cap=3", "grpo.old_policy = 'step_start'"),
+        ("ptx_coef=0.5", "grpo.ptx_path"),
+        ("ptx_per_step=4", "grpo.ptx_path"),
+    ],
+)
+def test_a_setting_that_nothing_would_read_is_refused(load, setting, needs):
+    arguments = [f"--grpo.{part}" for part in setting.split()]
+    key = setting.split()[-1].partition("=")[0]
+    with pytest.raises(ConfigError, match=re.escape(f"grpo.{key} needs {needs}")):
+        load(BASE, *arguments)
+
+
+def test_a_setting_at_its_default_is_not_refused(load):
+    load(BASE, "--grpo.kl_estimator=k3", "--grpo.importance_cap=2", "--grpo.ptx_per_step=8")
 
 
 def test_a_group_of_one_is_compared_to_the_batch(load):
@@ -179,6 +212,10 @@ def test_flex_attention_is_refused_where_there_is_no_gpu(load, monkeypatch):
         (["--grpo.group-sise=4"], r"--grpo\.group-sise\. Did you mean --grpo\.group_size"),
         (["--gpro.group_size=4"], r"--gpro\.group_size\. There is grpo\.group_size"),
         (["--inference.no-lunch"], r"--inference\.no-lunch\. Did you mean --inference\.launch"),
+        (
+            ["--no-grpo.async_weight_update"],
+            r"--no-grpo\.async_weight_update\. Did you mean --grpo\.no-async_weight_update\?",
+        ),
         (["--group_size", "4"], r"--group_size\. There is grpo\.group_size"),
         (["--grpo.group_size=four"], r"--grpo\.group-size: invalid literal .* 'four'\. Change"),
         (["stray"], r"Unrecognized options: stray\. Change it on the command line"),

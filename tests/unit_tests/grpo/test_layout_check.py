@@ -10,6 +10,8 @@ from torchtitan.grpo.layout_check import layout_problems, model_layout_problems
 
 ALONE = "data_parallel_shard_degree=1"
 PIPELINE = [ALONE, "pipeline_parallel_degree=2"]
+WHOLE = "tok_embeddings layers.0 layers.1 | layers.2 layers.3 norm output"
+IN_SIX = "tok_embeddings | layers.0 | layers.1 | layers.2 | layers.3 | norm output"
 ZERO_BUBBLE = [*PIPELINE, "pipeline_parallel_schedule=ZBVZeroBubble"]
 
 
@@ -91,6 +93,26 @@ def configured(*settings: str) -> JobConfig:
         ),
         (
             2,
+            ["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"],
+            ["parallelism.context_parallel_rotate_method", "got 'alltoall'", "all-to-all"],
+        ),
+        (
+            2,
+            ["context_parallel_degree=2", "context_parallel_load_balancer=ptrr"],
+            ["parallelism.context_parallel_load_balancer", "got 'ptrr'", "'headtail'"],
+        ),
+        (
+            2,
+            [*PIPELINE, "pipeline_parallel_schedule_csv=schedule.csv"],
+            ["parallelism.pipeline_parallel_schedule_csv", "got 'schedule.csv'"],
+        ),
+        (
+            2,
+            [*PIPELINE, "pipeline_parallel_first_stage_less_layers=-1"],
+            ["parallelism.pipeline_parallel_first_stage_less_layers", "at least 0, got -1"],
+        ),
+        (
+            2,
             [*ZERO_BUBBLE, "compile.enable=true"],
             ["compile.enable", "parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
         ),
@@ -129,6 +151,40 @@ def test_a_layout_that_cannot_work_is_refused_by_its_keys(num_ranks, settings, k
 def test_a_layout_that_works_is_let_through(num_ranks, settings, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     assert list(layout_problems(configured(*settings))) == []
+
+
+def test_a_stage_needs_a_layer(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = configured(*PIPELINE)
+    config.parallelism.pipeline_parallel_layers_per_stage = 0
+    (problem,) = layout_problems(config)
+    assert "parallelism.pipeline_parallel_layers_per_stage must be at least 1, got 0" in problem
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "words"),
+    [
+        ("tok_embeddings layers.0 | layers.1 output", "1F1B", "lacks layers.2, layers.3, norm."),
+        ("layers.0 layers.1 tok_embeddings | layers.2 layers.3 norm output", "1F1B", "this order"),
+        ("tok_embeddings layers.0 layers.1 | layers.1 layers.2 layers.3 norm output", "1F1B", "once"),
+        ("tok_embeddings layers.0 layers.1 | layers.2 layers.3 layers.4 norm output", "1F1B", "3, norm"),
+        (WHOLE, "Interleaved1F1B", "two or more stages, equally many, on each of 2 ranks, got 2"),
+        (f"{WHOLE} | ", "1F1B", "got 3 stages"),
+        (IN_SIX, "ZBVZeroBubble", "ZBVZeroBubble needs two stages on each of 2 ranks, got 6"),
+        (WHOLE, "1F1B", None),
+        (IN_SIX, "Interleaved1F1B", None),
+    ],
+)  # fmt: skip
+def test_stages_that_are_named_must_be_the_whole_model(stages, schedule, words):
+    config = configured(*PIPELINE, f"pipeline_parallel_schedule={schedule}")
+    config.parallelism.module_fqns_per_model_part = [s.split() for s in stages.split("|")]
+    args = SimpleNamespace(n_heads=8, n_layers=4, hidden_dim=48)
+    model = SimpleNamespace(path=Path("model"), model_args=args)
+    problems = list(model_layout_problems(config, model))  # pyright: ignore
+    assert len(problems) == (0 if words is None else 1)
+    for problem in problems:
+        assert "parallelism.module_fqns_per_model_part" in problem
+        assert str(words) in problem
 
 
 @pytest.mark.parametrize(

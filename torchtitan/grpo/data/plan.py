@@ -92,7 +92,7 @@ def plan_step(
     Args:
         groups: All groups of the step.
         config: ``[grpo]``.
-        version: Optimizer steps taken so far; the age of a sample counts from here.
+        version: Batches trained on so far; the age of a sample counts from here.
         num_ranks: Data-parallel degree.
         row_len: ``training.seq_len``.
         local_batch_size: Rows of a microbatch.

@@ -48,7 +48,7 @@ class StepPlanner:
 
         Args:
             groups: All groups of the step.
-            step: Steps taken so far; supervised rows go on from there.
+            step: Batches trained on so far; supervised rows go on from there.
             version: What the ages of samples count from.
             num_ranks: Data-parallel degree.
         """

@@ -80,7 +80,7 @@ class PtxStream:
         """The rows of one step; weights are the plan's to set.
 
         Args:
-            step: Steps taken before; a resumed run therefore continues the order.
+            step: Batches trained on before; a resumed run therefore continues the order.
             num_rows: ``grpo.ptx_per_step``.
         """
         return [self._samples[self._row(step * num_rows + i)] for i in range(num_rows)]

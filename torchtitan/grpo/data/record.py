@@ -23,7 +23,7 @@ from torchtitan.grpo.data.files import DataError, decode_line
 from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, VersionSegment
 
 FORMAT = "torchtitan-grpo-rollouts"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class RecordHeader(msgspec.Struct):
@@ -31,11 +31,14 @@ class RecordHeader(msgspec.Struct):
 
     Attributes:
         vocab_size: Of the model that the rollouts were written for.
+        temperature: ``rollout.temperature``, at which logprobs were recorded.
     """
 
     format: str
     format_version: int
     vocab_size: int
+    temperature: float | None = None
+    """None in files of format 1, which are refused."""
 
 
 class RolloutRecord(msgspec.Struct):
@@ -83,16 +86,17 @@ class RolloutRecorder:
     Args:
         path: The file; ``.gz`` compresses.
         vocab_size: Of the model.
-        version: Batches already trained.
+        temperature: ``rollout.temperature``.
+        version: Batches already trained on.
 
     Raises:
         DataError: A new run would overwrite the file, or it cannot be written, or what a
-            resumed run finds there is something else.
+            resumed run finds there is not what it has trained on until now.
     """
 
-    def __init__(self, path: str, vocab_size: int, version: int) -> None:
+    def __init__(self, path: str, vocab_size: int, temperature: float, version: int) -> None:
         self._path = Path(path)
-        self._header = RecordHeader(FORMAT, FORMAT_VERSION, vocab_size)
+        self._header = RecordHeader(FORMAT, FORMAT_VERSION, vocab_size, temperature)
         # A run that ended before its first batch has left nothing to keep.
         kept = self._batches() if self._path.exists() and self._path.stat().st_size else iter(())
         if version == 0 and next(kept, None) is not None:
@@ -100,9 +104,11 @@ class RolloutRecorder:
                 f"rollout.record must name a file without batches, got {path}: a new run would "
                 "overwrite it. Remove it, or name another."
             )
+        if version > 0:
+            kept = self._batches_before(version, kept)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._begin(batch for batch in kept if batch.version < version)
+            self._begin(kept)
             self._file: BinaryIO = self._path.open("ab")
         except OSError as error:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
@@ -117,8 +123,26 @@ class RolloutRecorder:
         self._file.close()
 
     def _batches(self) -> Iterator[BatchRecord]:
-        reader = RecordReader(str(self._path), self._header.vocab_size, "rollout.record")
+        header = self._header
+        assert header.temperature is not None
+        reader = RecordReader(
+            str(self._path), header.vocab_size, header.temperature, "rollout.record"
+        )
         return (batch for _, batch in reader)
+
+    def _batches_before(
+        self, version: int, batches: Iterator[BatchRecord]
+    ) -> Iterator[BatchRecord]:
+        """Those of a resumed run's past: all of them, for a replay counts from the first."""
+        found = [batch.version for batch in batches if batch.version < version]
+        if found != list(range(version)):
+            raise DataError(
+                f"rollout.record: {self._path} must hold the {version} batches that this resumed "
+                f"run was trained on, got {len(found)} of them: a record is begun with a run's "
+                "first batch, since a replay takes them in order. Name the file that the run has "
+                "written until now, or leave rollout.record out."
+            )
+        return (batch for batch in self._batches() if batch.version < version)
 
     def _begin(self, kept: Iterable[BatchRecord]) -> None:
         """Writes the header, and behind it what a resumed run keeps."""
@@ -143,6 +167,7 @@ class RecordReader:
     Args:
         path: The file.
         vocab_size: Of the model at hand.
+        temperature: ``rollout.temperature`` of the run at hand.
         key: TOML key of ``path``, for messages.
 
     Attributes:
@@ -152,8 +177,9 @@ class RecordReader:
         DataError: From the iteration: the file or a line of it cannot be used.
     """
 
-    def __init__(self, path: str, vocab_size: int, key: str) -> None:
+    def __init__(self, path: str, vocab_size: int, temperature: float, key: str) -> None:
         self._path, self._vocab_size, self._key = path, vocab_size, key
+        self._temperature = temperature
         self.was_cut_off = False
 
     def __iter__(self) -> Iterator[tuple[str, BatchRecord]]:
@@ -198,6 +224,12 @@ class RecordReader:
                 f"{where}: recorded with a vocabulary of {header.vocab_size} tokens, and the model "
                 f"in model.hf_assets_path has {self._vocab_size}. Name the model that it was "
                 "recorded with."
+            )
+        if header.temperature != self._temperature:
+            raise DataError(
+                f"{where}: recorded with rollout.temperature = {header.temperature}, and this run "
+                f"has {self._temperature}: its logprobs would be of another distribution than the "
+                f"trainer's. Set rollout.temperature = {header.temperature}."
             )
 
 

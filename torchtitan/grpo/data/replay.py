@@ -29,7 +29,7 @@ class ReplaySource:
     Args:
         config: Of the run.
         model: What is trained.
-        start_version: Steps already taken.
+        start_version: Batches already trained on.
         prompt_position: Kept until a batch brings its own.
         should_stop: Polled while the file is checked, and between batches.
 
@@ -59,7 +59,7 @@ class ReplaySource:
         self._vocab_size = model.vocab_size
         self._start_version = start_version
         self._should_stop = should_stop
-        self._reader = RecordReader(self._path, model.vocab_size, _KEY)
+        self._reader = RecordReader(self._path, model.vocab_size, config.rollout.temperature, _KEY)
         self._planner = StepPlanner(config, model)
         self._batches: Iterator[tuple[str, BatchRecord]] = iter(())
         self._position = 0

@@ -38,7 +38,7 @@ def parse_version(label: Any, source: str) -> int:
         return int(label)
     except (TypeError, ValueError):
         raise ServerError(
-            f"{source}: the weight version is {label!r}, not the number of an optimizer step: "
+            f"{source}: the weight version is {label!r}, not the number of a training step: "
             "an update broke off half-way, or someone else updates this server. Push again."
         ) from None
 

@@ -9,10 +9,12 @@ parameter, and pipeline stages need no hand of their own.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.models.shards import Assembly, Held, Piece, local_block, plan_assembly
@@ -21,18 +23,55 @@ RECEIVER = 0
 """The rank on which parameters are put together."""
 
 
-def agree_on_assembly(parameters: Mapping[str, torch.Tensor]) -> list[Assembly]:
+def agree_on_assembly(
+    parameters: Mapping[str, torch.Tensor], adapter: BaseStateDictAdapter
+) -> list[Assembly]:
     """Tells all ranks what each holds; returns the same plan everywhere.
 
     Collective over all ranks, on the training thread.
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
+        adapter: Of the model family; its ``model_args`` say what the whole model is.
+
+    Raises:
+        RuntimeError: All ranks together do not hold the whole model.
     """
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held_by_rank, mine)
-    return plan_assembly(held_by_rank)
+    assemblies = plan_assembly(held_by_rank)
+    check_whole([a.name for a in assemblies], getattr(adapter, "model_args"))  # noqa: B009
+    return assemblies
+
+
+def check_whole(names: Iterable[str], model_args: Any) -> None:
+    """Refuses a model of which a layer is in nobody's hands, before it is sent or written.
+
+    Args:
+        names: Native names of the parameters that all ranks hold together.
+        model_args: Of the whole model.
+
+    Raises:
+        RuntimeError: With the modules that are missing, or too many.
+    """
+    wanted = {"tok_embeddings", "norm"} | {f"layers.{i}" for i in range(model_args.n_layers)}
+    if not getattr(model_args, "enable_weight_tying", False):
+        wanted.add("output")
+    held = {_module(name) for name in names}
+    missing, unknown = sorted(wanted - held), sorted(held - wanted - {"output"})
+    if missing or unknown:
+        raise RuntimeError(
+            f"All ranks together must hold each of the model's {model_args.n_layers} layers, its "
+            f"embeddings, norm and output; missing are {missing}, unknown {unknown}. Does "
+            "parallelism.module_fqns_per_model_part leave something out?"
+        )
+
+
+def _module(name: str) -> str:
+    """``layers.3`` of ``layers.3.attention.wq.weight``, ``norm`` of ``norm.weight``."""
+    top, _, rest = name.partition(".")
+    return f"{top}.{rest.partition('.')[0]}" if top == "layers" else top
 
 
 def collecting_group(

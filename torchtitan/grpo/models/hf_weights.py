@@ -171,7 +171,9 @@ def full_hf_tensors(
     """
     parameters = dict(named_parameters(model_parts))
     buckets = in_buckets(
-        agree_on_assembly(parameters), lambda a: a.numel * dtype.itemsize, _EXPORT_BUCKET_BYTES
+        agree_on_assembly(parameters, adapter),
+        lambda a: a.numel * dtype.itemsize,
+        _EXPORT_BUCKET_BYTES,
     )
     shards = {name: local_tensor(parameter) for name, parameter in parameters.items()}
     device = next(iter(shards.values())).device

@@ -43,18 +43,9 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
     Args:
         model: On the meta device; a :class:`PackedModel`, or a pipeline stage of one.
         dims: Of the run.
-        config: Of the run.
-
-    Raises:
-        ValueError: ``training.seq_len`` does not divide.
+        config: Of the run, checked.
     """
     assert isinstance(model, PackedModel)
-    parts = dims.tp * dims.cp
-    if config.training.seq_len % parts:
-        raise ValueError(
-            f"training.seq_len ({config.training.seq_len}) must be a multiple of "
-            f"parallelism.tensor_parallel_degree * context_parallel_degree ({parts})."
-        )
     if dims.tp_enabled or dims.ep_enabled:
         _apply_tensor_and_expert(model, dims, config)
     if dims.cp_enabled:

@@ -106,8 +106,7 @@ def build_reference(trainer: Trainer) -> Reference:
     Raises:
         ModelError: The directory holds another model than the policy's, or broken weights.
     """
-    config = trainer.job_config
-    assert isinstance(config, JobConfig)
+    config: Any = trainer.job_config
     settings = config.grpo
     check_reference(config)
     dims, spec = trainer.parallel_dims, trainer.train_spec

@@ -18,7 +18,7 @@ class SampleLog:
     Args:
         path: The file.
         per_step: ``observe.samples_per_step``.
-        step: Optimizer steps already taken.
+        step: Batches already trained on.
     """
 
     def __init__(self, path: Path, per_step: int, step: int) -> None:
@@ -89,7 +89,7 @@ def draw_reward_curve(folder: Path, history: list[dict[str, Any]]) -> Path:
     top.legend(loc="lower right")
     bottom.step(steps, [record["staleness/max_steps"] for record in history], where="mid")
     bottom.set_ylabel("staleness (max, steps)")
-    bottom.set_xlabel("optimizer step")
+    bottom.set_xlabel("step")
     bottom.grid(alpha=0.3)
     file = folder / "reward_curve.png"
     figure.savefig(file, dpi=120)

@@ -13,7 +13,7 @@ class RunLog:
 
     Args:
         path: The file.
-        step: Optimizer steps already taken. Records of later steps are dropped: those
+        step: Batches already trained on. Records of later steps are dropped: those
             steps are taken again. 0 begins anew.
 
     Attributes:

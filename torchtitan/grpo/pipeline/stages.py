@@ -24,9 +24,11 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
         num_layers: Of the model.
 
     Raises:
-        ValueError: There are more stages than layers for them.
+        ValueError: There are more stages than layers for them, or what is said outright is
+            not the whole model, or not so many stages as the schedule has.
     """
     if settings.module_fqns_per_model_part is not None:
+        _check_said(settings, num_layers)
         return settings.module_fqns_per_model_part
     return generate_llm_fqn_per_model_part(
         num_stages(settings, num_layers),
@@ -34,6 +36,43 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
         settings.pipeline_parallel_first_stage_less_layers,
         settings.pipeline_parallel_last_stage_less_layers,
     )
+
+
+def _check_said(settings: Parallelism, num_layers: int) -> None:
+    """What no stage names would be left out of the model, and nothing else would notice."""
+    said = settings.module_fqns_per_model_part
+    assert said is not None
+    layers = [f"layers.{i}" for i in range(num_layers)]
+    whole = ["tok_embeddings", *layers, "norm", "output"]
+    given = [name for stage in said for name in stage]
+    if given != whole:
+        missing = [name for name in whole if name not in given]
+        raise ValueError(
+            "parallelism.module_fqns_per_model_part must name tok_embeddings, layers.0 to "
+            f"layers.{num_layers - 1}, norm and output once each, in this order, got {said}"
+            + (f", which lacks {', '.join(missing)}." if missing else ".")
+        )
+    degree, schedule = settings.pipeline_parallel_degree, settings.pipeline_parallel_schedule
+    if not all(said) or not _fits(len(said), degree, schedule):
+        raise ValueError(
+            f"parallelism.module_fqns_per_model_part must be stages with something in each: "
+            f"{schedule} needs {_wanted(schedule)} on each of {degree} ranks, got {len(said)} "
+            f"stages, {said}."
+        )
+
+
+def _fits(stages: int, degree: int, schedule: str) -> bool:
+    """Whether a schedule can run so many stages on so many ranks."""
+    per_rank, rest = divmod(stages, degree)
+    if is_single_stage(schedule):
+        return stages == degree
+    return rest == 0 and (per_rank == 2 if _is_v(schedule) else per_rank >= 2)
+
+
+def _wanted(schedule: str) -> str:
+    if is_single_stage(schedule):
+        return "one stage"
+    return "two stages" if _is_v(schedule) else "two or more stages, equally many,"
 
 
 def num_stages(settings: Parallelism, num_layers: int) -> int:
@@ -52,15 +91,13 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
         + settings.pipeline_parallel_last_stage_less_layers
     )
     stages = math.ceil(layers / settings.pipeline_parallel_layers_per_stage)
-    per_rank, rest = divmod(stages, settings.pipeline_parallel_degree)
-    if rest or (per_rank == 1) != is_single:
+    if not _fits(stages, settings.pipeline_parallel_degree, settings.pipeline_parallel_schedule):
         raise ValueError(
             "parallelism.pipeline_parallel_layers_per_stage "
             f"({settings.pipeline_parallel_layers_per_stage}) makes {stages} stages of {layers} "
-            f"layers (embedding and output included) for "
-            f"{settings.pipeline_parallel_degree} ranks; "
-            f"{settings.pipeline_parallel_schedule} needs "
-            f"{'one stage' if is_single else 'two or more stages'} on each rank, equally many."
+            f"layers (embedding and output included); {settings.pipeline_parallel_schedule} needs "
+            f"{_wanted(settings.pipeline_parallel_schedule)} on each of "
+            f"{settings.pipeline_parallel_degree} ranks."
         )
     return stages
 
@@ -70,10 +107,14 @@ def is_single_stage(schedule: str) -> bool:
     return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
 
 
+def _is_v(schedule: str) -> bool:
+    """True where a rank holds a stage of the way down and its opposite of the way up."""
+    return issubclass(get_schedule_class(schedule), ScheduleZBVZeroBubble)
+
+
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
     """For each stage the pipeline rank that holds it."""
-    schedule = get_schedule_class(settings.pipeline_parallel_schedule)
-    is_v = issubclass(schedule, ScheduleZBVZeroBubble)
+    is_v = _is_v(settings.pipeline_parallel_schedule)
     mapping = generate_stage_to_rank_mapping(
         settings.pipeline_parallel_degree, total_stages, style="v" if is_v else "loop"
     )

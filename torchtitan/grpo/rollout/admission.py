@@ -5,9 +5,10 @@
 
 Pure bookkeeping, no asyncio. With ``G = groups_per_batch`` and ``eta = max_staleness``:
 
-- The policy version is the number of optimizer steps taken. Batch ``b`` (counted from 0)
-  is trained by the step that turns version ``b`` into ``b + 1``, so a sample whose oldest
-  token was written under version ``s`` has age ``b - s`` when it is trained in batch ``b``.
+- The policy version is the number of batches trained on, however many optimizer steps each
+  of them took. Batch ``b`` (counted from 0) turns version ``b`` into ``b + 1``, so a sample
+  whose oldest token was written under version ``s`` has age ``b - s`` when it is trained in
+  batch ``b``.
 - A group is *open* from its start until it is consumed or closed. One started on a server
   of version ``s`` has the *deadline* ``s + eta``: the last batch in which it is young
   enough. When it is finished its deadline is taken from its true oldest version.
@@ -49,7 +50,7 @@ class Admission:
         max_staleness: ``rollout.max_head_offpolicyness``.
         group_size: Completions that a new group puts in flight.
         max_concurrent_rollouts: Upper bound of completions in flight.
-        start_version: Optimizer steps already taken; their batches count as consumed.
+        start_version: Batches already trained on, which count as consumed.
     """
 
     def __init__(

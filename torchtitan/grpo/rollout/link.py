@@ -50,7 +50,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one optimizer step learns from.
+    """What one step learns from, in one or several optimizer steps.
 
     Attributes:
         groups: ``grpo.prompts_per_step`` groups, by ``group_id``; every rollout has a
@@ -153,7 +153,7 @@ class RolloutLink:
         """Waits for the batch that turns ``version`` into ``version + 1``.
 
         Args:
-            version: Optimizer steps taken until now.
+            version: Batches trained on until now.
             timeout_seconds: Longest wait.
             should_stop: Polled at least every 0.1 s.
 

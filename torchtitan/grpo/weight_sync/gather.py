@@ -100,7 +100,7 @@ class Gatherer:
     ) -> None:
         self._adapter, self._device, self._payload_device = adapter, device, payload_device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        assemblies = agree_on_assembly(parameters)
+        assemblies = agree_on_assembly(parameters, adapter)
         self.plans = plan_buckets(assemblies, adapter, wire_dtype, bucket_bytes)
         self._collector = Collector(
             [plan.assemblies for plan in self.plans],

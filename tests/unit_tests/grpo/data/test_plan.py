@@ -160,6 +160,24 @@ def test_constant_length_weights_use_the_longest_completion_unless_told():
     assert made.rows_of_rank[0].loss_weights.max() == pytest.approx(1 / (2 * 5))
 
 
+def test_each_minibatch_says_how_many_tokens_it_learns_from():
+    groups = [
+        RolloutGroup(0, "", (rollout(1.0, 3), rollout(0.0, 5)), ""),
+        RolloutGroup(1, "", (rollout(2.0, 4), rollout(2.0, 4)), ""),
+    ]
+    assert sum(plan(groups, GRPO(num_minibatches=2)).minibatch_tokens) == 16
+    # A group that is filtered out leaves a minibatch without anything to learn.
+    filtered = GRPO(num_minibatches=2, filter_zero_advantage=True)
+    assert sorted(plan(groups, filtered).minibatch_tokens) == [0, 8]
+    mix = [supervised(3), supervised(6)]
+    made = plan(groups, filtered, ptx=mix)
+    for tokens, rows in zip(made.minibatch_tokens, minibatches_of(made), strict=True):
+        learned = [(r.loss_weights > 0) | (r.ptx_weights > 0) for r in rows]
+        assert tokens == sum(int(mask.sum()) for mask in learned)
+    filtered.ptx_coef = 0.0
+    assert sorted(plan(groups, filtered, ptx=mix).minibatch_tokens) == [0, 8]
+
+
 def test_each_epoch_starts_one_minibatch_further_on():
     assert [epoch_order(3, epoch) for epoch in range(4)] == [
         [0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2],

@@ -12,9 +12,10 @@ from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_grou
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
 VOCAB_SIZE = 100
+TEMPERATURE = 0.7
 
 
-def group(group_id=0, logprobs=(-0.1, -2.5), reward=1.0):
+def group(group_id=0, logprobs=(-0.1, -2.5), reward: float | None = 1.0):
     values = np.array(logprobs, np.float32)
     first = Rollout(
         prompt_ids=np.array([5, 6], np.int32),
@@ -30,14 +31,16 @@ def group(group_id=0, logprobs=(-0.1, -2.5), reward=1.0):
 
 
 def record(path, groups, first_version=0):
-    recorder = RolloutRecorder(str(path), VOCAB_SIZE, first_version)
+    recorder = RolloutRecorder(str(path), VOCAB_SIZE, TEMPERATURE, first_version)
     for version, some in enumerate(groups, start=first_version):
         recorder.write(version, 10 * (version + 1), some)
     return recorder
 
 
-def read(path, vocab_size=VOCAB_SIZE):
-    return [batch for _, batch in RecordReader(str(path), vocab_size, "rollout.replay")]
+def read(path, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE):
+    return [
+        batch for _, batch in RecordReader(str(path), vocab_size, temperature, "rollout.replay")
+    ]
 
 
 @pytest.fixture(params=["rollouts.jsonl", "folder/rollouts.jsonl.gz"])
@@ -97,11 +100,11 @@ def test_a_resumed_run_drops_what_it_trains_anew(path):
 def test_a_new_run_does_not_overwrite_a_record(path):
     record(path, [[group()]]).close()
     with pytest.raises(DataError, match=r"rollout\.record must name a file without batches"):
-        RolloutRecorder(str(path), VOCAB_SIZE, 0)
+        RolloutRecorder(str(path), VOCAB_SIZE, TEMPERATURE, 0)
     assert len(read(path)) == 1
     path.write_bytes(b"notes of mine\n")
     with pytest.raises(DataError, match=r"rollout\.record: .*rollouts\.jsonl"):
-        RolloutRecorder(str(path), VOCAB_SIZE, 0)
+        RolloutRecorder(str(path), VOCAB_SIZE, TEMPERATURE, 0)
     assert path.read_bytes() == b"notes of mine\n"
 
 
@@ -114,7 +117,7 @@ def test_a_run_that_ended_before_its_first_batch_can_be_begun_again(path):
 def test_a_last_line_that_was_cut_off_ends_the_file(path):
     record(path, [[group(g)] for g in range(3)]).close()
     path.write_bytes(path.read_bytes()[:-20])
-    reader = RecordReader(str(path), VOCAB_SIZE, "rollout.replay")
+    reader = RecordReader(str(path), VOCAB_SIZE, TEMPERATURE, "rollout.replay")
     assert [batch.version for _, batch in reader] == [0, 1]
     assert reader.was_cut_off
     # A run that resumes behind it writes a whole file again.
@@ -129,8 +132,8 @@ def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
         (b"no json\n", r"rollout\.replay: .*other\.jsonl:1: "),
         (b'{"prompt": "a"}\n', r"other\.jsonl:1: .*format"),
         (
-            b'{"format": "torchtitan-grpo-rollouts", "format_version": 2, "vocab_size": 100}\n',
-            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 1, got .* 2",
+            b'{"format": "torchtitan-grpo-rollouts", "format_version": 1, "vocab_size": 100}\n',
+            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 2, got .* 1",
         ),
     ):
         path.write_bytes(content)
@@ -151,6 +154,24 @@ def test_a_record_of_another_vocabulary_is_refused(path):
     record(path, [[group()]]).close()
     with pytest.raises(DataError, match=r":1: recorded with a vocabulary of 100 .* has 64"):
         read(path, vocab_size=64)
+
+
+def test_a_record_of_another_temperature_is_refused(path):
+    record(path, [[group()]]).close()
+    message = r":1: recorded with rollout\.temperature = 0\.7, and this run has 1\.0: .*Set rollout"
+    with pytest.raises(DataError, match=message):
+        read(path, temperature=1.0)
+
+
+def test_a_record_is_begun_with_a_run_s_first_batch(path):
+    message = r"rollout\.record: .* must hold the 2 batches that this resumed run .*got %d of them"
+    with pytest.raises(DataError, match=message % 0):
+        record(path, [], first_version=2)
+    assert not path.exists()
+    record(path, [[group()]]).close()
+    with pytest.raises(DataError, match=message % 1):
+        record(path, [], first_version=2)
+    assert len(read(path)) == 1
 
 
 def test_a_file_that_is_no_gzip_file_is_named(tmp_path):

@@ -41,7 +41,7 @@ def record(tmp_path, model):
 
     def make(num_batches: int) -> Path:
         path = tmp_path / "rollouts.jsonl.gz"
-        recorder = RolloutRecorder(str(path), model.vocab_size, 0)
+        recorder = RolloutRecorder(str(path), model.vocab_size, 1.0, 0)
         for version in range(num_batches):
             pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
             groups = [RolloutGroup(2 * version + g, "ask", pair, "") for g in range(2)]
@@ -54,10 +54,13 @@ def record(tmp_path, model):
 
 @pytest.fixture
 def replay(tmp_path, model):
-    def make(path, start_version=0, should_stop=lambda: False, **grpo) -> ReplaySource:
+    def make(
+        path, start_version=0, should_stop=lambda: False, temperature=1.0, **grpo
+    ) -> ReplaySource:
         config = JobConfig()
         config.job.dump_folder = str(tmp_path / "out")
         config.rollout.replay = str(path)
+        config.rollout.temperature = temperature
         config.training.seq_len = SEQ_LEN
         config.training.local_batch_size = 1
         for key, value in grpo.items():
@@ -126,6 +129,13 @@ def test_a_resumed_run_goes_on_with_the_supervised_rows(record, replay, tmp_path
     assert steps[2] is not None
     assert again.plan.rows_of_rank[0].ptx_weights.sum() == pytest.approx(1.0)
     assert torch.equal(again.plan.rows_of_rank[0].tokens, steps[2].plan.rows_of_rank[0].tokens)
+
+
+def test_another_temperature_is_refused_before_the_first_step(record, replay):
+    with pytest.raises(
+        DataError, match=r"rollout\.replay: .*rollout\.temperature = 1\.0.* has 0\.5"
+    ):
+        replay(record(1), temperature=0.5)
 
 
 def test_a_run_that_is_past_the_file_is_refused(record, replay):
