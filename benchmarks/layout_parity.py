@@ -34,6 +34,8 @@ from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
 TIMEOUT_SECONDS = 1500
+# Starting ranks is slow, but each layout's process groups and their threads stay to the end.
+JOBS_PER_START = 12
 SEQ_LEN = 96
 VOCAB_SIZE = 131  # does not divide by the degrees of tensor parallelism
 
@@ -229,7 +231,7 @@ def record_batch(file: Path, steps: int) -> None:
 def run_layouts(
     layouts: dict[str, list[Layout]], models: dict[str, Path], batch: Path, folder: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs all layouts (by model) of a number of ranks in one start of torchrun."""
+    """Runs all layouts (by model) of a number of ranks in few starts of torchrun."""
     results = {}
     for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []
@@ -239,9 +241,10 @@ def run_layouts(
                     out = folder / f"{model}-{len(keys)}-{ranks}.pt"
                     keys.append(((model, layout.name), out))
                     jobs.append({"out": str(out), "args": _arguments(layout, path, batch, folder)})
-        file = folder / f"jobs-{ranks}.json"
-        file.write_text(json.dumps(jobs))
-        _torchrun(ranks, file)
+        for begin in range(0, len(jobs), JOBS_PER_START):
+            file = folder / f"jobs-{ranks}-{begin}.json"
+            file.write_text(json.dumps(jobs[begin : begin + JOBS_PER_START]))
+            _torchrun(ranks, file)
         for key, out in keys:
             results[key] = torch.load(out)
     return results
