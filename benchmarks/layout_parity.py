@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
 TIMEOUT_SECONDS = 1500
 # Starting ranks is slow, but each layout's process groups and their threads stay to the end.
-JOBS_PER_START = 12
+JOBS_PER_START = 6
 SEQ_LEN = 96
 VOCAB_SIZE = 131  # does not divide by the degrees of tensor parallelism
 
