@@ -286,7 +286,13 @@ class Inference:
     """``embedded`` is this project's own small server; it needs nothing else installed."""
 
     urls: list[str] = field(default_factory=list)
-    """Base URLs of running servers, ``http://host:port``. Required unless ``launch``."""
+    """Base URLs of running servers, ``http://host:port``. Required unless ``launch`` or
+    ``urls_file``."""
+
+    urls_file: str | None = None
+    """File with one base URL a line, in place of ``urls``; lines that begin with # are
+    passed over. Read again when it changes, and when rank 0 is sent SIGHUP: servers that
+    are new in it join the run, servers that are no longer in it leave it."""
 
     launch: bool = False
     """Start ``num_servers`` servers on this machine, on free ports, and end them with the
@@ -325,6 +331,12 @@ class Inference:
     startup_timeout_seconds: float = 300.0
     """Longest time until a server, launched or not, answers that it is up."""
 
+    max_restarts: int = 3
+    """How often each launched server that ends is started again; 0 is never."""
+
+    restart_seconds: float = 5.0
+    """Pause before a launched server is started again; it doubles with each restart."""
+
     control_timeout_seconds: float = 30.0
     """Bound of one control request, such as pause or version."""
 
@@ -355,7 +367,52 @@ class WeightSync:
     route to each server, which is 127.0.0.1 for a server on this machine."""
 
     timeout_seconds: float = 120.0
-    """Bound of joining a server's group, and of each bucket."""
+    """Bound of joining a server's groups, and of each bucket."""
+
+    push_timeout_seconds: float = 600.0
+    """Bound of one push to one server. A server that takes longer is given up, and joined
+    anew."""
+
+    retry_seconds: float = 1.0
+    """Pause before a lost server is joined anew; it doubles with each failure in a row."""
+
+    max_retry_seconds: float = 30.0
+    """The pause grows no further than this."""
+
+    transport: Literal["group", "disk"] = "group"
+    """``group``: process groups between trainer and servers. ``disk``: safetensors files
+    in ``weight_sync.disk_path``, for servers that share a filesystem with the trainer."""
+
+    disk_path: str | None = None
+    """Directory for ``transport = "disk"``, under one name on all hosts. Holds the newest
+    versions only; empty it holds nothing else."""
+
+    staging: Literal["auto", "device", "host"] = "auto"
+    """Where snapshots lie: in the training device's memory or in pinned host memory.
+    ``auto``: on the device."""
+
+    max_versions: int = 0
+    """Versions of the whole model, in wire dtype, that may be alive at once on the ranks
+    that send: the newest, one being gathered, and those that slow servers still receive.
+    0: as many as keep every server independent of the others, which is two more than
+    servers. At least 2; with less than two more than servers, several slow servers
+    together can hold up the others."""
+
+    checksum: bool = False
+    """Compare a checksum of each tensor where the server can (embedded, vLLM)."""
+
+    attest_every: int = 50
+    """Versions divisible by this are attested: the log-probabilities that a server gives
+    fixed tokens must equal the trainer's. 0: only the server's version is compared."""
+
+    attest_tolerance: float = 0.0
+    """Largest mean difference of those log-probabilities. 0: 1e-3 where weights travel as
+    float32, 0.05 where as bfloat16."""
+
+    delta: bool = False
+    """Send only the elements that changed since the version that a server has confirmed,
+    where the server can apply them (embedded, vLLM). Lossless. Pays where the network is
+    slower than memory."""
 
 
 @dataclass

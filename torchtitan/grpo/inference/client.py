@@ -10,6 +10,7 @@ was first used in.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan.grpo.types import GenerateRequest, Generation
 
@@ -48,17 +49,26 @@ class WeightGroupInfo:
 class BucketSpec:
     """Describes one bucket, broadcast as a single uint8 tensor.
 
-    The bytes of the tensors follow one another in this order, without padding.
+    The bytes of the tensors follow one another in this order, without padding. A delta
+    holds changes instead; see `weight_sync/sparse.py` for its bytes.
 
     Attributes:
         names: Hugging Face parameter names.
         dtypes: Wire dtypes, as ``float32`` or ``bfloat16``.
         shapes: Full (unsharded) shapes.
+        checksums: Of each tensor's bytes, once it is whole; see `weight_sync/checksum.py`.
+            None where the receiver is not to compare.
+        num_changed: In a delta, how many elements of each tensor follow; -1 for a tensor
+            that comes whole. None where all do.
+        base_version: Version that a delta is against; None where all tensors come whole.
     """
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    checksums: tuple[int, ...] | None = None
+    num_changed: tuple[int, ...] | None = None
+    base_version: int | None = None
 
 
 class InferenceClient(ABC):
@@ -67,9 +77,21 @@ class InferenceClient(ABC):
     Every method raises :class:`ServerError` when the server cannot do what was asked,
     and none waits longer than the timeout given at construction (``generate`` has a
     timeout of its own).
+
+    Attributes:
+        url: The server's address.
+        stops_for: How long generation must be stopped: from the first bucket to the end of
+            the commit (``transfer``), for the commit alone, since buckets are kept in
+            staging until then (``commit``), or not at all, since the server itself puts
+            the commit between two of its steps (``nothing``).
+        verifies_checksums: Whether a bucket's checksums are compared by the server.
+        takes_deltas: Whether the server can apply changes to what it holds.
     """
 
     url: str
+    stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
+    verifies_checksums: bool = False
+    takes_deltas: bool = False
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -103,32 +125,58 @@ class InferenceClient(ABC):
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         """Makes the server join; returns when the rendezvous is complete.
 
-        The trainer must join at the same time, from another thread or task.
+        The trainer must join at the same time, from another thread or task. A server may
+        be in several groups: one for each rank that sends weights.
         """
 
     @abstractmethod
-    async def leave_weight_group(self) -> None:
-        """Makes the server forget its group. Harmless when it has none."""
+    async def leave_weight_groups(self) -> None:
+        """Drops an open update and makes the server forget its groups.
+
+        Harmless when it has none. A broadcast that the server waits for ends.
+        """
 
     @abstractmethod
     async def begin_update(self) -> None:
         """Opens a weight update, after closing one that was left open."""
 
     @abstractmethod
-    async def receive_bucket(self, bucket: BucketSpec, *, last: bool, version: int) -> None:
-        """Makes the server receive one broadcast and load it.
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        """Makes the server receive one broadcast, over one of its groups.
 
-        Returns when the bucket is loaded. The trainer broadcasts at the same time.
+        Returns when the server has taken the bucket, or is certain to: what it finds wrong
+        after that, it says at the commit. The trainer broadcasts at the same time.
 
         Args:
             bucket: What will be broadcast.
-            last: True for the last bucket of the update; caches are flushed with it.
+            group_name: Which of the groups; see :class:`WeightGroupInfo`.
+            last: True for the last bucket of the update.
             version: Policy version of the update.
         """
 
     @abstractmethod
-    async def commit_update(self, version: int) -> None:
-        """Closes the update and sets the server's version."""
+    async def commit_update(self, version: int) -> float:
+        """Makes the server serve what it was sent; returns the seconds it stood still.
+
+        Caches of the old weights are thrown away. Returns 0 where the server cannot tell;
+        it must then have been paused by the caller.
+        """
+
+    @abstractmethod
+    async def update_from_disk(self, path: str, version: int) -> float:
+        """Makes the server serve the safetensors files of a directory, as a whole update.
+
+        Returns what :meth:`commit_update` returns.
+        """
+
+    @abstractmethod
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of each token but the first, given those before it.
+
+        At temperature 1, under the weights served now; [len(token_ids) - 1].
+        """
 
     @abstractmethod
     async def close(self) -> None:
