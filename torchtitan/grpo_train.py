@@ -52,9 +52,10 @@ from torchtitan.grpo.models.spec import build_policy_runner, build_reference, re
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
 from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
+from torchtitan.grpo.policy_probe import PolicyProbe
 from torchtitan.grpo.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.stop import StopRequest
-from torchtitan.grpo.weight_sync.build import build_publisher
+from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 
@@ -93,10 +94,10 @@ class GRPOTrainer(Trainer):
         self.feed = self._build_feed()
 
     def _build_feed(self) -> Feed:
-        self.num_batch_ranks, batch_rank = 1, 0
+        self.num_batch_ranks, self.batch_rank = 1, 0
         if self.parallel_dims.dp_enabled:
             mesh = self.parallel_dims.get_mesh("batch")
-            self.num_batch_ranks, batch_rank = mesh.size(), mesh.get_local_rank()
+            self.num_batch_ranks, self.batch_rank = mesh.size(), mesh.get_local_rank()
         # Of the ranks that share rows and see the output, one counts in sums over ranks.
         twins = [self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp")]
         self.is_counted = self.runner.has_output and not any(
@@ -109,7 +110,7 @@ class GRPOTrainer(Trainer):
             + 2 * self.config.rollout.batch_timeout_seconds
             + 2 * self.config.weight_sync.timeout_seconds
         )
-        return Feed(batch_rank, self.config.training.seq_len, patience_seconds)
+        return Feed(self.batch_rank, self.config.training.seq_len, patience_seconds)
 
     # -- the run -----------------------------------------------------------------------
 
@@ -143,8 +144,9 @@ class GRPOTrainer(Trainer):
         if self.stopped:
             return
         self.publisher = self._build_publisher()
+        self.probe = self._build_probe()
         self.metrics_processor.start(self.step)
-        self.publisher.publish(self.step, self._reserve_slot())
+        self._publish(self._reserve_slot())
         if self.controller is not None:
             with self._failing_others():
                 self._wait_for_push(self.step)
@@ -162,6 +164,25 @@ class GRPOTrainer(Trainer):
             self.device,
             self.controller.link if self.controller else None,
             self.controller.servers if self.controller else [],
+            self.hf_model.vocab_size,
+        )
+
+    def _build_probe(self) -> PolicyProbe:
+        tokens = attested_tokens(self.config, self.hf_model.vocab_size)
+        num_rows, row_len = self.config.training.local_batch_size, self.config.training.seq_len
+        if not (self.parallel_dims.pp_enabled or self.config.compile.enable):
+            # Pipelines and compiled models have one shape; others need no more than this.
+            divisor = self.parallel_dims.seq_len_divisor
+            num_rows, row_len = 1, -(-len(tokens) // divisor) * divisor
+        return PolicyProbe(
+            self.runner,
+            self.model_parts,
+            self.feed,
+            tokens,
+            num_rows=num_rows,
+            row_len=row_len,
+            device=self.device,
+            speaks=self.is_counted and self.batch_rank == 0,
         )
 
     def _reserve_slot(self) -> int:
@@ -177,6 +198,8 @@ class GRPOTrainer(Trainer):
             prompt_position=self.prompt_position,
             should_stop=lambda: self.stop.requested,
         )
+        if isinstance(controller, RolloutController) and self.config.inference.urls_file:
+            self.stop.on_hangup(controller.link.reread_urls)
         controller.start()
 
     def _next_batch(self) -> TrainBatch | None:
@@ -216,12 +239,18 @@ class GRPOTrainer(Trainer):
         if self.reference is not None:
             self.reference.follow(self.model_parts)
         with self.clock.measure("boundary_stall"):
-            self.publisher.publish(self.step, batch.publish_slot)
+            self._publish(batch.publish_slot)
             if not config.async_weight_update:
                 self._rank_zero_first(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += batch.num_tokens
         self.prompt_position = batch.prompt_position
         self._log_step(batch, sums, grad_norms, learning_rate)
+
+    def _publish(self, slot: int) -> None:
+        """Hands the weights of now to the background; rates the probe with them when due."""
+        self.publisher.publish(self.step, slot)
+        if self.publisher.is_attested(self.step):
+            self.publisher.probes.put(self.step, self.probe.logprobs())
 
     def _update(self, minibatch: ScoredRows, sums: torch.Tensor) -> float:
         """One optimizer step; adds to this rank's sums, and returns the gradient norm."""
@@ -238,7 +267,7 @@ class GRPOTrainer(Trainer):
             ep_enabled=self.parallel_dims.ep_enabled,
         )
         self.checkpointer.maybe_wait_for_staging()
-        with self.clock.measure("boundary_stall"):
+        with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
         self.optimizers.step()
         return float(grad_norm)

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
+
+from torchtitan.grpo import config as tables
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+from torchtitan.grpo.rollout.link import RolloutLink
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
@@ -155,3 +162,86 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield make
     for run in runs:
         run.kill()
+
+
+@pytest.fixture
+def rollout_config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProcessConfig:
+    """One launched embedded server and the shipped task: 3 groups of 4 a step."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    task = repository / "assets/reverse_digits"
+    return RolloutProcessConfig(
+        grpo=tables.GRPO(group_size=4, prompts_per_step=3),
+        prompts=tables.Prompts(path=str(task / "train.jsonl")),
+        rollout=tables.Rollout(
+            max_head_offpolicyness=1, max_new_tokens=12, max_concurrent_rollouts=32
+        ),
+        inference=tables.Inference(launch=True, device="cpu", startup_timeout_seconds=60.0),
+        reward=tables.Reward(functions=["partial_match"], timeout_seconds=10.0),
+        evaluation=tables.Evaluation(path=str(task / "heldout.jsonl"), num_prompts=16),
+        hf_assets_path=str(task / "model"),
+        vocab_size=128,
+        eos_token_ids=[1],
+        seq_len=64,
+        seed=0,
+        dump_folder=str(tmp_path / "dump"),
+        start_version=0,
+        prompt_position=0,
+        server_gpus=[],
+    )
+
+
+@pytest.fixture
+def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
+    """Starts links, and checks afterwards that none of their processes is left."""
+    links: list[RolloutLink] = []
+    processes: list[psutil.Process] = []
+
+    def open_(config: RolloutProcessConfig) -> RolloutLink:
+        link = RolloutLink(config)
+        links.append(link)
+        link.start()
+        return link
+
+    try:
+        yield open_
+    finally:
+        processes = psutil.Process().children(recursive=True)
+        for link in links:
+            started = time.monotonic()
+            link.close()
+            assert time.monotonic() - started < 10
+        assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+@pytest.fixture
+def serve_version() -> Callable[[RolloutLink, str, int], None]:
+    """What the weight pusher does at the end, without changing a weight."""
+
+    def serve(link: RolloutLink, url: str, version: int) -> None:
+        body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
+        request = urllib.request.Request(
+            f"{url}/update_weight_version", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+        link.notify_version(url, version)
+
+    return serve
+
+
+@pytest.fixture
+def serve(repository, tmp_path):
+    """Starts embedded servers, at a given port where one is to come back."""
+    servers: list[LaunchedServer] = []
+
+    def start(port: int | None = None) -> LaunchedServer:
+        model = str(repository / "assets/reverse_digits/model")
+        port = port or free_ports(1)[0]
+        spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 64)
+        servers.append(start_server(spec, tmp_path / f"server-{len(servers)}.log"))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        os.killpg(server.process.pid, signal.SIGCONT) if server.process.poll() is None else None
+        server.stop()

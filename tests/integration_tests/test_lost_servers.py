@@ -5,32 +5,12 @@ import signal
 
 import pytest
 
-from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
-
 # Long enough for a server to come back, short of completions to wait for.
 ARGUMENTS = (
     "--inference.no-launch", "--grpo.prompts_per_step=2", "--training.steps=400",
     "--evaluation.num_prompts=8", "--inference.control_timeout_seconds=3",
     "--weight_sync.timeout_seconds=5",
 )  # fmt: skip
-
-
-@pytest.fixture
-def serve(repository, tmp_path):
-    """Starts embedded servers, at a given port where one is to come back."""
-    servers: list[LaunchedServer] = []
-
-    def start(port: int | None = None) -> LaunchedServer:
-        model = str(repository / "assets/reverse_digits/model")
-        port = port or free_ports(1)[0]
-        spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 64)
-        servers.append(start_server(spec, tmp_path / f"server-{len(servers)}.log"))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        os.killpg(server.process.pid, signal.SIGCONT) if server.process.poll() is None else None
-        server.stop()
 
 
 def wait_for_metric(run, key, wanted, timeout_seconds=90.0):

@@ -7,18 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
+from torchtitan.grpo.rollout.link import RolloutFailed
 
 GROUP_SIZE = 4
 PROMPTS_PER_STEP = 3
@@ -27,52 +24,8 @@ BATCH_SECONDS = 60.0
 
 
 @pytest.fixture
-def config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProcessConfig:
-    """One launched embedded server and the shipped task."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    task = repository / "assets/reverse_digits"
-    return RolloutProcessConfig(
-        grpo=tables.GRPO(group_size=GROUP_SIZE, prompts_per_step=PROMPTS_PER_STEP),
-        prompts=tables.Prompts(path=str(task / "train.jsonl")),
-        rollout=tables.Rollout(
-            max_head_offpolicyness=1, max_new_tokens=12, max_concurrent_rollouts=32
-        ),
-        inference=tables.Inference(launch=True, device="cpu", startup_timeout_seconds=60.0),
-        reward=tables.Reward(functions=["partial_match"], timeout_seconds=10.0),
-        evaluation=tables.Evaluation(path=str(task / "heldout.jsonl"), num_prompts=16),
-        hf_assets_path=str(task / "model"),
-        vocab_size=128,
-        eos_token_ids=[1],
-        seq_len=64,
-        seed=0,
-        dump_folder=str(tmp_path / "dump"),
-        start_version=0,
-        prompt_position=0,
-        server_gpus=[],
-    )
-
-
-@pytest.fixture
-def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
-    """Starts links, and checks afterwards that none of their processes is left."""
-    links: list[RolloutLink] = []
-    processes: list[psutil.Process] = []
-
-    def open_(config: RolloutProcessConfig) -> RolloutLink:
-        link = RolloutLink(config)
-        links.append(link)
-        link.start()
-        return link
-
-    try:
-        yield open_
-    finally:
-        processes = psutil.Process().children(recursive=True)
-        for link in links:
-            started = time.monotonic()
-            link.close()
-            assert time.monotonic() - started < 10
-        assert not still_running(processes)
+def config(rollout_config: RolloutProcessConfig) -> RolloutProcessConfig:
+    return rollout_config
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -80,18 +33,9 @@ def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return alive
 
 
-def serve_version(link: RolloutLink, url: str, version: int) -> None:
-    """What the weight pusher does at the end, without changing a weight."""
-    body = f'{{"new_version": "{version}", "abort_all_requests": false}}'.encode()
-    request = urllib.request.Request(
-        f"{url}/update_weight_version", body, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        assert answer.status == 200
-    link.notify_version(url, version)
-
-
-def test_batches_follow_versions_within_the_bound(config: RolloutProcessConfig, open_link):
+def test_batches_follow_versions_within_the_bound(
+    config: RolloutProcessConfig, open_link, serve_version
+):
     link = open_link(config)
     (server,) = link.wait_ready(READY_SECONDS)
     serve_version(link, server.url, 0)
@@ -123,7 +67,7 @@ def test_batches_follow_versions_within_the_bound(config: RolloutProcessConfig, 
 
 
 def test_held_out_prompts_are_scored_greedily_and_alike_each_time(
-    config: RolloutProcessConfig, open_link
+    config: RolloutProcessConfig, open_link, serve_version
 ):
     link = open_link(config)
     (server,) = link.wait_ready(READY_SECONDS)
@@ -141,7 +85,7 @@ def test_held_out_prompts_are_scored_greedily_and_alike_each_time(
 
 
 def test_synchronous_runs_ask_the_same_prompts_and_a_resumed_one_goes_on(
-    config: RolloutProcessConfig, open_link
+    config: RolloutProcessConfig, open_link, serve_version
 ):
     config.rollout.max_head_offpolicyness = 0
     link = open_link(config)
@@ -201,16 +145,13 @@ def test_sigterm_ends_the_process_in_order(config: RolloutProcessConfig, open_li
     assert not still_running(children)
 
 
-def test_dead_server_ends_the_run_by_name(config: RolloutProcessConfig, open_link):
+def test_dead_server_ends_the_run_by_name(config: RolloutProcessConfig, open_link, serve):
     config.rollout.max_consecutive_failures = 3
+    server = serve()
+    config.inference.launch, config.inference.urls = False, [server.url]
     link = open_link(config)
-    (server,) = link.wait_ready(READY_SECONDS)
-    (process,) = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "torchtitan.grpo.inference.embedded" in child.cmdline()
-    ]
-    process.kill()
+    link.wait_ready(READY_SECONDS)
+    server.process.kill()
     link.notify_version(server.url, 0)
     with pytest.raises(RolloutFailed, match=f"3 completions in a row failed .*{server.url}"):
         link.next_batch(0, BATCH_SECONDS)
@@ -249,7 +190,7 @@ def reward_file(text: str) -> Callable[[RolloutProcessConfig, Path], None]:
         (reward_file("def reward(**kw):\n    return [1.0] * 5\n"), "completions, got 5"),
         (reward_file("def reward(**kw):\n    return [float('nan')]\n"), "must return finite"),
         (reward_file("import time\ndef reward(**kw):\n    time.sleep(999)\n"), "timeout_seconds"),
-        (use("inference", urls=[]), "inference.urls must name a server"),
+        (use("inference", urls=[]), "inference.urls must name at least one server"),
         (use("inference", startup_timeout_seconds=1.0), "http://127.0.0.1:9 must be up within"),
     ],
 )

@@ -19,12 +19,13 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from torchtitan.config import ConfigManager, job_config
 
 from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.layout_check import describe_layout, layout_problems, model_layout_problems
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def validate(config: JobConfig) -> None:
         _check_data,
         _check_machine,
         _check_inference,
+        _check_weight_sync,
         _check_layout,
     ):
         check(config)
@@ -276,8 +278,12 @@ _MINIMA = {
     "reward.num_workers": (1, "somebody must score"),
     "reward.max_consecutive_failures": (1, "some failure must be the last"),
     "inference.num_servers": (1, "somebody must generate"),
+    "inference.max_restarts": (0, "0 is never"),
     "weight_sync.num_slots": (2, "one is being sent, one is being filled"),
     "weight_sync.bucket_bytes": (1, "a bucket needs room"),
+    "weight_sync.max_versions": (0, "0 is as many as the servers ask for"),
+    "weight_sync.attest_every": (0, "0 compares the server's version alone"),
+    "weight_sync.attest_tolerance": (0, "0 is what the wire dtype allows"),
     "evaluation.num_prompts": (0, "0 evaluates all rows"),
     "evaluation.interval": (0, "0 evaluates before and after the run only"),
     "observe.samples_per_step": (0, "0 writes none"),
@@ -294,7 +300,11 @@ _POSITIVE = (
     "rollout.batch_timeout_seconds",
     "inference.startup_timeout_seconds",
     "inference.control_timeout_seconds",
+    "inference.restart_seconds",
     "weight_sync.timeout_seconds",
+    "weight_sync.push_timeout_seconds",
+    "weight_sync.retry_seconds",
+    "weight_sync.max_retry_seconds",
     "reward.timeout_seconds",
 )
 
@@ -334,7 +344,7 @@ def _check_losses(config: JobConfig) -> None:
     _check_comparisons(config)
     _check_policy_loss(config.grpo)
     _check_mismatch(config.grpo)
-    _check_read(config.grpo)
+    _check_read("grpo", config.grpo, _READ_WITH)
 
 
 def _check_comparisons(config: JobConfig) -> None:
@@ -404,8 +414,8 @@ def _check_mismatch(grpo: grpo_config.GRPO) -> None:
     )
 
 
+_Table = TypeVar("_Table", grpo_config.GRPO, grpo_config.WeightSync)
 _Holds = Callable[[grpo_config.GRPO], bool]
-
 
 _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
     (
@@ -434,18 +444,20 @@ _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
 """Keys of ``[grpo]`` that something reads only where another setting holds."""
 
 
-def _check_read(grpo: grpo_config.GRPO) -> None:
+def _check_read(
+    name: str, table: _Table, read_with: tuple[tuple[Callable[[_Table], bool], str, tuple], ...]
+) -> None:
     """Refuses settings that would be ignored; one that is left at its default is no setting."""
-    defaults = grpo_config.GRPO()
-    for holds, needed, keys in _READ_WITH:
-        if holds(grpo):
+    defaults = type(table)()
+    for holds, needed, keys in read_with:
+        if holds(table):
             continue
         for key in keys:
-            value, default = getattr(grpo, key), getattr(defaults, key)
+            value, default = getattr(table, key), getattr(defaults, key)
             _require(
                 value == default,
-                f"grpo.{key} needs {needed}, got {value!r}: nothing would read it. Set what it "
-                f"needs, or leave grpo.{key} at its default, {default!r}.",
+                f"{name}.{key} needs {needed}, got {value!r}: nothing would read it. Set what it "
+                f"needs, or leave {name}.{key} at its default, {default!r}.",
             )
 
 
@@ -494,11 +506,14 @@ def _check_data(config: JobConfig) -> None:
 
 def _check_file(key: str, path: str | None) -> None:
     """Where rank 0 runs, which alone reads it: other machines need not have it."""
-    reads = os.environ.get("GROUP_RANK", "0") == "0"
     _require(
-        path is None or not reads or Path(path).is_file(),
+        path is None or not _is_rank_zero_here() or Path(path).is_file(),
         f"{key} must be a file, got {path}.",
     )
+
+
+def _is_rank_zero_here() -> bool:
+    return os.environ.get("GROUP_RANK", "0") == "0"
 
 
 def longest_sequence(config: JobConfig) -> int:
@@ -533,14 +548,21 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
 def _check_machine(config: JobConfig) -> None:
     """What must be there where the trainer runs."""
     grpo = config.grpo
-    if grpo.packed_attention == "flex":
-        import torch
+    for is_needed, setting, instead in (
+        (grpo.packed_attention == "flex", "grpo.packed_attention = 'flex'", "'auto' or 'sdpa'"),
+        (
+            config.weight_sync.staging == "host",
+            "weight_sync.staging = 'host'",
+            "'auto', since all memory is the host's",
+        ),
+    ):
+        if is_needed:
+            import torch
 
-        _require(
-            torch.cuda.is_available(),
-            "grpo.packed_attention = 'flex' needs a CUDA GPU, and none is visible: use 'auto' or "
-            "'sdpa'.",
-        )
+            _require(
+                torch.cuda.is_available(),
+                f"{setting} needs a CUDA GPU, and none is visible: use {instead}.",
+            )
     _require(
         grpo.kl_coef <= 0 or grpo.ref_model_path is None or Path(grpo.ref_model_path).is_dir(),
         "grpo.ref_model_path must be a Hugging Face model directory (grpo.kl_coef is above 0), "
@@ -552,20 +574,24 @@ def _check_inference(config: JobConfig) -> None:
     if config.rollout.replay is not None:
         return  # there is no server
     inference = config.inference
+    sources = {
+        "inference.launch = true": inference.launch,
+        "inference.urls": bool(inference.urls),
+        "inference.urls_file": inference.urls_file is not None,
+    }
+    given = [name for name, is_given in sources.items() if is_given]
     _require(
-        inference.launch != bool(inference.urls),
-        "Set either inference.launch = true or inference.urls, "
-        + ("got both." if inference.launch else "got neither."),
+        len(given) == 1,
+        "Set either inference.launch = true or inference.urls or inference.urls_file, got "
+        + (f"both {' and '.join(given)}." if given else "none of them."),
     )
-    for url in inference.urls:
-        _require(
-            re.fullmatch(r"https?://[^/\s]+:\d+/?", url) is not None,
-            f"inference.urls must look like http://host:port, got {url!r}.",
-        )
-    _require(
-        len({url.rstrip("/") for url in inference.urls}) == len(inference.urls),
-        f"inference.urls must name each server once, got {inference.urls}.",
-    )
+    _check_file("inference.urls_file", inference.urls_file)
+    try:
+        if inference.urls:
+            checked_urls(inference.urls, "inference.urls")
+        named_urls(inference)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     needs_python = inference.launch and inference.kind != "embedded"
     _require(
         not needs_python or inference.python is not None,
@@ -578,6 +604,59 @@ def _check_inference(config: JobConfig) -> None:
         python is None or os.access(python, os.X_OK),
         f"inference.python must be an executable file, got {python}.",
     )
+
+
+_SyncHolds = Callable[[grpo_config.WeightSync], bool]
+
+_SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
+    (
+        lambda sync: sync.transport == "group",
+        "weight_sync.transport = 'group'",
+        ("backend", "master_address", "delta"),
+    ),
+    (
+        lambda sync: sync.transport == "disk",
+        "weight_sync.transport = 'disk'",
+        ("disk_path",),
+    ),
+    (
+        lambda sync: sync.attest_every > 0,
+        "weight_sync.attest_every above 0",
+        ("attest_tolerance",),
+    ),
+)
+"""Keys of ``[weight_sync]`` that something reads only where another setting holds."""
+
+
+def _check_weight_sync(config: JobConfig) -> None:
+    sync = config.weight_sync
+    _check_read("weight_sync", sync, _SYNC_READ_WITH)
+    _require(
+        sync.max_versions == 0 or sync.max_versions >= 2,
+        "weight_sync.max_versions must be 0 (as many as the servers ask for) or at least 2: one "
+        f"is being gathered while another is sent. Got {sync.max_versions}.",
+    )
+    _require(
+        sync.max_retry_seconds >= sync.retry_seconds,
+        f"weight_sync.max_retry_seconds must be at least weight_sync.retry_seconds "
+        f"({sync.retry_seconds:g}), from which the pause grows, got {sync.max_retry_seconds:g}.",
+    )
+    _require(
+        sync.transport != "disk" or sync.disk_path is not None,
+        "weight_sync.transport = 'disk' needs weight_sync.disk_path, a directory that trainer and "
+        "servers share, got none.",
+    )
+    path = sync.disk_path
+    _require(
+        path is None or Path(path).is_dir() or not Path(path).exists(),
+        f"weight_sync.disk_path must be a directory, got the file {path}.",
+    )
+    for key in ("delta", "checksum"):
+        _require(
+            config.inference.kind != "sglang" or not getattr(sync, key),
+            f"weight_sync.{key} needs inference.kind = 'embedded' or 'vllm': SGLang cannot do it, "
+            f"and it would be ignored. Leave weight_sync.{key} at false.",
+        )
 
 
 def _check_layout(config: JobConfig) -> None:
@@ -628,4 +707,5 @@ def _describe_servers(config: JobConfig) -> str:
     inference = config.inference
     if inference.launch:
         return f"{inference.num_servers} x {inference.kind}, launched on this machine"
-    return f"{inference.kind} at {', '.join(inference.urls)}"
+    source = f" ({inference.urls_file})" if inference.urls_file else ""
+    return f"{inference.kind} at {', '.join(named_urls(inference))}{source}"

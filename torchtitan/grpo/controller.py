@@ -41,7 +41,7 @@ class RolloutController:
         prompt_position: Prompts used up with the last batch.
         is_exhausted: Never: prompts come round again.
         link: To the rollout process.
-        servers: Known once started.
+        servers: Those of the start, known once started; ``link.watch`` knows those of now.
     """
 
     is_exhausted = False
@@ -112,7 +112,7 @@ class RolloutController:
                 await client.close()
 
         async def ask_all() -> list[int | None]:
-            return await asyncio.gather(*(ask(server) for server in self.servers))
+            return await asyncio.gather(*(ask(server) for server in self.link.watch.servers()))
 
         return min((v for v in asyncio.run(ask_all()) if v is not None), default=-1)
 

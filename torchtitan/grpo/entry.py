@@ -31,6 +31,7 @@ from torchtitan.grpo.config_manager import (
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.device import keep_gloo_on_loopback
+from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.console import init_console
@@ -86,7 +87,7 @@ def _train(
     make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel, is_rank_zero: bool
 ) -> int:
     init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
-    keep_gloo_on_loopback(config.inference.urls)
+    keep_gloo_on_loopback(named_urls(config.inference))
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     trainer: RunnableTrainer | None = None
     try:

@@ -9,7 +9,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+
+from torchtitan.tools.logging import logger
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How often a rank looks whether torchrun is still there.
@@ -33,6 +36,7 @@ class StopRequest:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.signum: int | None = None
+        self._on_hangup: Callable[[], None] | None = None
         self._parent = os.getppid()
         # Only torchrun's ranks end with their parent; a run started by hand may outlive a shell.
         self._has_agent = "TORCHELASTIC_RUN_ID" in os.environ
@@ -59,6 +63,16 @@ class StopRequest:
             time.sleep(0.05)
         return self.requested
 
+    def on_hangup(self, callback: Callable[[], None]) -> None:
+        """From now on SIGHUP calls ``callback``, from another thread, and ends nothing.
+
+        Send it to this process alone: torchrun ends all ranks when it gets one itself.
+        """
+        self._on_hangup = callback
+        # What matters is that Python handles it: the handler's pipe tells the watching thread.
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        logger.info("inference.urls_file is read again on: kill -HUP %d", os.getpid())
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signum = self.signum or signum
 
@@ -68,6 +82,8 @@ class StopRequest:
                 for signum in os.read(self._pipe, 64):
                     if signum in _SIGNALS:
                         self.signum = self.signum or signum
+                    elif signum == signal.SIGHUP and self._on_hangup is not None:
+                        self._on_hangup()
             elif self._has_agent and os.getppid() != self._parent:
                 self.signum = self.signum or signal.SIGTERM
         time.sleep(self.timeout_seconds)

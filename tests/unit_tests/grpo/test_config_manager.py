@@ -67,7 +67,7 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         (["--rollout.max_concurrent_rollouts=4"], r"at least grpo\.group_size \(8\).*got 4"),
         (["--rollout.max_new_tokens=4096"], r"training\.seq_len \(2048\)"),
         (["--inference.urls=http://a:1"], r"either inference\.launch = true or .*got both"),
-        (["--inference.no-launch"], r"either .*got neither"),
+        (["--inference.no-launch"], r"either .*got none of them"),
         (["--inference.no-launch", "--inference.urls=localhost"], r"http://host:port"),
         (["--inference.kind=vllm"], r"needs inference\.python.*install_vllm\.sh"),
         (["--inference.no-launch", "--inference.urls=http://a:1,http://a:1/"], "each server once"),
@@ -149,6 +149,89 @@ def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments
 def test_loss_settings_out_of_range_or_without_effect_are_refused(load, arguments, message):
     with pytest.raises(ConfigError, match=message):
         load(BASE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--inference.max_restarts=-1"], r"inference\.max_restarts must be at least 0 .*, got -1"),
+        (["--inference.restart_seconds=0"], r"inference\.restart_seconds must be above 0"),
+        (["--weight_sync.push_timeout_seconds=0"], r"push_timeout_seconds must be above 0"),
+        (["--weight_sync.retry_seconds=0"], r"weight_sync\.retry_seconds must be above 0"),
+        (["--weight_sync.max_retry_seconds=0.5"], r"retry_seconds \(1\), .*got 0\.5"),
+        (["--weight_sync.max_versions=1"], r"max_versions must be 0 .* at least 2.*Got 1"),
+        (["--weight_sync.max_versions=-1"], r"max_versions must be at least 0 .*got -1"),
+        (["--weight_sync.attest_every=-1"], r"attest_every must be at least 0"),
+        (["--weight_sync.attest_tolerance=-0.1"], r"attest_tolerance must be at least 0 .*-0\.1"),
+        (["--weight_sync.attest_tolerance=nan"], r"attest_tolerance must be at least 0"),
+        (
+            ["--weight_sync.attest_every=0", "--weight_sync.attest_tolerance=0.1"],
+            r"attest_tolerance needs weight_sync\.attest_every above 0, got 0\.1",
+        ),
+        (["--weight_sync.transport=disk"], r"transport = 'disk' needs weight_sync\.disk_path"),
+        (["--weight_sync.disk_path=/shared"], r"disk_path needs weight_sync\.transport = 'disk'"),
+        (
+            ["--weight_sync.transport=disk", f"--weight_sync.disk_path={__file__}"],
+            r"disk_path must be a directory, got the file .*test_config_manager",
+        ),
+        (
+            [
+                *("--weight_sync.transport=disk", "--weight_sync.disk_path=/shared"),
+                "--weight_sync.delta",
+            ],
+            r"weight_sync\.delta needs weight_sync\.transport = 'group', got True",
+        ),
+        (
+            [
+                *("--weight_sync.transport=disk", "--weight_sync.disk_path=/shared"),
+                "--weight_sync.backend=gloo",
+            ],
+            r"weight_sync\.backend needs weight_sync\.transport = 'group', got 'gloo'",
+        ),
+    ],
+)
+def test_weight_sync_settings_that_cannot_hold_are_refused(load, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(BASE, *arguments)
+
+
+@pytest.mark.parametrize("key", ["delta", "checksum"])
+def test_what_sglang_cannot_do_is_not_silently_left_out(load, key):
+    sglang = ["--inference.no-launch", "--inference.urls=http://a:1", "--inference.kind=sglang"]
+    with pytest.raises(ConfigError, match=rf"weight_sync\.{key} needs inference\.kind .*vllm"):
+        load(BASE, *sglang, f"--weight_sync.{key}")
+
+
+def test_staging_in_host_memory_needs_a_device(load, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"staging = 'host' needs a CUDA GPU.*use 'auto'"):
+        load(BASE, "--weight_sync.staging=host")
+
+
+def test_servers_are_named_in_one_place_alone(load, tmp_path):
+    file = tmp_path / "servers.txt"
+    file.write_text("# two\nhttp://a:1\nhttp://b:2/\n")
+    from_file = ["--inference.no-launch", f"--inference.urls_file={file}"]
+    assert "embedded at http://a:1, http://b:2 (" in describe(load(BASE, *from_file))
+    with pytest.raises(ConfigError, match=r"both inference\.urls and inference\.urls_file"):
+        load(BASE, *from_file, "--inference.urls=http://a:1")
+    with pytest.raises(
+        ConfigError, match=r"both inference\.launch = true and inference\.urls_file"
+    ):
+        load(BASE, *from_file[1:])
+    file.write_text("http://a\n")
+    with pytest.raises(
+        ConfigError, match=r"inference\.urls_file \(.*http://host:port, got 'http://a'"
+    ):
+        load(BASE, *from_file)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"inference\.urls_file must be a file"):
+        load(BASE, *from_file)
+
+
+def test_the_file_of_servers_is_needed_on_the_machine_of_rank_zero_alone(load, monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", "1")
+    load(BASE, "--inference.no-launch", "--inference.urls_file=/not/here.txt")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,16 @@ assert stop.wait(120)
 print("asked", flush=True)
 sys.exit(stop.exit_code)
 """
+# Busy, as in a training step.
+LISTENING = """
+import sys, threading
+from torchtitan.grpo.stop import StopRequest
+stop = StopRequest(float(sys.argv[1]))
+stop.on_hangup(lambda: print("again in", threading.current_thread().name, flush=True))
+print("ready", flush=True)
+while not stop.requested:
+    sum(range(1000))
+"""
 
 
 def _start(program: str, tmp_path: Path, timeout_seconds: float) -> subprocess.Popen:
@@ -58,3 +68,21 @@ def test_repeated_signals_are_one_request(tmp_path, signum):
         process.send_signal(signum)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (128 + signum, "asked\n", "")
+
+
+def test_a_hangup_calls_back_each_time_and_ends_nothing(tmp_path):
+    process = _start(LISTENING, tmp_path, 60)
+    assert process.stdout is not None
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "again in stop-watch\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
+def test_a_hangup_that_nobody_asked_for_ends_the_process(tmp_path):
+    process = _start(WAITING, tmp_path, 60)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGHUP

@@ -7,12 +7,12 @@ A wrong count or a missing version would train on tokens that were never sampled
 way, so nothing is repaired here: an answer is exact, or it is refused.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
 
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import ServerError, WeightGroupInfo
 from torchtitan.grpo.types import FinishReason, GenerateRequest, Generation, VersionSegment
 
 UNPUSHED_VERSION = -1
@@ -133,6 +133,40 @@ def checked_generation(
         finish_reason=cast(FinishReason, finish_reason),
         segments=version_segments(spans, num_tokens, source),
     )
+
+
+def checked_prompt_logprobs(
+    source: str, token_ids: Sequence[int], entries: Sequence[tuple[float | None, int]]
+) -> list[float]:
+    """Logprobs of all prompt tokens but the first, which follows nothing.
+
+    Args:
+        source: URL and route, begins every message.
+        token_ids: The prompt that was sent.
+        entries: Of each prompt token, the first included, its logprob and its id.
+
+    Raises:
+        ServerError: They are of other tokens, or not finite.
+    """
+    if [token for _, token in entries] != list(token_ids):
+        raise ServerError(f"{source}: prompt logprobs must be of the {len(token_ids)} tokens sent.")
+    values = np.array([np.nan if value is None else value for value, _ in entries[1:]])
+    if not np.isfinite(values).all():
+        raise ServerError(f"{source}: prompt logprobs must be finite, got {values.tolist()}.")
+    return values.tolist()
+
+
+def joined_group(
+    groups: Mapping[str, WeightGroupInfo], group_name: str, url: str
+) -> WeightGroupInfo:
+    """The group of that name.
+
+    Raises:
+        ServerError: The server has not joined it.
+    """
+    if group_name not in groups:
+        raise ServerError(f"{url} has not joined weight group {group_name}; join before pushing.")
+    return groups[group_name]
 
 
 def _as_ids(token_ids: Sequence[int], source: str) -> np.ndarray:

@@ -34,6 +34,8 @@ class WeightGroupInfo:
         group_name: Unique for each connection.
         backend: ``gloo`` or ``nccl``.
         timeout_seconds: Bound of the rendezvous and of each collective.
+        deltas: Whether deltas may follow. A server that cannot read its weights back
+            (vLLM) then keeps a copy of what it was sent, on the host.
     """
 
     master_address: str
@@ -43,6 +45,7 @@ class WeightGroupInfo:
     group_name: str
     backend: str
     timeout_seconds: float
+    deltas: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 import os
 
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.embedded_client import EmbeddedClient
 from torchtitan.grpo.inference.http import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
@@ -16,7 +17,7 @@ from torchtitan.grpo.inference.vllm import VLLMClient
 from torchtitan.grpo.types import ServerKind
 
 _CLIENTS: dict[ServerKind, type[SGLangClient] | type[VLLMClient]] = {
-    "embedded": SGLangClient,
+    "embedded": EmbeddedClient,
     "sglang": SGLangClient,
     "vllm": VLLMClient,
 }

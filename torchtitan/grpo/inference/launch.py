@@ -72,20 +72,33 @@ class LaunchedServer:
     """A server that was started here.
 
     Attributes:
-        kind: Kind of server.
-        url: Base URL.
+        spec: What it was started with.
         process: The child; its session holds the server's own workers.
         log_file: Its output.
     """
 
-    kind: ServerKind
-    url: str
+    spec: ServerSpec
     process: subprocess.Popen
     log_file: Path
+
+    @property
+    def kind(self) -> ServerKind:
+        return self.spec.kind
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.spec.host}:{self.spec.port}"
 
     def stop(self, grace_seconds: float = 3.0) -> None:
         """Ends the server with all its workers. Harmless when it has ended."""
         stop_children([self.process], grace_seconds)
+
+    def describe_end(self) -> str:
+        """How it ended, and its last words."""
+        return (
+            f"The {self.kind} server {self.url} ended with exit status "
+            f"{self.process.returncode}. The end of its log {self.log_file}:\n{self.log_tail()}"
+        )
 
     def log_tail(self) -> str:
         """The end of the log, for an error message."""
@@ -197,8 +210,10 @@ def mask_keys(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> list[ServerSpec]:
-    """What ``[inference]`` asks for; the ports are free ones of now."""
+def server_specs(
+    config: RolloutProcessConfig, environ: Mapping[str, str], ports: Sequence[int]
+) -> list[ServerSpec]:
+    """What ``[inference]`` asks for; a server for each of the ports."""
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
@@ -218,11 +233,10 @@ def server_specs(config: RolloutProcessConfig, environ: Mapping[str, str]) -> li
             api_key=inference.api_key or environ.get(API_KEY_VARIABLE),
             admin_key=inference.admin_key or environ.get(ADMIN_KEY_VARIABLE),
             extra_args=tuple(inference.extra_args),
-            gpus=gpus_of(index, inference.num_servers, config.server_gpus),
+            gpus=gpus_of(index, len(ports), config.server_gpus),
             # Servers with one seed would write the same completions to the same prompt.
             seed=config.seed + index,
         )
-        for ports in [free_ports(inference.num_servers)]
         for index, port in enumerate(ports)
     ]
 
@@ -237,15 +251,15 @@ def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...
     return tuple(gpus[index * share : (index + 1) * share])
 
 
-def start_servers(config: RolloutProcessConfig) -> list[LaunchedServer]:
-    """Starts ``inference.num_servers`` servers and returns at once; they are not up yet.
+def start_servers(config: RolloutProcessConfig, ports: Sequence[int]) -> list[LaunchedServer]:
+    """Starts a server on each of the ports and returns at once; they are not up yet.
 
     Call it from the main thread: the children end with the thread that started them.
 
     Raises:
         ValueError: ``inference.python`` cannot be run.
     """
-    specs = server_specs(config, os.environ)
+    specs = server_specs(config, os.environ, ports)
     folder = Path(config.dump_folder).resolve() / "servers"
     servers: list[LaunchedServer] = []
     try:
@@ -257,11 +271,19 @@ def start_servers(config: RolloutProcessConfig) -> list[LaunchedServer]:
     return servers
 
 
-def start_server(spec: ServerSpec, log_file: Path) -> LaunchedServer:
-    """Starts one server; see :func:`start_servers`."""
+def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) -> LaunchedServer:
+    """Starts one server; see :func:`start_servers`.
+
+    Args:
+        spec: The server.
+        log_file: For its output.
+        keep_log: Write behind what is in the file, as when it is started again. Else the file
+            is of an earlier run, whose last words are not this one's.
+    """
     command, environ = server_command(spec, os.environ)
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    log_file.unlink(missing_ok=True)  # of an earlier run: its last words are not this one's
+    if not keep_log:
+        log_file.unlink(missing_ok=True)
     try:
         # Another directory than ours: `-m` would make the overlay's folder importable.
         process = start_child(command, env=environ, log_file=log_file, cwd=str(log_file.parent))
@@ -270,7 +292,7 @@ def start_server(spec: ServerSpec, log_file: Path) -> LaunchedServer:
             f"inference.python must be an interpreter with {spec.kind} in it, got "
             f"{spec.python!r}: {error}. See scripts/install_{spec.kind}.sh."
         ) from error
-    return LaunchedServer(spec.kind, f"http://{spec.host}:{spec.port}", process, log_file)
+    return LaunchedServer(spec, process, log_file)
 
 
 async def wait_until_up(
@@ -332,17 +354,13 @@ async def _wait_for_one(
         except (ServerError, TimeoutError) as error:
             last = f"{type(error).__name__}: {error}" if str(error) else "none in time"
         if server is not None and server.process.poll() is not None:
-            raise RuntimeError(
-                f"The {server.kind} server {server.url} ended with exit status "
-                f"{server.process.returncode} before it was up. The end of its log "
-                f"{server.log_file}:\n{server.log_tail()}"
-            )
+            raise RuntimeError(f"Before it was up: {server.describe_end()}")
         if time.monotonic() >= deadline:
             log = f" The end of its log:\n{server.log_tail()}" if server is not None else ""
             raise TimeoutError(
                 f"The server {client.url} must be up within inference.startup_timeout_seconds "
                 f"({timeout_seconds:g} s). Last answer: {last}. Start it first, correct "
-                f"inference.urls, or allow it more time.{log}"
+                f"its URL in inference.urls or inference.urls_file, or allow it more time.{log}"
             )
         await asyncio.sleep(_POLL_SECONDS)
 
@@ -354,12 +372,44 @@ def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) 
 
 def free_ports(count: int) -> list[int]:
     """Different ports that nothing listens on just now."""
-    sockets = [socket.create_server((_HOST, 0)) for _ in range(count)]
-    try:
-        return [listener.getsockname()[1] for listener in sockets]
-    finally:
-        for listener in sockets:
-            listener.close()
+    with HeldPorts(count) as held:
+        return held.ports
+
+
+class HeldPorts:
+    """Different free ports that nobody else is given while they are held.
+
+    A server that ended must find its port free when it is started again, and the port may be
+    among those that the kernel gives to any connection. On Linux a socket that is bound and
+    does not listen keeps it from them, and lets those have it who ask for it by number with
+    SO_REUSEADDR, as all kinds of servers do: an ended server's old connections do not hinder
+    it either. On other systems the ports are free at first, and not held.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sockets = [_bound_socket() for _ in range(count)]
+        self.ports: list[int] = [holder.getsockname()[1] for holder in self._sockets]
+        if sys.platform != "linux":
+            self.close()
+
+    def close(self) -> None:
+        """Lets go of the ports. Idempotent."""
+        for holder in self._sockets:
+            holder.close()
+
+    def __enter__(self) -> "HeldPorts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _bound_socket() -> socket.socket:
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Only after the choice of a port: with it, the kernel may choose one twice.
+    holder.bind((_HOST, 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
 
 
 def default_device(environ: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of SGLang servers (0.5.20 and later), and of the embedded server.
+"""Client of SGLang servers (0.5.20 and later).
 
-The embedded server speaks the same dialect, less what is marked optional here.
+The embedded server speaks the same dialect, and more: see `embedded_client.py`.
 """
 
 import asyncio
@@ -14,6 +14,8 @@ from typing import Any
 from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
     checked_generation,
+    checked_prompt_logprobs,
+    joined_group,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
@@ -47,7 +49,8 @@ class SGLangClient(InferenceClient):
         self.url = http.url
         self._http = http
         self._request_timeout_seconds = request_timeout_seconds
-        self._group: WeightGroupInfo | None = None
+        self._groups: dict[str, WeightGroupInfo] = {}
+        self._one_bucket = asyncio.Lock()
         self._has_sessions: bool | None = None
         self._parameter_names: frozenset[str] | None = None
         self._update_marked = False
@@ -133,15 +136,17 @@ class SGLangClient(InferenceClient):
             },
             timeout_seconds=info.timeout_seconds,
         )
-        self._group = info
+        self._groups[info.group_name] = info
 
-    async def leave_weight_group(self) -> None:
+    async def leave_weight_groups(self) -> None:
+        # Only groups that this client joined have known names; a dead trainer's are left
+        # to the server, which nobody can make wait for them any more.
         await self._close_session()
-        group, self._group = self._group, None
-        if group is not None:
+        for name in list(self._groups):
             await self._http.post(
-                "/destroy_weights_update_group", {"group_name": group.group_name}, accept=(400,)
+                "/destroy_weights_update_group", {"group_name": name}, accept=(400,)
             )
+            del self._groups[name]
 
     async def begin_update(self) -> None:
         self._update_marked = False
@@ -160,42 +165,43 @@ class SGLangClient(InferenceClient):
             self._has_sessions = version is None or version >= _FIRST_VERSION_WITH_SESSIONS
         return self._has_sessions
 
-    async def receive_bucket(self, bucket: BucketSpec, *, last: bool, version: int) -> None:
-        group = self._joined_group()
-        await self._refuse_unknown_names(bucket)
-        await self._mark_updating()
-        await self._http.post(
-            "/update_weights_from_distributed",
-            {
-                "names": list(bucket.names),
-                "dtypes": list(bucket.dtypes),
-                "shapes": [list(shape) for shape in bucket.shapes],
-                "group_name": group.group_name,
-                "load_format": "flattened_bucket",
-                "abort_all_requests": False,
-                "flush_cache": last,
-                "weight_version": str(version) if last else None,
-            },
-            timeout_seconds=group.timeout_seconds,
-        )
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        group = joined_group(self._groups, group_name, self.url)
+        if bucket.num_changed is not None:
+            raise ServerError(f"{self.url} runs SGLang, which cannot apply deltas. Send all.")
+        # One at a time: requests may overtake one another on their way, and one bucket's
+        # bytes would be taken for another's of the same size.
+        async with self._one_bucket:
+            await self._refuse_unknown_names(bucket, group)
+            await self._mark_updating()
+            await self._http.post(
+                "/update_weights_from_distributed",
+                {
+                    "names": list(bucket.names),
+                    "dtypes": list(bucket.dtypes),
+                    "shapes": [list(shape) for shape in bucket.shapes],
+                    "group_name": group.group_name,
+                    "load_format": "flattened_bucket",
+                    "abort_all_requests": False,
+                    "flush_cache": last,
+                    "weight_version": str(version) if last else None,
+                },
+                timeout_seconds=group.timeout_seconds,
+            )
 
-    def _joined_group(self) -> WeightGroupInfo:
-        if self._group is None:
-            raise ServerError(f"{self.url} has not joined a weight group; join before pushing.")
-        return self._group
-
-    async def _refuse_unknown_names(self, bucket: BucketSpec) -> None:
+    async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
         """SGLang passes over a name it does not know and answers 200, so we ask first.
 
         Its parameters' names come with their checksums, fused; shapes do not, so a wrong
-        shape is found only as the bucket is loaded. The embedded server has no such
-        route: it refuses unknown names itself.
+        shape is found only as the bucket is loaded.
         """
         if self._parameter_names is None:
             answer = await self._http.post(
                 "/weights_checker",
                 {"action": "checksum"},
-                timeout_seconds=self._joined_group().timeout_seconds,
+                timeout_seconds=group.timeout_seconds,
                 accept=(404,),
             )
             self._parameter_names = checksum_names(answer.body)
@@ -212,8 +218,7 @@ class SGLangClient(InferenceClient):
         """Takes the version off the server before the first tensor changes.
 
         Should the push break off, no token from half-updated weights can then pass for
-        one of the old version, whoever resumes the server. Optional (404): a server
-        without this route must load an update as a whole.
+        one of the old version, whoever resumes the server. (404: an old release.)
         """
         if not self._update_marked:
             await self._http.post(
@@ -223,12 +228,40 @@ class SGLangClient(InferenceClient):
             )
             self._update_marked = True
 
-    async def commit_update(self, version: int) -> None:
+    async def commit_update(self, version: int) -> float:
         if await self._needs_session():
             await self._http.post("/end_weight_update", {})
+        await self._require_version(version)
+        return 0.0
+
+    async def update_from_disk(self, path: str, version: int) -> float:
+        self._update_marked = False
+        await self._close_session()
+        await self._mark_updating()
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        route = "/update_weights_from_disk"
+        await self._http.post(route, body, timeout_seconds=self._request_timeout_seconds)
+        await self._require_version(version)
+        return 0.0
+
+    async def _require_version(self, version: int) -> None:
         served = await self.version()
         if served != version:
             raise ServerError(f"{self.url} must serve version {version} now, it says {served}.")
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        route = "/generate"
+        answer = await self._http.post(
+            route,
+            {
+                "input_ids": token_ids,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            },
+            scope="generation",
+        )
+        return parse_prompt_logprobs(self.url + route, token_ids, answer.body)
 
     async def close(self) -> None:
         await self._http.close()
@@ -280,6 +313,22 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
             f"{source}: the answer must hold output_ids and meta_info with logprobs, finish "
             f"reason and weight version ({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
+
+
+def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
+    """Logprobs of all prompt tokens but the first.
+
+    Raises:
+        ServerError: The answer is of other tokens, or lacks some.
+    """
+    try:
+        entries = [(e[0], e[1]) for e in body["meta_info"]["input_token_logprobs"]]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ServerError(
+            f"{source}: the answer must hold meta_info.input_token_logprobs "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+    return checked_prompt_logprobs(source, token_ids, entries)
 
 
 def checksum_names(body: Any) -> frozenset[str]:

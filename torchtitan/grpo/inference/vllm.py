@@ -19,6 +19,8 @@ from typing import Any
 from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
     checked_generation,
+    checked_prompt_logprobs,
+    joined_group,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
@@ -31,6 +33,9 @@ from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
+
+NO_ROOM = "no room to stage"
+"""What the server's workers say who cannot hold the weights twice."""
 
 GENERATE_ROUTE = "/inference/v1/generate"
 # The server puts this before the id that it was given, and aborts by the whole.
@@ -46,16 +51,25 @@ class VLLMClient(InferenceClient):
     together with the prefix cache, so that :meth:`resume` computes it anew under the new
     weights: what they write after an update is the new policy's.
 
+    Buckets go to staging in the server's workers while it generates, if they have room for
+    a second copy of the weights; :attr:`stops_for` is settled when it joins a group.
+
     Args:
         http: The server's address, keys and control timeout.
         request_timeout_seconds: Bound of one completion.
     """
 
+    stops_for = "commit"
+    verifies_checksums = True
+    takes_deltas = True
+
     def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
         self.url = http.url
         self._http = http
         self._request_timeout_seconds = request_timeout_seconds
-        self._group: WeightGroupInfo | None = None
+        self._groups: dict[str, WeightGroupInfo] = {}
+        self._sequences: dict[str, int] = {}
+        self._one_bucket = asyncio.Lock()
         self._logprobs_probe: asyncio.Task[None] | None = None
         self._update_marked = False
 
@@ -150,58 +164,92 @@ class VLLMClient(InferenceClient):
         await self._http.post("/resume")
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
-        await self._http.post(
-            "/init_weight_transfer_engine",
-            {"init_info": asdict(info)},
-            timeout_seconds=info.timeout_seconds,
+        route, body = "/init_weight_transfer_engine", asdict(info)
+        # Before any worker waits for the rendezvous: all of them must have room, or none
+        # stages. vLLM hands no answers back, so a refusal is the answer.
+        probe = await self._http.post(
+            route, {"init_info": {**body, "probe": True}}, accept=(400, 500)
         )
-        self._group = info
+        has_room = probe.status == 200
+        if not has_room and NO_ROOM not in excerpt(probe.body):
+            raise ServerError(f"{self.url}{route} refused: {excerpt(probe.body)}")
+        if not has_room:
+            logger.warning("%s receives weights while paused: %s", self.url, excerpt(probe.body))
+        self.stops_for = "commit" if has_room else "transfer"
+        self.takes_deltas = has_room and info.deltas
+        self.verifies_checksums = has_room
+        await self._http.post(route, {"init_info": body}, timeout_seconds=info.timeout_seconds)
+        self._groups[info.group_name] = info
 
-    async def leave_weight_group(self) -> None:
-        self._group = None
+    async def leave_weight_groups(self) -> None:
+        self._groups.clear()
         route = "/shutdown_weight_transfer_engine"
-        if (await self._http.post(route, accept=(500,))).status != 200:
+        if (await self._http.post(route, accept=(400, 500))).status != 200:
             await self._abandon_update()  # it refuses while an update is open
             await self._http.post(route)
 
     async def begin_update(self) -> None:
         self._update_marked = False
+        self._sequences = {}
         answer = await self._http.post("/start_weight_update", accept=(400, 500))
         if answer.status != 200:  # most likely, a predecessor left one open
             await self._abandon_update()
             await self._http.post("/start_weight_update")
 
     async def _abandon_update(self) -> None:
-        """Gives the half-loaded layers their old weights back and ends the update."""
-        await self._http.post(
-            "/update_weights", {"update_info": {"action": "abandon"}}, accept=(400, 500)
-        )
+        """Drops what was staged, gives layers without weights their old ones, ends the update."""
+        await self._update({"action": "abandon"}, accept=(400, 500))
         # Refused where no update was open.
         await self._http.post("/finish_weight_update", {"weight_version": None}, accept=(400, 500))
 
-    async def receive_bucket(self, bucket: BucketSpec, *, last: bool, version: int) -> None:
-        if self._group is None:
-            raise ServerError(f"{self.url} has not joined a weight group; join before pushing.")
-        info = {
-            "names": list(bucket.names),
-            "dtypes": list(bucket.dtypes),
-            "shapes": [list(shape) for shape in bucket.shapes],
-        }
-        if not self._update_marked:
-            # Wrong weights are refused while the old ones are still whole. From here on
-            # the label says that they are not, should the push break off: no token from
-            # half-updated weights can then pass for one of the old version.
-            await self._http.post("/update_weights", {"update_info": {"action": "check", **info}})
-            await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
-            self._update_marked = True
-        await self._http.post(
-            "/update_weights",
-            {"update_info": {"action": "receive", **info}},
-            timeout_seconds=self._group.timeout_seconds,
-        )
+    async def _update(self, info: dict[str, Any], **options: Any) -> None:
+        await self._http.post("/update_weights", {"update_info": info}, **options)
 
-    async def commit_update(self, version: int) -> None:
-        await self._http.post("/finish_weight_update", {"weight_version": str(version)})
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        group = joined_group(self._groups, group_name, self.url)
+        info = {**asdict(bucket), "group_name": group_name}
+        if self.stops_for == "transfer":
+            await self._load_bucket(info, group)
+            return
+        # Counted before anything is awaited: the order of the calls is the order of the
+        # broadcasts, whichever request arrives first.
+        info["sequence"] = self._sequences.get(group_name, 0)
+        self._sequences[group_name] = info["sequence"] + 1
+        await self._update({"action": "stage", **info})
+
+    async def _load_bucket(self, info: dict[str, Any], group: WeightGroupInfo) -> None:
+        async with self._one_bucket:
+            if not self._update_marked:
+                # Wrong weights are refused while the old ones are still whole.
+                await self._update({"action": "check", **info})
+                await self._mark_updating()
+            await self._update({"action": "receive", **info}, timeout_seconds=group.timeout_seconds)
+
+    async def _mark_updating(self) -> None:
+        """Takes the version off the server before the first tensor changes.
+
+        Should the load break off, no token from half-updated weights can then pass for
+        one of the old version.
+        """
+        await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
+        self._update_marked = True
+
+    async def commit_update(self, version: int) -> float:
+        patience = max((g.timeout_seconds for g in self._groups.values()), default=None)
+        await self._commit(version, patience, staged=self.stops_for == "commit")
+        return 0.0
+
+    async def _commit(self, version: int, patience: float | None, *, staged: bool) -> None:
+        if staged:
+            # Refused while the old weights are still whole, and served under their version.
+            info = {"action": "verify", "version": str(version)}
+            await self._update(info, timeout_seconds=patience)
+            await self._mark_updating()
+        await self._http.post(
+            "/finish_weight_update", {"weight_version": str(version)}, timeout_seconds=patience
+        )
         # Running requests are preempted: their KV, too, is of the old weights.
         route = "/reset_prefix_cache?reset_running_requests=true"
         answer = await self._http.post(route)
@@ -210,6 +258,29 @@ class VLLMClient(InferenceClient):
                 f"{self.url}{route}: the cache of the old weights must be thrown away after an "
                 f"update, got {excerpt(answer.body)}"
             )
+
+    async def update_from_disk(self, path: str, version: int) -> float:
+        patience = self._request_timeout_seconds
+        await self.begin_update()
+        await self._update({"action": "disk", "path": path}, timeout_seconds=patience)
+        await self._commit(version, patience, staged=True)
+        return 0.0
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        answer = await self._http.post(
+            GENERATE_ROUTE,
+            {
+                "token_ids": token_ids,
+                "sampling_params": {
+                    "max_tokens": 1,
+                    "temperature": 1.0,
+                    "prompt_logprobs": 0,  # of the prompt's own tokens alone
+                    "detokenize": False,
+                },
+            },
+            scope="generation",
+        )
+        return parse_prompt_logprobs(f"{self.url}{GENERATE_ROUTE}", token_ids, answer.body)
 
     async def close(self) -> None:
         if self._logprobs_probe is not None:
@@ -280,6 +351,26 @@ def parse_logprobs(source: str, body: Any) -> list[float]:
             f"{source}: the answer must hold one choice with logprobs "
             f"({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
+
+
+def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
+    """Logprobs of all prompt tokens but the first.
+
+    Raises:
+        ServerError: The answer is of other tokens, or lacks some.
+    """
+    try:
+        first, *others = body["prompt_logprobs"]
+        entries = [
+            (entry[str(token)]["logprob"], token)
+            for entry, token in zip(others, token_ids[1:], strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(
+            f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+    return checked_prompt_logprobs(source, token_ids, [(first, token_ids[0]), *entries])
 
 
 def _field(body: Any, name: str, source: str) -> Any:

@@ -6,18 +6,25 @@
 The output projection and the softmax are one autograd function that goes over the
 vocabulary slice by slice, all tokens at a time. The forward pass keeps running sums of
 the softmax (https://arxiv.org/abs/1805.02867) and two numbers a token; the backward pass
-computes each slice's logits again and turns them into gradients on the spot. A slice's
-part of the weight gradient is then final, so it is written once and never read back.
+turns each slice's logits into gradients on the spot. A slice's part of the weight gradient
+is then final, so it is written once and never read back.
+
+The memory that the backward pass needs for the weight's gradient is taken in the forward
+pass, where it has no use yet, and keeps as many logits as go into it; the others are computed
+again. The peak is the same, and products are spared: all with at most as many tokens as dims.
+See `logit_slices` for where they lie.
 """
 
-from collections.abc import Iterator
-
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-# Narrower slices make slow matrix products, and save nothing worth having.
-_MIN_SLICE = 128
+from torchtitan.grpo.losses.logit_slices import (
+    KeptLogits,
+    LogitSlices,
+    accumulation_dtype,
+    slice_width,
+)
+from torchtitan.grpo.losses.softmax_slices import LogitGrads, SoftmaxSums, row_blocks
 
 
 def linear_logprobs(
@@ -28,6 +35,7 @@ def linear_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    keep_logits: bool = True,
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,6 +54,7 @@ def linear_logprobs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        keep_logits=keep_logits,
         group=group,
         vocab_start=vocab_start,
     ).unbind(-1)
@@ -60,6 +69,7 @@ def packed_linear_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    keep_logits: bool = True,
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> torch.Tensor:
@@ -82,7 +92,11 @@ def packed_linear_logprobs(
         chunk_tokens: Bounds memory: the logits held at a time are at most as many as
             this many tokens have, at least 1. (Slices less than 128 ids wide, of many
             tokens, are not made.)
-        with_entropy: Compute the entropy, at the price of a second buffer of that size.
+        with_entropy: Compute the entropy; on a GPU at the price of a second buffer of that
+            size.
+        keep_logits: Take the memory of the weight's gradient, where one is wanted, in the
+            forward pass, and keep logits there. The gradients are the same either way. Not
+            for several forward passes before the first backward pass: each takes that much.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
         vocab_start: Id of the first row of ``weight``.
 
@@ -94,6 +108,8 @@ def packed_linear_logprobs(
     """
     _check(hidden, weight, labels, temperature, chunk_tokens)
     flat = hidden.reshape(-1, hidden.shape[-1])
+    # Asked here: inside of the function gradients are always off.
+    keep_logits = keep_logits and torch.is_grad_enabled() and weight.requires_grad
     # The views give each input a node of its own that backward can ask the engine about.
     packed = _LinearLogprobs.apply(
         flat.view_as(flat),
@@ -102,6 +118,7 @@ def packed_linear_logprobs(
         temperature,
         chunk_tokens,
         with_entropy,
+        keep_logits,
         group,
         vocab_start,
     )
@@ -148,47 +165,75 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        keep_logits: bool,
         group: ProcessGroup | None,
         vocab_start: int,
     ) -> torch.Tensor:
-        sums = _SoftmaxSums(labels - vocab_start, _accumulation_dtype(hidden), with_entropy)
-        logits = _LogitSlices(hidden, weight, temperature, chunk_tokens)
-        for start, logit_slice in logits:
-            sums.add(start, logit_slice)
+        width = slice_width(len(hidden), len(weight), chunk_tokens)
+        slices = LogitSlices(hidden, weight, temperature, width)
+        memory = KeptLogits.reserve(slices) if keep_logits else None
+        sums = _sum_up(slices, labels - vocab_start, with_entropy, memory)
         if group is not None:
             sums.reduce(group)
         logprobs, entropy, normaliser = sums.result()
-        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
-        ctx.settings = (temperature, chunk_tokens, with_entropy, vocab_start)
+        # Saved like any other tensor, and so dropped and made again by checkpointing.
+        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, memory)
+        ctx.settings = (temperature, width, with_entropy, vocab_start)
+        ctx.logits_are_kept = memory is not None
         return torch.stack((logprobs, entropy), dim=-1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        wanted = _wanted_gradients(ctx)
-        hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
-        temperature, chunk_tokens, with_entropy, vocab_start = ctx.settings
+        for_hidden, for_weight = _wanted_gradients(ctx)
+        hidden, weight, labels, normaliser, entropy, memory = ctx.saved_tensors
+        temperature, width, with_entropy, vocab_start = ctx.settings
         # The cotangents carry the temperature's share, so that what follows need not.
         cotangents = grad / temperature
-        rows = (cotangents != 0).any(dim=1).nonzero().squeeze(1)
-        everything = len(rows) == len(labels)
+        picked = (cotangents != 0).any(dim=1).nonzero().squeeze(1)
+        if len(picked) == len(labels):
+            picked = None
 
         def pick(values: torch.Tensor) -> torch.Tensor:
-            return values if everything else values.index_select(0, rows)
+            return values if picked is None else values.index_select(0, picked)
 
-        slices = _LogitSlices(pick(hidden), weight, temperature, chunk_tokens)
-        logit_grads = _LogitGrads(
+        slices = LogitSlices(pick(hidden), weight, temperature, width)
+        logit_grads = LogitGrads(
             labels=pick(labels) - vocab_start,
             normaliser=pick(normaliser),
             entropy=pick(entropy),
             logprob_grad=pick(cotangents[:, 0]),
             entropy_grad=pick(cotangents[:, 1]) if with_entropy else None,
+            blocks=row_blocks(len(slices.hidden), width, hidden.device),
         )
-        grad_hidden, grad_weight = _input_gradients(slices, logit_grads, *wanted)
+        memory = _take_memory(ctx, memory, for_weight)
+        kept = None if memory is None else KeptLogits(memory, len(labels), width, slices.dtype)
+        grad_hidden = _new_hidden_gradient(slices) if for_hidden else None
+        grad_weight = _new_weight_gradient(slices, memory) if for_weight else None
+        _add_input_gradients(slices, logit_grads, kept, picked, grad_hidden, grad_weight)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-            if not everything:
-                grad_hidden = torch.zeros_like(hidden).index_copy_(0, rows, grad_hidden)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+            if picked is not None:
+                grad_hidden = torch.zeros_like(hidden).index_copy_(0, picked, grad_hidden)
+        return grad_hidden, grad_weight, *(None,) * 7
+
+
+def _sum_up(
+    slices: LogitSlices, labels: torch.Tensor, with_entropy: bool, memory: torch.Tensor | None
+) -> SoftmaxSums:
+    """The forward pass over all slices; leaves logits in ``memory``, if there is any."""
+    tokens, width = len(labels), slices.width
+    kept = None if memory is None else KeptLogits(memory, tokens, width, slices.dtype)
+    blocks, buffer = row_blocks(tokens, width, labels.device), slices.buffer()
+    # A single block has no other slice beside it in the buffer, and is changed in place.
+    scratch = buffer if len(blocks) < 2 else torch.empty_like(buffer[: blocks[0].stop * width])
+    sums = SoftmaxSums(labels, slices.dtype, with_entropy, blocks, scratch)
+    for start in slices.starts():
+        logits = kept.find(start) if kept is not None else None
+        if logits is None:
+            logits = slices.part_of(buffer, start)
+        slices.compute(start, logits)
+        sums.add(start, logits)
+    return sums
 
 
 def _wanted_gradients(ctx) -> tuple[bool, bool]:
@@ -206,195 +251,75 @@ def _wanted_gradients(ctx) -> tuple[bool, bool]:
     return wanted(0), wanted(1)
 
 
-def _accumulation_dtype(hidden: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)
+def _take_memory(ctx, memory: torch.Tensor | None, for_weight: bool) -> torch.Tensor | None:
+    """The memory with the kept logits, or None if there are none or no longer.
 
-
-class _LogitSlices:
-    """Iterates over ``(first id, [tokens, width] tempered logits)`` of the vocabulary.
-
-    All slices share one buffer: a slice may be changed in place, and is gone when the next
-    one comes.
-
-    Attributes:
-        hidden: [tokens, dim], in the dtype of the matrix products.
-        weight: [vocab_local, dim], as it was given.
-        width: Ids in a slice; the last may have fewer.
+    A pass for the weight puts the gradient there and gives it away. One that comes later,
+    over the same graph, finds no logits and must not touch it.
     """
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, chunk_tokens: int
-    ) -> None:
-        self._dtype = _accumulation_dtype(hidden)
-        # Tensor cores multiply half precision exactly and add in float32. A CPU rounds in
-        # between or is slow at it, so there the operands are widened, the weight by slices.
-        mixed = hidden.is_cuda and hidden.dtype == weight.dtype
-        self.hidden = hidden if mixed else hidden.to(self._dtype)
-        self.weight = weight
-        self._temperature = temperature
-        vocab, tokens = weight.shape[0], max(len(hidden), 1)
-        self.width = min(vocab, max(_MIN_SLICE, chunk_tokens * vocab // tokens))
-
-    def weight_slice(self, start: int) -> torch.Tensor:
-        """[width, dim] in the dtype of the matrix products."""
-        return self.weight[start : start + self.width].to(self.hidden.dtype)
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        tokens, vocab = len(self.hidden), self.weight.shape[0]
-        if not tokens or not vocab:
-            return
-        buffer = torch.empty(tokens * self.width, dtype=self._dtype, device=self.hidden.device)
-        for start in range(0, vocab, self.width):
-            weight = self.weight_slice(start)
-            logits = buffer[: tokens * len(weight)].view(tokens, len(weight))
-            _matmul(self.hidden, weight.t(), logits)
-            if self._temperature != 1:
-                logits.div_(self._temperature)
-            yield start, logits
+    if not ctx.logits_are_kept:
+        return None
+    ctx.logits_are_kept = not for_weight
+    assert memory is not None
+    # Without the version counter, by which autograd would refuse later passes.
+    return memory.data
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _new_hidden_gradient(slices: LogitSlices) -> torch.Tensor:
+    dtype = accumulation_dtype(slices.hidden)
+    return torch.zeros_like(slices.hidden, dtype=dtype)
+
+
+def _new_weight_gradient(slices: LogitSlices, memory: torch.Tensor | None) -> torch.Tensor:
+    grad_weight = torch.empty_like(slices.weight) if memory is None else memory
+    # Every row is written later, unless there is nothing to write.
+    return grad_weight if slices.starts() else grad_weight.zero_()
+
+
+def _add_input_gradients(
+    slices: LogitSlices,
+    logit_grads: LogitGrads,
+    kept: KeptLogits | None,
+    picked: torch.Tensor | None,
+    grad_hidden: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> None:
+    """The backward pass over all slices.
+
+    Args:
+        slices: Of the tokens that have a gradient.
+        logit_grads: Of the same tokens.
+        kept: Logits of all tokens, for some of the slices.
+        picked: Rows in ``kept`` of the tokens that have a gradient; None for all.
+        grad_hidden: Added to, if wanted.
+        grad_weight: Overwritten, if wanted; ``kept`` may be in its memory.
+    """
+    buffer = slices.buffer()
+    for start in slices.starts():
+        grads = slices.part_of(buffer, start)
+        logits = kept.find(start) if kept is not None else None
+        if logits is None:
+            slices.compute(start, grads)
+            logit_grads.write(start, grads, None, grads)
+        else:
+            logit_grads.write(start, logits, picked, grads)
+        # The kept logits of this slice have been read: its rows may be written from here on.
+        grads = grads.to(slices.hidden.dtype)
+        if grad_weight is not None:
+            _write_product(grads.t(), slices.hidden, grad_weight[start : start + slices.width])
+        if grad_hidden is not None:
+            _add_product(grads, slices.weight_slice(start), grad_hidden)
+
+
+def _write_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        out.copy_(a @ b)
 
 
-def _label_columns(
-    labels: torch.Tensor, start: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, 1] column of each label in a slice, and whether it is in there at all."""
-    columns = (labels - start).unsqueeze(1)
-    inside = (columns >= 0) & (columns < width)
-    return columns.clamp(0, width - 1), inside
-
-
-class _SoftmaxSums:
-    """Running maximum and sums of the softmax over slices, then over ranks.
-
-    With ``x`` the logits less the maximum so far, the sums are of ``exp(x)`` and, for the
-    entropy, ``x * exp(x)``. They are rescaled when the maximum rises.
-    """
-
-    def __init__(self, labels: torch.Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
-        def full(value: float) -> torch.Tensor:
-            return torch.full(labels.shape, value, dtype=dtype, device=labels.device)
-
-        self._labels = labels
-        self._with_entropy = with_entropy
-        # Finite, so that a rank without any ids brings no inf - inf.
-        self._maximum = full(torch.finfo(dtype).min)
-        self._label_logits = full(-torch.inf)
-        self._exp_sum = full(0.0)
-        self._weighted_sum = full(0.0)
-
-    def add(self, start: int, logits: torch.Tensor) -> None:
-        """Takes in one slice, [tokens, width], and overwrites it."""
-        columns, inside = _label_columns(self._labels, start, logits.shape[1])
-        found = logits.gather(1, columns)
-        self._label_logits = torch.where(inside, found, self._label_logits[:, None])[:, 0]
-        self._raise_maximum(torch.maximum(self._maximum, logits.amax(dim=1)))
-        logits.sub_(self._maximum[:, None])
-        if self._with_entropy:
-            exponentials = logits.exp()
-            self._weighted_sum += logits.mul_(exponentials).sum(dim=1)
-        else:
-            exponentials = logits.exp_()
-        self._exp_sum += exponentials.sum(dim=1)
-
-    def reduce(self, group: ProcessGroup) -> None:
-        """Combines the ranks' pieces of the vocabulary."""
-        maxima = torch.stack((self._maximum, self._label_logits))
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        self._raise_maximum(maxima[0])
-        self._label_logits = maxima[1]
-        sums = torch.stack((self._exp_sum, self._weighted_sum))
-        dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
-        self._exp_sum, self._weighted_sum = sums.unbind()
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens] log-probabilities, entropies (or 0) and logarithms of the normaliser."""
-        log_sum = self._exp_sum.log()
-        logprobs = (self._label_logits - self._maximum) - log_sum
-        entropy = torch.zeros_like(log_sum)
-        if self._with_entropy:
-            entropy = log_sum - self._weighted_sum / self._exp_sum
-        return logprobs, entropy, self._maximum + log_sum
-
-    def _raise_maximum(self, maximum: torch.Tensor) -> None:
-        change = self._maximum - maximum
-        scale = change.exp()
-        if self._with_entropy:
-            self._weighted_sum = (self._weighted_sum + self._exp_sum * change) * scale
-        self._exp_sum = self._exp_sum * scale
-        self._maximum = maximum
-
-
-class _LogitGrads:
-    """Turns a slice of logits into the gradient with respect to it, in place.
-
-    With ``p`` the softmax, ``H`` its entropy, ``y`` the label, ``g`` and ``h`` the
-    gradients of log-probability and entropy::
-
-        d log p[y] / d z[v] = 1[v = y] - p[v]
-        d H / d z[v]        = -p[v] (log p[v] + H)
-        gradient of z[v]    = g 1[v = y] - p[v] (h log p[v] + h H + g)
-    """
-
-    def __init__(
-        self,
-        labels: torch.Tensor,
-        normaliser: torch.Tensor,
-        entropy: torch.Tensor,
-        logprob_grad: torch.Tensor,
-        entropy_grad: torch.Tensor | None,
-    ) -> None:
-        self._labels = labels
-        self._normaliser = normaliser[:, None]
-        self._at_label = logprob_grad[:, None]
-        self._slope: torch.Tensor | None = None
-        self._offset = -self._at_label
-        # An entropy that was only logged asks for no gradient, and not for a second buffer.
-        if entropy_grad is not None and bool((entropy_grad != 0).any()):
-            self._slope = -entropy_grad[:, None]
-            self._offset = self._offset + self._slope * entropy[:, None]
-
-    def of(self, start: int, logits: torch.Tensor) -> torch.Tensor:
-        """[tokens, width] gradient; takes the place of ``logits``."""
-        log_p = logits.sub_(self._normaliser)
-        if self._slope is None:
-            grads = log_p.exp_().mul_(self._offset)
-        else:
-            factors = torch.addcmul(self._offset, log_p, self._slope)
-            grads = log_p.exp_().mul_(factors)
-        columns, inside = _label_columns(self._labels, start, grads.shape[1])
-        at_label = grads.gather(1, columns) + torch.where(inside, self._at_label, 0.0)
-        return grads.scatter_(1, columns, at_label)
-
-
-def _input_gradients(
-    slices: _LogitSlices, logit_grads: _LogitGrads, for_hidden: bool, for_weight: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the hidden states that ``slices`` has, and of the whole local weight."""
-    hidden, weight = slices.hidden, slices.weight
-    grad_hidden = grad_weight = None
-    if for_hidden:
-        grad_hidden = torch.zeros_like(hidden, dtype=_accumulation_dtype(hidden))
-    if for_weight:
-        # Every row is written below, unless there is nothing to write.
-        grad_weight = torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
-    for start, logits in slices:
-        grads = logit_grads.of(start, logits).to(hidden.dtype)
-        if grad_weight is not None:
-            rows = grad_weight[start : start + grads.shape[1]]
-            if rows.dtype == grads.dtype:
-                torch.mm(grads.t(), hidden, out=rows)
-            else:
-                rows.copy_(grads.t() @ hidden)
-        if grad_hidden is not None:
-            part = slices.weight_slice(start)
-            if grads.dtype == grad_hidden.dtype:
-                torch.addmm(grad_hidden, grads, part, out=grad_hidden)
-            else:
-                grad_hidden += torch.mm(grads, part, out_dtype=grad_hidden.dtype)
-    return grad_hidden, grad_weight
+def _add_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, out=out)
+    else:
+        out += torch.mm(a, b, out_dtype=out.dtype)

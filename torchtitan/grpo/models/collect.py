@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From shards to whole parameters on rank 0.
+"""From shards to whole parameters on one rank.
 
-Each rank that has a block nobody below it has sends it straight to rank 0: one message for
-each bucket of parameters. Nothing is sent twice, no other rank ever holds a whole
-parameter, and pipeline stages need no hand of their own.
+Each rank that has a block nobody below it has sends it straight to the receiver: one
+message for each bucket of parameters. Nothing is sent twice, and no other rank ever holds
+a whole parameter. An export has one receiver, rank 0; a push to servers has one for each
+pipeline stage.
 """
 
 from collections import deque
@@ -18,9 +19,6 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.models.shards import Assembly, Held, Piece, local_block, plan_assembly
-
-RECEIVER = 0
-"""The rank on which parameters are put together."""
 
 
 def agree_on_assembly(
@@ -75,16 +73,15 @@ def _module(name: str) -> str:
 
 
 def collecting_group(
-    assemblies: Sequence[Assembly], backend: str, timeout_seconds: float, device: torch.device
+    members: Sequence[int], backend: str, timeout_seconds: float, device: torch.device
 ) -> dist.ProcessGroup | None:
-    """A group of the receiver and all that send to it; collective over all ranks.
+    """A group of a receiver and all that send to it; collective over all ranks.
 
     None where nothing needs to be sent.
     """
-    members = {RECEIVER} | {piece.rank for a in assemblies for piece in a.pieces}
     if len(members) == 1:
         return None
-    group = new_group("grpo_gather", backend, timeout_seconds, sorted(members))
+    group = new_group("grpo_gather", backend, timeout_seconds, members)
     if dist.get_rank() in members:
         # NCCL sends between single ranks only once all of a group have met.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -102,6 +99,7 @@ class Collector:
         dtype: In which weights travel and arrive.
         device: Of the shards, and of what they become.
         group: See :func:`collecting_group`; None is the group of all ranks.
+        receiver: The rank on which parameters are put together.
     """
 
     def __init__(
@@ -110,8 +108,9 @@ class Collector:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        receiver: int = 0,
     ) -> None:
-        self._buckets = buckets
+        self._buckets, self._receiver = buckets, receiver
         self._dtype, self._device, self._group = dtype, device, group
         self._rank = dist.get_rank()
 
@@ -124,7 +123,7 @@ class Collector:
         Args:
             shards: This rank's part of each of its parameters.
         """
-        if self._rank == RECEIVER:
+        if self._rank == self._receiver:
             yield from self._receive(shards)
         else:
             self._send(shards)
@@ -140,7 +139,7 @@ class Collector:
             if not parts:
                 continue
             message = torch.cat(parts)
-            under_way.append((self._transfer(dist.isend, {RECEIVER: message}), message))
+            under_way.append((self._transfer(dist.isend, {self._receiver: message}), message))
             if len(under_way) > 1:
                 _finish(under_way.popleft()[0])
         for works, _ in under_way:
@@ -161,7 +160,7 @@ class Collector:
         sizes: dict[int, int] = {}
         for assembly in self._buckets[index] if index < len(self._buckets) else ():
             for piece in assembly.pieces:
-                if piece.rank != RECEIVER:
+                if piece.rank != self._receiver:
                     sizes[piece.rank] = sizes.get(piece.rank, 0) + piece.block.numel
         messages = {
             rank: torch.empty(numel, dtype=self._dtype, device=self._device)
@@ -177,7 +176,7 @@ class Collector:
         read: dict[int, int],
     ) -> torch.Tensor:
         def take(piece: Piece) -> torch.Tensor:
-            if piece.rank == RECEIVER:
+            if piece.rank == self._receiver:
                 return shards[assembly.name].to(self._dtype)
             begin = read[piece.rank]
             read[piece.rank] = begin + piece.block.numel

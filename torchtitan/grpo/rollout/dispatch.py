@@ -6,8 +6,13 @@
 A server gets work only while the weight pusher has attested which version it serves::
 
     WAITING --version served--> READY --lost, or caught with old weights--> WAITING
+       |  ^                       |
+       v  +---- runs again ----+  v
+       +----- ended ---------> DOWN          either one --removed--> forgotten
 
-All rollouts of a group start on one server, which then computes the prompt once.
+All rollouts of a group start on one server, which then computes the prompt once. What a
+server was writing when it left READY is written by another, or by the same one once it is
+READY again: from the beginning, and never under weights older than it was first given to.
 """
 
 import asyncio
@@ -18,9 +23,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.rollout.requests import Sampling, check_generation
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 logger = logging.getLogger(__name__)
@@ -29,49 +33,39 @@ _ATTEMPTS = 2
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 5.0
 _CLOSE_SECONDS = 0.7
+# How often a completion that no server can take looks for one.
+_LOOK_SECONDS = 0.05
 
 
 class ServersFailing(RuntimeError):
     """Too many completions in a row failed on the servers: the run must stop."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are sampled; lengths in tokens."""
-
-    max_new_tokens: int
-    max_total_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool = False
-
-    def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
-        """The request for one completion, cut so that prompt and completion fit."""
-        return GenerateRequest(
-            request_id=request_id,
-            prompt_ids=prompt.token_ids.tolist(),
-            max_new_tokens=min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids)),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
+class _GivenBack(ServerError):
+    """The server left READY while it wrote: no sign that requests fail on it."""
 
 
 @dataclass(eq=False)
 class Server:
-    """One server, as dispatch sees it. ``version`` is None while it is WAITING."""
+    """One server, as dispatch sees it.
+
+    Attributes:
+        client: For generation.
+        version: What it serves, attested; None while it is not READY.
+        is_down: Its process is known to have ended.
+        load: Completions in flight on it.
+        requests: Until the server has answered, or was told that nobody waits any more.
+    """
 
     client: InferenceClient
     version: int | None = None
+    is_down: bool = False
     load: int = 0
     requests: set[asyncio.Task[Generation]] = field(default_factory=set)
     retry_at: float = 0.0
     last_failure_at: float = 0.0
     failures_in_a_row: int = 0
+    _left: asyncio.Future[None] | None = None
 
     @property
     def url(self) -> str:
@@ -80,6 +74,41 @@ class Server:
     def is_ready(self) -> bool:
         """Attested, and not in the pause after a failure."""
         return self.version is not None and time.monotonic() >= self.retry_at
+
+    def left(self) -> asyncio.Future[None]:
+        """Done once the server leaves READY."""
+        if self._left is None:
+            self._left = asyncio.get_running_loop().create_future()
+        return self._left
+
+    def leave(self) -> None:
+        """Leaves READY. Those who wait for a request are told at once: to cancel it takes as
+        long as the server takes to answer."""
+        self.version = None
+        left, self._left = self._left, None
+        if left is not None:
+            left.set_result(None)
+        for request in list(self.requests):
+            request.cancel()
+
+    def start_request(self, request: asyncio.Task[Generation]) -> None:
+        self.requests.add(request)
+        request.add_done_callback(self._end_request)
+
+    def _end_request(self, request: asyncio.Task[Generation]) -> None:
+        self.requests.discard(request)
+        if not request.cancelled():
+            request.exception()  # nobody may be waiting for it any more
+
+
+@dataclass(eq=False)
+class _Completion:
+    """One completion, from submission to its end; ``floor`` is the oldest version it takes."""
+
+    prompt: Prompt
+    sampling: Sampling
+    floor: int
+    server: Server
 
 
 class Dispatcher:
@@ -90,6 +119,11 @@ class Dispatcher:
         vocab_size: Sampled token ids must be below it.
         request_timeout_seconds: ``rollout.request_timeout_seconds``.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
+
+    Attributes:
+        servers: By URL.
+        in_flight: Completions submitted and not ended, over all servers.
+        listeners: Called when a server may have become free or ready.
     """
 
     def __init__(
@@ -101,12 +135,13 @@ class Dispatcher:
         max_consecutive_failures: int,
     ) -> None:
         self.servers = {client.url: Server(client) for client in clients}
+        self.in_flight = 0
+        self.listeners: list[Callable[[], None]] = []
         self._vocab_size = vocab_size
         self._request_timeout = request_timeout_seconds
         self._max_consecutive_failures = max_consecutive_failures
         self._consecutive_failures = 0
-        # Called when a server may have become free or ready.
-        self.listeners: list[Callable[[], None]] = []
+        self._is_closed = False
         # Ids of other runs on the same server must not collide with ours.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
@@ -114,27 +149,54 @@ class Dispatcher:
         self.num_tokens = 0
         self.last_error = ""
 
-    @property
-    def in_flight(self) -> int:
-        """Completions being written now, over all servers."""
-        return sum(server.load for server in self.servers.values())
+    def add(self, client: InferenceClient) -> None:
+        """One more server, WAITING."""
+        assert client.url not in self.servers, f"{client.url} is a server already"
+        self.servers[client.url] = Server(client)
+
+    def remove(self, url: str) -> list[asyncio.Task[Generation]]:
+        """Forgets a server. What it had is given back at once.
+
+        Returns:
+            Requests that it is still being told of; close its client after them.
+        """
+        server = self.servers.pop(url)
+        server.leave()
+        self._changed()
+        return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """The server at ``url`` serves ``version``, attested: it may get work."""
-        server = self.servers[url]
+        """The server at ``url`` serves ``version``, attested: it may get work.
+
+        News of a server that was removed, or has ended, since are too late to matter.
+        """
+        server = self.servers.get(url)
+        if server is None or server.is_down:
+            return
         server.version = version
         server.retry_at = 0.0
         self._changed()
 
     def set_lost(self, url: str, reason: str) -> None:
-        """The server at ``url`` gets no more work, and what it had is given up."""
-        server = self.servers[url]
+        """The server at ``url`` gets no more work, and what it had is given back."""
+        server = self.servers.get(url)
+        if server is None:
+            return
         logger.warning("Server %s gets no work until it is synchronised again: %s", url, reason)
-        server.version = None
         self.last_error = f"{url}: {reason}"
-        for request in list(server.requests):
-            request.cancel()
+        server.leave()
         self._changed()
+
+    def set_down(self, url: str, reason: str) -> None:
+        """The process of the server at ``url`` has ended: lost until :meth:`set_running`."""
+        if url in self.servers:
+            self.servers[url].is_down = True
+        self.set_lost(url, reason)
+
+    def set_running(self, url: str) -> None:
+        """The server at ``url`` was started again, and is WAITING."""
+        if url in self.servers:
+            self.servers[url].is_down = False
 
     def choose(self, usable: Callable[[int], bool]) -> Server | None:
         """The least loaded ready server whose version is ``usable``, if there is one."""
@@ -150,71 +212,77 @@ class Dispatcher:
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``; it is in flight from now on.
 
-        A failed request is sent once more: to another ready server whose weights are not
-        older than those of the first, or else to the same one.
+        A failed request is sent once more, one that was given back as often as it takes: to a
+        ready server whose weights are not older than those of the first, as soon as there is one.
 
         Returns:
-            A task that raises :class:`ServerError` where both tries failed, and
+            A task that raises :class:`ServerError` where both tries failed, or where no
+            server could take it within ``rollout.request_timeout_seconds``, and
             :class:`ServersFailing` where ``rollout.max_consecutive_failures`` was reached.
         """
+        assert server.version is not None, f"{server.url} is not ready"
+        completion = _Completion(prompt, sampling, server.version, server)
         server.load += 1
-        task = asyncio.create_task(self._generate(prompt, server, sampling))
-        task.add_done_callback(lambda _: self._release(server))
+        self.in_flight += 1
+        task = asyncio.create_task(self._complete(completion))
+        task.add_done_callback(lambda _: self._release(completion))
         return task
 
-    def _release(self, server: Server) -> None:
-        server.load -= 1
+    async def close(self) -> None:
+        """Cancels what is in flight, so that the servers are told. Bounded in time."""
+        self._is_closed = True
+        requests = [task for server in self.servers.values() for task in server.requests]
+        for server in self.servers.values():
+            server.leave()
+        if requests:
+            await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
+
+    def _release(self, completion: _Completion) -> None:
+        completion.server.load -= 1
+        self.in_flight -= 1
         self._changed()
 
     def _changed(self) -> None:
         for listener in self.listeners:
             listener()
 
-    async def _generate(self, prompt: Prompt, server: Server, sampling: Sampling) -> Generation:
-        floor = server.version
-        if floor is None:
-            raise ServerError(f"{server.url} was lost before it was sent a request")
-        for attempt in range(_ATTEMPTS):
-            request_id = f"{self._run_id}-{prompt.index}-{next(self._counter)}-"
+    async def _complete(self, completion: _Completion) -> Generation:
+        num_failures = 0
+        while True:
+            request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
+            request = completion.sampling.request(request_id, completion.prompt)
             try:
-                return await self._attempt(server, sampling.request(request_id, prompt))
+                return await self._attempt(completion.server, request)
             except ServerError as error:
-                if attempt == _ATTEMPTS - 1:
+                num_failures += not isinstance(error, _GivenBack)
+                if num_failures == _ATTEMPTS:
                     raise
-                server = await self._second_choice(server, floor, error)
-        raise AssertionError("unreachable")
-
-    async def close(self) -> None:
-        """Cancels what is in flight, so that the servers are told. Bounded in time."""
-        requests = [task for server in self.servers.values() for task in server.requests]
-        for server in self.servers.values():
-            server.version = None  # nothing is tried again
-        for request in requests:
-            request.cancel()
-        if requests:
-            await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
+                server = await self._next_server(completion.floor, error)
+            completion.server.load -= 1
+            server.load += 1
+            completion.server = server
 
     async def _attempt(self, server: Server, request: GenerateRequest) -> Generation:
-        started_at = time.monotonic()
-        attested = server.version
-        assert attested is not None, f"{server.url} is not ready"
-        task = asyncio.ensure_future(self._request(server, request))
-        server.requests.add(task)
+        started_at, attested = time.monotonic(), server.version
+        if attested is None:
+            raise _GivenBack(f"{server.url} was lost before it was sent a request")
+        task = asyncio.create_task(self._request(server, request))
+        server.start_request(task)
+        left = server.left()
         try:
-            generation = await task
+            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                raise
-            # set_lost() cancelled the request. The loss is known and handled by whoever
-            # reported it, so it is no further sign that the servers fail.
+            task.cancel()  # the server is told
+            raise
+        if left.done() and (not task.done() or task.cancelled() or task.exception() is not None):
+            # Whoever reported the loss handles it.
             self.num_failed_requests += 1
-            raise ServerError(f"{server.url} was lost while it wrote a completion") from None
+            raise _GivenBack(f"{server.url} was lost while it wrote a completion")
+        try:
+            generation = task.result()
         except ServerError as error:
             self._record_failure(server, started_at, error)
             raise
-        finally:
-            server.requests.discard(task)
         self._consecutive_failures = 0
         server.failures_in_a_row = 0
         self.num_tokens += len(generation.token_ids)
@@ -259,38 +327,17 @@ class Dispatcher:
                 f"(rollout.max_consecutive_failures), the last on {server.url}: {error}"
             ) from error
 
-    async def _second_choice(self, failed: Server, floor: int, error: ServerError) -> Server:
-        other = self.choose(lambda version: version >= floor)
-        if other is not None:
-            return other
-        # Only the server that failed is left, in its pause.
-        await asyncio.sleep(max(0.0, failed.retry_at - time.monotonic()))
-        if failed.version is None or failed.version < floor:
-            raise error
-        return failed
-
-
-def check_generation(
-    generation: Generation, request: GenerateRequest, vocab_size: int, url: str
-) -> None:
-    """Refuses an answer that cannot be trained on.
-
-    Raises:
-        ServerError: It is empty, aborted, too long, not of this vocabulary, has no finite
-            logprob for each token, or does not say which version wrote which token.
-    """
-    ids, num_tokens = generation.token_ids, len(generation.token_ids)
-    covered = [position for s in generation.segments for position in (s.start, s.end)]
-    problem = None
-    if generation.finish_reason == "abort":
-        problem = f"it was aborted after {num_tokens} tokens"
-    elif not 0 < num_tokens <= request.max_new_tokens:
-        problem = f"it has {num_tokens} tokens, expected 1 to {request.max_new_tokens}"
-    elif not (ids.min() >= 0 and ids.max() < vocab_size):
-        problem = f"its token ids reach {ids.max()}, and the model has {vocab_size}"
-    elif len(generation.logprobs) != num_tokens or not np.isfinite(generation.logprobs).all():
-        problem = f"its {len(generation.logprobs)} logprobs are not one finite number a token"
-    elif covered[:1] != [0] or covered[-1:] != [num_tokens] or covered[1:-1:2] != covered[2:-1:2]:
-        problem = f"its version segments {generation.segments} do not cover {num_tokens} tokens"
-    if problem is not None:
-        raise ServerError(f"{url} answered with a completion that cannot be used: {problem}.")
+    async def _next_server(self, floor: int, error: ServerError) -> Server:
+        """Waits until a server of at least version ``floor`` is ready."""
+        deadline = time.monotonic() + self._request_timeout
+        while (server := self.choose(lambda version: version >= floor)) is None:
+            if self._is_closed:
+                raise error
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"No server of policy_version {floor} or newer could take a completion over "
+                    f"within rollout.request_timeout_seconds = {self._request_timeout:g}, after: "
+                    f"{error}"
+                ) from error
+            await asyncio.sleep(_LOOK_SECONDS)
+        return server

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.pool import RewardPool, ScoringFailed
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Sampling, Server
+from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.scoring import prompt_text
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt

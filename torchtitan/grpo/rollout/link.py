@@ -22,7 +22,9 @@ from torchtitan.grpo.child import start_child, stop_children, without_rank_varia
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.rollout import wire
-from torchtitan.grpo.types import RolloutGroup, ServerKind
+from torchtitan.grpo.rollout.server_watch import ServerWatch
+from torchtitan.grpo.rollout.wire import ServerInfo
+from torchtitan.grpo.types import RolloutGroup
 
 _Answer = TypeVar("_Answer")
 
@@ -38,14 +40,6 @@ _LONGEST_DIRECTORY = 80
 
 class RolloutFailed(RuntimeError):
     """The rollout process ended, or did not answer in time. The message says why."""
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """A server of this run."""
-
-    url: str
-    kind: ServerKind
 
 
 @dataclass(frozen=True)
@@ -96,10 +90,15 @@ class EvaluationResult:
 class RolloutLink:
     """Starts, asks and ends the rollout process.
 
-    All methods belong to one thread, except :meth:`notify_version` and
-    :meth:`notify_lost`, which any thread may call. Every method but :meth:`close` raises
-    :class:`RolloutFailed` once the process is gone.
+    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost` and
+    :meth:`reread_urls`, which any thread may call. Every method but :meth:`reread_urls` and
+    :meth:`close` raises :class:`RolloutFailed` once the process is gone.
+
+    Attributes:
+        watch: The servers of now, for any thread. It exists once started.
     """
+
+    watch: ServerWatch
 
     def __init__(self, config: RolloutProcessConfig) -> None:
         self._config = config
@@ -128,6 +127,7 @@ class RolloutLink:
         config_file.chmod(0o600)
         self._messages = self._connect(zmq.PAIR, wire.MESSAGES_SOCKET)
         self._notices = self._connect(zmq.PUSH, wire.NOTICES_SOCKET)
+        self.watch = ServerWatch(self._connect(zmq.PULL, wire.SERVERS_SOCKET))
         self._child = start_child(
             [*LIGHT_PYTHON, "torchtitan.grpo.rollout.process", str(self._directory)],
             env=without_rank_variables(os.environ),
@@ -145,7 +145,8 @@ class RolloutLink:
         answer = self._wait_for(wire.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
             return []
-        return [ServerInfo(url, kind) for url, kind in answer[0].servers]
+        self.watch.begin(answer[0].servers)
+        return answer[0].servers
 
     def next_batch(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
@@ -211,6 +212,11 @@ class RolloutLink:
         """The server at ``url`` cannot be updated: it gets no more work. Any thread."""
         self._notify(wire.ServerLost(url, reason))
 
+    def reread_urls(self) -> None:
+        """Has ``inference.urls_file`` read now. Any thread; harmless while nobody listens."""
+        with contextlib.suppress(RolloutFailed):
+            self._notify(wire.RereadUrls())
+
     def close(self) -> None:
         """Ends the process and all that it started, within 5 seconds. Idempotent."""
         if self._child is not None and self._child.poll() is None and self._messages is not None:
@@ -226,6 +232,8 @@ class RolloutLink:
             if self._notices is not None:
                 self._notices.close(linger=0)
             self._notices = None
+        if hasattr(self, "watch"):
+            self.watch.close()
         self._messages = None
         self._context.term()
         if self._directory is not None:

@@ -48,6 +48,7 @@ class RolloutProcess:
         self._context = zmq.asyncio.Context()
         self._messages = self._bind(zmq.PAIR, directory / wire.MESSAGES_SOCKET)
         self._notices = self._bind(zmq.PULL, directory / wire.NOTICES_SOCKET)
+        self._servers = self._bind(zmq.PUSH, directory / wire.SERVERS_SOCKET)
         self._stop = asyncio.Event()
         self._session: RolloutSession | None = None
 
@@ -74,6 +75,7 @@ class RolloutProcess:
                 await self._session.close()
             self._messages.close(linger=_LINGER_MILLISECONDS)
             self._notices.close(linger=0)
+            self._servers.close(linger=0)
             self._context.term()
 
     async def _work(self) -> None:
@@ -85,7 +87,7 @@ class RolloutProcess:
             await self._send(wire.Ready(session.servers))
             tasks.create_task(self._hear_notices(session))
             tasks.create_task(session.producer.run())
-            tasks.create_task(session.watch_servers())
+            tasks.create_task(session.watch_servers(self._tell_servers))
 
     async def _report(self, error: BaseException | None) -> int:
         if error is None or isinstance(error, asyncio.CancelledError):
@@ -113,8 +115,13 @@ class RolloutProcess:
             notice = wire.decode_notice(await self._notices.recv())
             if isinstance(notice, wire.VersionServed):
                 session.dispatcher.set_version(notice.url, notice.version)
-            else:
+            elif isinstance(notice, wire.ServerLost):
                 session.dispatcher.set_lost(notice.url, notice.reason)
+            else:
+                session.reread_urls()
+
+    async def _tell_servers(self, servers: list[wire.ServerInfo]) -> None:
+        await self._servers.send(wire.encode(servers))
 
     async def _send_batch(self, session: RolloutSession, command: wire.NextBatch) -> None:
         waiting = asyncio.ensure_future(session.producer.batch(command.version))

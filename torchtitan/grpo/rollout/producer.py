@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.pool import ScoringFailed
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Sampling, Server
+from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
 from torchtitan.grpo.rollout.metrics import RolloutCounts, RolloutMetrics
 from torchtitan.grpo.rollout.prompts import PromptStream
+from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.scoring import Scorer, prompt_text
 from torchtitan.grpo.types import Generation, Prompt, Rollout, RolloutGroup
 

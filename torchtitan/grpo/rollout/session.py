@@ -10,14 +10,16 @@ from dataclasses import replace
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rewards.pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Sampling
+from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.scoring import Scorer
-from torchtitan.grpo.rollout.servers import ServerFleet
+from torchtitan.grpo.rollout.servers import ServerFleet, Tell
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Prompt, ServerKind
+from torchtitan.grpo.rollout.wire import ServerInfo
+from torchtitan.grpo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,9 @@ class RolloutSession:
         self._pool: RewardPool | None = None
 
     @property
-    def servers(self) -> list[tuple[str, ServerKind]]:
-        """(url, kind) of each server."""
-        kind = self._config.inference.kind
-        return [(client.url, kind) for client in self._fleet.clients]
+    def servers(self) -> list[ServerInfo]:
+        """The servers of now."""
+        return self._fleet.servers
 
     async def open(self) -> None:
         """Brings everything up; prompts and rewards are checked while servers start.
@@ -85,9 +86,13 @@ class RolloutSession:
                 config.rollout.max_concurrent_rollouts,
             )
 
-    async def watch_servers(self) -> None:
-        """Raises once no server is left; see :meth:`ServerFleet.watch`."""
-        await self._fleet.watch()
+    async def watch_servers(self, tell: Tell) -> None:
+        """Follows what becomes of the servers; see :meth:`ServerFleet.watch`."""
+        await self._fleet.watch(self.dispatcher, tell)
+
+    def reread_urls(self) -> None:
+        """See :meth:`ServerFleet.reread_urls`."""
+        self._fleet.reread_urls()
 
     async def close(self) -> None:
         """Ends everything that was started. Bounded in time."""

@@ -19,7 +19,24 @@ from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, ServerKin
 CONFIG_FILE = "config.json"
 MESSAGES_SOCKET = "messages"
 NOTICES_SOCKET = "notices"
+SERVERS_SOCKET = "servers"
 """Files in the private directory that both sides share."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server of this run.
+
+    Attributes:
+        url: Base URL, without a closing slash.
+        kind: ``inference.kind``.
+        num_joined: How often a server of this URL has joined the run. It tells one that left
+            and came back, which must be attested anew, from one that stayed.
+    """
+
+    url: str
+    kind: ServerKind
+    num_joined: int = 1
 
 
 class NextBatch(msgspec.Struct, tag=True):
@@ -53,10 +70,14 @@ class ServerLost(msgspec.Struct, tag=True):
     reason: str
 
 
-class Ready(msgspec.Struct, tag=True):
-    """Servers are up, prompts read, rewards checked. ``servers`` are (url, kind)."""
+class RereadUrls(msgspec.Struct, tag=True):
+    """The user asks to have ``inference.urls_file`` read now."""
 
-    servers: list[tuple[str, ServerKind]]
+
+class Ready(msgspec.Struct, tag=True):
+    """Servers are up, prompts read, rewards checked."""
+
+    servers: list[ServerInfo]
 
 
 class Fatal(msgspec.Struct, tag=True):
@@ -113,7 +134,7 @@ class Batch(msgspec.Struct, tag=True):
 
 
 Command = NextBatch | Evaluate | Stop
-Notice = VersionServed | ServerLost
+Notice = VersionServed | ServerLost | RereadUrls
 Answer = Ready | Fatal | Progress | Batch | EvaluationDone
 
 _encoder = msgspec.msgpack.Encoder()
@@ -121,6 +142,8 @@ encode = _encoder.encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_notice = msgspec.msgpack.Decoder(Notice).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+# What the servers' socket carries: all servers, after each change.
+decode_servers = msgspec.msgpack.Decoder(list[ServerInfo]).decode
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:

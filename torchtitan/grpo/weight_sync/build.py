@@ -3,9 +3,10 @@
 
 """Puts the weight push together from the configuration."""
 
-import socket
+import asyncio
+import functools
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,34 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
-from torchtitan.grpo.config import Inference
+from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.device import default_backend, gpus_for_servers
 from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink, ServerInfo
-from torchtitan.grpo.weight_sync.connection import ServerConnection
+from torchtitan.grpo.weight_sync.agent import LocalAgent
+from torchtitan.grpo.weight_sync.channel import (
+    Address,
+    LeaderChannel,
+    agents_of_all_ranks,
+    serve_agent,
+)
+from torchtitan.grpo.weight_sync.connection import Connection, DiskConnection, GroupConnection
+from torchtitan.grpo.weight_sync.disk import VersionDirectories
+from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
 from torchtitan.grpo.weight_sync.gather import Gatherer
-from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+from torchtitan.grpo.weight_sync.group_end import GroupSettings
+from torchtitan.grpo.weight_sync.lane import Attestation, LaneSettings, Listeners
+from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
+from torchtitan.grpo.weight_sync.payloads import PayloadPool
+from torchtitan.grpo.weight_sync.probe import Probes, probe_tokens
+from torchtitan.grpo.weight_sync.publisher import FilledSlots, WeightPublisher, read_snapshot
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
+
+_PROBE_LENGTH = 48
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
 def build_publisher(
@@ -34,12 +52,14 @@ def build_publisher(
     device: torch.device,
     link: RolloutLink | None,
     servers: list[ServerInfo],
+    vocab_size: int,
 ) -> WeightPublisher:
     """Builds one rank's publisher; collective over all ranks.
 
     Args:
         link: On rank 0, which leads; None elsewhere.
         servers: On rank 0, the servers to push to.
+        vocab_size: Ids below it may be probed.
     """
     sync = config.weight_sync
     wire_dtype = TORCH_DTYPE_MAP[
@@ -47,37 +67,168 @@ def build_publisher(
     ]
     backend = weight_backend(config, device.type)
     parameters = dict(named_parameters(model_parts))
-    snapshots = Snapshots(parameters, sync.num_slots, wire_dtype, device)
-    # A follower waits while the leader pushes the version before.
-    patience_seconds = 10 * sync.timeout_seconds + 600
+    staging = "device" if sync.staging == "auto" else sync.staging
+    snapshots = Snapshots(parameters, sync.num_slots, wire_dtype, device, staging)
+    snapshot_device = torch.device("cpu") if staging == "host" else device
     gatherer = Gatherer(
         parameters,
         adapter,
         wire_dtype=wire_dtype,
         bucket_bytes=sync.bucket_bytes,
-        backend=default_backend(device.type),
-        timeout_seconds=patience_seconds,
-        payload_device=device if backend == "nccl" else torch.device("cpu"),
-        device=device,
+        backend=default_backend(snapshot_device.type),
+        timeout_seconds=_patience_seconds(sync),
+        device=snapshot_device,
     )
-    if dist.get_rank() == 0:
-        logger.info(
-            "Weight sync: %d slots of %.3f GiB in all on this rank, %s over %s.",
-            sync.num_slots, snapshots.num_bytes / 1024**3, wire_dtype, backend,
-        )  # fmt: skip
+    settings = GroupSettings(
+        master_address=sync.master_address,
+        backend=backend,
+        timeout_seconds=sync.timeout_seconds,
+        device=device if backend == "nccl" else torch.device("cpu"),
+    )
+    filled, probes = FilledSlots(), Probes()
+    agent = _own_agent(sync, gatherer, snapshots, filled, settings)
+    channel, address = _channel()
+    slots = SlotTable(sync.num_slots)
+    make_leader = None
+    if link is not None:
+        _log_memory(sync, gatherer, snapshots, len(servers), f"{wire_dtype} over {backend}")
+        attestation = Attestation(
+            every=sync.attest_every,
+            tokens=attested_tokens(config, vocab_size),
+            probes=probes,
+            tolerance=sync.attest_tolerance or _TOLERANCES[wire_dtype],
+            timeout_seconds=sync.timeout_seconds,
+        )
+        make_leader = functools.partial(
+            _make_leader, config, agent, channel, gatherer, slots, attestation, link, servers
+        )
     return WeightPublisher(
         snapshots=snapshots,
-        slots=SlotTable(sync.num_slots),
-        gatherer=gatherer,
-        make_connections=_connections(config, servers, backend, device) if link else None,
-        on_version=link.notify_version if link else _nobody,
-        on_lost=link.notify_lost if link else _nobody,
-        command_timeout_seconds=patience_seconds,
+        filled=filled,
+        slots=slots,
+        probes=probes,
+        attest_every=sync.attest_every,
+        make_leader=make_leader,
+        follow=lambda: serve_agent(agent, address),
     )
 
 
-def _nobody(url: str, what: object) -> None:
-    """Followers have nobody to tell."""
+def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
+    """Fixed tokens that trainer and servers rate; short enough for both."""
+    longest = config.inference.max_model_len or config.training.seq_len
+    return probe_tokens(
+        vocab_size, max(2, min(_PROBE_LENGTH, longest - 1, config.training.seq_len))
+    )
+
+
+def _patience_seconds(sync: WeightSync) -> float:
+    """Bound of what ranks wait for each other within one version."""
+    return 10 * sync.timeout_seconds + 600
+
+
+def _own_agent(
+    sync: WeightSync,
+    gatherer: Gatherer,
+    snapshots: Snapshots,
+    filled: FilledSlots,
+    settings: GroupSettings,
+) -> LocalAgent:
+    pool = None
+    if gatherer.own is not None:
+        pool = PayloadPool(
+            [bucket.spec for bucket in gatherer.own.buckets],
+            [bucket.num_bytes for bucket in gatherer.own.buckets],
+            settings.device,
+            sync.checksum,
+        )
+    read = read_snapshot(snapshots, filled, _patience_seconds(sync))
+    return LocalAgent(dist.get_rank(), gatherer, read, pool, settings)
+
+
+def _channel() -> tuple[LeaderChannel | None, Address]:
+    """Rank 0's end, and what every rank must know to reach it. Collective."""
+    channel = LeaderChannel() if dist.get_rank() == 0 else None
+    addresses: list[Address | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, channel.address if channel is not None else None)
+    assert addresses[0] is not None
+    return channel, addresses[0]
+
+
+def _make_leader(
+    config: JobConfig,
+    agent: LocalAgent,
+    channel: LeaderChannel | None,
+    gatherer: Gatherer,
+    slots: SlotTable,
+    attestation: Attestation,
+    link: RolloutLink,
+    servers: list[ServerInfo],
+    on_change: Callable[[], None],
+) -> Leader:
+    """Called in the event loop that the leader will run in."""
+    sync = config.weight_sync
+    settings = LaneSettings(
+        push_timeout_seconds=sync.push_timeout_seconds,
+        retry_seconds=sync.retry_seconds,
+        max_retry_seconds=sync.max_retry_seconds,
+        delta=sync.delta,
+        attestation=attestation,
+    )
+    return Leader(
+        slots,
+        _leader_parts(config, agent, channel, gatherer),
+        settings,
+        Listeners(on_change, link.notify_version, link.notify_lost),
+        sync.max_versions,
+        servers,
+        link.watch.poll,
+    )
+
+
+def _leader_parts(
+    config: JobConfig, agent: LocalAgent, channel: LeaderChannel | None, gatherer: Gatherer
+) -> LeaderParts:
+    assert channel is not None
+    sync = config.weight_sync
+    num_buckets = {source.rank: len(source.buckets) for source in gatherer.sources}
+    agents = agents_of_all_ranks(agent, channel, num_buckets)
+    sources = [source for source in agents if source.num_buckets]
+    disk = None
+    if sync.transport == "disk":
+        assert sync.disk_path is not None
+        directories = VersionDirectories(Path(sync.disk_path), Path(config.model.hf_assets_path))
+        num_bytes = sum(source.num_bytes for source in gatherer.sources)
+        disk = DiskVersions(directories, sources, num_bytes)
+
+    def make_connection(server: ServerInfo) -> Connection:
+        client = client_for(config.inference, server)
+        if disk is not None:
+            return DiskConnection(client, disk, sync.timeout_seconds)
+        return GroupConnection(client, sources, sync.timeout_seconds)
+
+    return LeaderParts(
+        agents=agents,
+        make_connection=make_connection,
+        disk=disk,
+        listen=lambda: asyncio.create_task(channel.listen(), name="agents"),
+        close=channel.close,
+    )
+
+
+def _log_memory(
+    sync: WeightSync, gatherer: Gatherer, snapshots: Snapshots, num_servers: int, how: str
+) -> None:
+    gib = 1024**3
+    largest = max(source.num_bytes for source in gatherer.sources)
+    total = sum(source.num_bytes for source in gatherer.sources)
+    alive = max_alive(sync.max_versions, num_servers)
+    logger.info(
+        f"Weight sync: {how}; a version has {total / gib:.3f} GiB in "
+        f"{sum(len(source.buckets) for source in gatherer.sources)} buckets from "
+        f"{len(gatherer.sources)} source rank(s). Memory: {sync.num_slots} slots of together "
+        f"{snapshots.num_bytes / gib:.3f} GiB on this rank, and on a source rank at most {alive} "
+        f"versions of {largest / gib:.3f} GiB (weight_sync.max_versions)."
+    )
 
 
 def weight_backend(config: JobConfig, device_type: str) -> str:
@@ -101,32 +252,3 @@ def client_for(inference: Inference, server: ServerInfo):
         admin_key=inference.admin_key,
         control_timeout_seconds=inference.control_timeout_seconds,
     )
-
-
-def _master_address(setting: str, server_url: str) -> str:
-    """Resolves ``weight_sync.master_address``: this host's address on the way to a server."""
-    if setting != "auto":
-        return setting
-    url = urlsplit(server_url)
-    # Connecting a datagram socket sends nothing; it only asks for the route.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((url.hostname or "127.0.0.1", url.port or 80))
-        return probe.getsockname()[0]
-
-
-def _connections(
-    config: JobConfig, servers: list[ServerInfo], backend: str, device: torch.device
-) -> Callable[[], list[ServerConnection]]:
-    def make() -> list[ServerConnection]:
-        return [
-            ServerConnection(
-                client_for(config.inference, server),
-                master_address=_master_address(config.weight_sync.master_address, server.url),
-                backend=backend,
-                timeout_seconds=config.weight_sync.timeout_seconds,
-                device=device if backend == "nccl" else torch.device("cpu"),
-            )
-            for server in servers
-        ]
-
-    return make

@@ -1,89 +1,39 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From shards to full tensors with Hugging Face names, in buckets.
+"""From shards to full tensors with Hugging Face names, in buckets, on the source ranks.
 
-Runs on the pusher's thread of every rank, on a process group of its own: two threads must
+Runs on a thread of its own on every rank, on process groups of its own: two threads must
 not issue collectives on one communicator. What each rank sends is settled once, at
-construction, for the whole model and every layout; see `models/shards.py`.
+construction, for the whole model and every layout; see `plan.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan.grpo.inference.client import BucketSpec
-from torchtitan.grpo.models.collect import (
-    RECEIVER,
-    Collector,
-    agree_on_assembly,
-    collecting_group,
-)
-from torchtitan.grpo.models.hf_weights import hf_meta
-from torchtitan.grpo.models.shards import Assembly, in_buckets
-from torchtitan.grpo.weight_sync.connection import Bucket
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """One bucket: which native parameters it needs, and what it holds.
-
-    Attributes:
-        assemblies: How its parameters are put together, in the order of the bytes.
-        spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
-        num_bytes: Size of the payload.
-    """
-
-    assemblies: tuple[Assembly, ...]
-    spec: BucketSpec
-    num_bytes: int
-
-
-def plan_buckets(
-    assemblies: Sequence[Assembly],
-    adapter: BaseStateDictAdapter,
-    wire_dtype: torch.dtype,
-    bucket_bytes: int,
-) -> list[BucketPlan]:
-    """Cuts the model into buckets of at most ``bucket_bytes``, or of one parameter.
-
-    Pure: equal on all ranks, whatever they hold.
-    """
-    metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
-
-    def num_bytes(assembly: Assembly) -> int:
-        return sum(m.numel() * wire_dtype.itemsize for m in metas[assembly.name].values())
-
-    plans = []
-    for members in in_buckets(assemblies, num_bytes, bucket_bytes):
-        shapes = {key: tuple(m.shape) for a in members for key, m in metas[a.name].items()}
-        spec = BucketSpec(
-            names=tuple(shapes),
-            dtypes=(str(wire_dtype).removeprefix("torch."),) * len(shapes),
-            shapes=tuple(shapes.values()),
-        )
-        plans.append(BucketPlan(tuple(members), spec, sum(map(num_bytes, members))))
-    return plans
+from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
+from torchtitan.grpo.weight_sync.payloads import Payload
+from torchtitan.grpo.weight_sync.plan import BucketPlan, SourcePlan, plan_sources
 
 
 class Gatherer:
-    """Turns a snapshot into full buckets. Constructed on all ranks at the same time.
+    """One rank's part in the gathering. Constructed on all ranks at the same time.
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
         adapter: Of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
-        backend: Of the gathering group: that of the training device.
+        backend: Of the gathering groups: that of the snapshots' device.
         timeout_seconds: Bound of one transfer.
-        payload_device: Where the buckets lie: the device that the weight groups send from.
-        device: The training device.
+        device: Where the snapshots lie.
 
     Attributes:
-        plans: The buckets.
+        sources: The whole plan, the same on every rank.
+        own: This rank's part of it; None where this rank is no source.
     """
 
     def __init__(
@@ -95,56 +45,56 @@ class Gatherer:
         bucket_bytes: int,
         backend: str,
         timeout_seconds: float,
-        payload_device: torch.device,
         device: torch.device,
     ) -> None:
-        self._adapter, self._device, self._payload_device = adapter, device, payload_device
+        self._adapter, self._device = adapter, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        rank = dist.get_rank()
         assemblies = agree_on_assembly(parameters, adapter)
-        self.plans = plan_buckets(assemblies, adapter, wire_dtype, bucket_bytes)
-        self._collector = Collector(
-            [plan.assemblies for plan in self.plans],
-            wire_dtype,
-            device,
-            collecting_group(assemblies, backend, timeout_seconds, device),
-        )
+        self.sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
+        self.own = next((source for source in self.sources if source.rank == rank), None)
+        # Every rank makes every group; it takes part in those it is a member of.
+        self._collectors: list[tuple[SourcePlan, Collector]] = []
+        for source in self.sources:
+            group = collecting_group(source.members, backend, timeout_seconds, device)
+            if rank in source.members:
+                buckets = [plan.assemblies for plan in source.buckets]
+                collector = Collector(buckets, wire_dtype, device, group, receiver=source.rank)
+                self._collectors.append((source, collector))
 
-    def new_buffers(self) -> list[torch.Tensor]:
-        """Room for one version: a uint8 tensor for each bucket."""
-        return [
-            torch.empty(plan.num_bytes, dtype=torch.uint8, device=self._payload_device)
-            for plan in self.plans
-        ]
+    def gather(self, shards: Mapping[str, torch.Tensor], payload: Payload | None) -> None:
+        """All ranks take part; a source fills its payload, bucket by bucket.
 
-    def gather(
-        self, shards: Mapping[str, torch.Tensor], buffers: list[torch.Tensor] | None
-    ) -> list[Bucket]:
-        """All ranks take part; rank 0 gets the buckets, in the buffers that it gives."""
-        assert (buffers is not None) == (dist.get_rank() == RECEIVER)
+        Args:
+            shards: This rank's part of each of its parameters.
+            payload: What is filled, on source ranks; None elsewhere.
+        """
+        assert (payload is not None) == (self.own is not None)
         if self._stream is None:
-            return self._gather(shards, buffers or [])
+            return self._gather(shards, payload)
         # Device and stream are a thread's own choice, and this is not the training thread.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
-            buckets = self._gather(shards, buffers or [])
+            self._gather(shards, payload)
         self._stream.synchronize()
-        return buckets
+        return None
 
-    def _gather(
-        self, shards: Mapping[str, torch.Tensor], buffers: list[torch.Tensor]
-    ) -> list[Bucket]:
-        whole = self._collector.collect(shards)
-        buckets = [
-            self._fill(plan, whole, buffer)
-            for plan, buffer in zip(self.plans, buffers, strict=bool(buffers))
-        ]
-        # Where nothing is received, this is what sends.
-        assert next(whole, None) is None
-        return buckets
+    def _gather(self, shards: Mapping[str, torch.Tensor], payload: Payload | None) -> None:
+        for source, collector in self._collectors:
+            whole = collector.collect(shards)
+            if source is self.own:
+                assert payload is not None
+                for index, plan in enumerate(source.buckets):
+                    self._fill(plan, whole, payload.buffers[index])
+                    if self._stream is not None:
+                        self._stream.synchronize()  # other threads and streams read it next
+                    payload.filled(index)
+            # Where nothing is received, this is what sends.
+            assert next(whole, None) is None
 
     def _fill(
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
-    ) -> Bucket:
+    ) -> None:
         position = 0
         for assembly in plan.assemblies:
             name, full = next(whole)
@@ -154,4 +104,3 @@ class Gatherer:
                 buffer[position : position + flat.numel()].copy_(flat)
                 position += flat.numel()
         assert position == plan.num_bytes, (plan.spec.names, position)
-        return Bucket(plan.spec, buffer)

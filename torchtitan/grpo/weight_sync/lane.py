@@ -1,12 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One server's pushes.
-
-    JOINING --joined--> READY --newer version--> SYNCING --confirmed--> READY
-       ^                  |                         |
-       |                  | serves something else   | failed
-       +---- a while ---- LOST <--------------------+
+"""One server's pushes, through the states of `lane_state.py`.
 
 The newest version wins: a lane that is done takes what is newest then, not what came next.
 A lane waits for its own server alone, each time with a bound, so a slow, stopped or dead
@@ -17,15 +12,16 @@ confirmed the newest weights.
 import asyncio
 import logging
 from collections.abc import Callable
-from enum import Enum
+from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.weight_sync.connection import PushReport, ServerConnection
-from torchtitan.grpo.weight_sync.payloads import Gathered, Payloads
+from torchtitan.grpo.weight_sync.connection import Connection, PushReport
+from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
+from torchtitan.grpo.weight_sync.probe import Probes, compare, is_attested
+from torchtitan.grpo.weight_sync.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 2.0
 # How often an idle lane asks whether the server still serves what was pushed: one that was
 # restarted answers, with other weights.
 _CHECK_SECONDS = 5.0
@@ -33,11 +29,65 @@ _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
 """What a push may fail with on account of the server; RuntimeError covers torch's own."""
 
 
-class LaneState(Enum):
-    JOINING = "joining"
-    READY = "ready"
-    SYNCING = "syncing"
-    LOST = "lost"
+class VersionMismatch(ServerError):
+    """The server does not serve what was pushed to it."""
+
+
+@dataclass(frozen=True)
+class Attestation:
+    """What a server must prove after a push, besides its own word about its version.
+
+    Attributes:
+        every: Versions divisible by it are attested by log-probabilities; 0 is none.
+        tokens: That are rated.
+        probes: What the trainer expects.
+        tolerance: Largest mean difference.
+        timeout_seconds: How long the trainer may take to say what it expects.
+    """
+
+    every: int
+    tokens: list[int]
+    probes: Probes
+    tolerance: float
+    timeout_seconds: float
+
+    def concerns(self, version: int) -> bool:
+        """Whether ``version`` is attested so."""
+        return is_attested(version, self.every)
+
+
+@dataclass(frozen=True)
+class LaneSettings:
+    """What all lanes share.
+
+    Attributes:
+        push_timeout_seconds: ``weight_sync.push_timeout_seconds``.
+        retry_seconds: ``weight_sync.retry_seconds``.
+        max_retry_seconds: ``weight_sync.max_retry_seconds``.
+        delta: ``weight_sync.delta``.
+        attestation: See there.
+    """
+
+    push_timeout_seconds: float
+    retry_seconds: float
+    max_retry_seconds: float
+    delta: bool
+    attestation: Attestation
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told of a lane's changes.
+
+    Attributes:
+        on_change: After each change of what is public in a lane.
+        on_version: (url, version) when the server has confirmed a version.
+        on_lost: (url, reason) when it is lost.
+    """
+
+    on_change: Callable[[], None]
+    on_version: Callable[[str, int], None]
+    on_lost: Callable[[str, str], None]
 
 
 class Lane:
@@ -45,15 +95,15 @@ class Lane:
 
     Args:
         connection: The server.
-        payloads: Where versions come from.
-        on_change: Told after each change of what is public here.
-        on_version: Told (url, version) when the server has confirmed a version.
-        on_lost: Told (url, reason) when it is lost.
+        versions: What there is to send.
+        settings: Of all lanes.
+        listeners: Of all lanes.
 
     Attributes:
         state: Where the lane is.
         version: What the server has confirmed; -1 before that, and while it is lost.
         num_pushes: Confirmed pushes.
+        num_attested: Of those, attested by log-probabilities.
         num_failures: How often the server was lost.
         last_error: Of the last loss.
         last_push: Of the last confirmed push.
@@ -61,21 +111,21 @@ class Lane:
 
     def __init__(
         self,
-        connection: ServerConnection,
-        payloads: Payloads,
-        *,
-        on_change: Callable[[], None],
-        on_version: Callable[[str, int], None],
-        on_lost: Callable[[str, str], None],
+        connection: Connection,
+        versions: Versions,
+        settings: LaneSettings,
+        listeners: Listeners,
     ) -> None:
         self.url = connection.client.url
         self.state = LaneState.JOINING
         self.version = -1
-        self.num_pushes = self.num_failures = 0
+        self.num_pushes = self.num_attested = self.num_failures = 0
         self.last_error = ""
         self.last_push: PushReport | None = None
-        self._connection, self._payloads = connection, payloads
-        self._on_change, self._on_version, self._on_lost = on_change, on_version, on_lost
+        self._connection, self._client = connection, connection.client
+        self._versions, self._settings, self._listeners = versions, settings, listeners
+        self._backoff = Backoff(settings.retry_seconds, settings.max_retry_seconds)
+        self._base: int | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -85,56 +135,112 @@ class Lane:
     async def run(self) -> None:
         """Serves the lane until it is cancelled."""
         while True:
-            gathered = await self._payloads.newer_than(self.version, _CHECK_SECONDS)
             try:
-                if gathered is None:
-                    await self._check()
-                else:
-                    await self._push(gathered)
+                newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
+                if newer is not None:
+                    await self._bring(newer)
+                elif self.state is LaneState.READY:
+                    await self._check_version(self.version)
             except _LOSSES as error:
-                self._lose(str(error) or type(error).__name__)
-                await asyncio.sleep(_RETRY_SECONDS)
-            else:
-                if gathered is not None:
-                    self._confirm(gathered.version)
+                self._lose(error)
+                await asyncio.sleep(self._backoff.seconds_after_failure())
+                self._take(LaneEvent.RETRY_DUE)
 
     async def close(self) -> None:
-        """Leaves the server's group and closes the client."""
+        """Leaves the server's groups and closes the client."""
+        self._keep_as_base(None)
+        self._take(LaneEvent.REMOVED)
         await self._connection.close()
-        await self._connection.client.close()
+        await self._client.close()
 
-    async def _check(self) -> None:
-        if self.state is not LaneState.READY:
+    async def _bring(self, version: int) -> None:
+        """One version, from the join if need be to the attestation."""
+        with self._versions.sending(version):
+            if self.state is LaneState.JOINING:
+                await self._connection.join()
+                self._take(LaneEvent.JOINED)
+            else:
+                self._take(LaneEvent.NEWER_VERSION)
+            report = await self._push(version)
+            self._take(LaneEvent.COMMITTED)
+            await self._attest(version)
+            self._keep_as_base(version)
+        self._confirm(report)
+
+    async def _push(self, version: int) -> PushReport:
+        base = self._base if self._base is not None and self._versions.has(self._base) else None
+        timeout_seconds = self._settings.push_timeout_seconds
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if base is None:
+                    return await self._connection.push(version, None)
+                with self._versions.sending(base):
+                    return await self._connection.push(version, base)
+        except TimeoutError as error:
+            if str(error):  # a bound within the push, which says so itself
+                raise
+            raise TimeoutError(
+                f"{self.url} must take a version within weight_sync.push_timeout_seconds = "
+                f"{timeout_seconds:g}; it did not take version {version}."
+            ) from error
+
+    async def _attest(self, version: int) -> None:
+        await self._check_version(version)
+        attestation = self._settings.attestation
+        if not attestation.concerns(version):
             return
-        served = await self._connection.client.version()
-        if served != self.version:
-            raise ServerError(
-                f"{self.url} must serve version {self.version}, it says {served}: it was "
+        expected = await attestation.probes.wait_for(version, attestation.timeout_seconds)
+        if expected is None:
+            return  # the trainer is far ahead: a newer version is on its way
+        served = await self._client.prompt_logprobs(attestation.tokens)
+        try:
+            compare(expected, served, attestation.tolerance)
+        except ServerError as error:
+            raise VersionMismatch(f"{self.url}, version {version}: {error}") from error
+        self.num_attested += 1
+
+    async def _check_version(self, version: int) -> None:
+        served = await self._client.version()
+        if served != version:
+            raise VersionMismatch(
+                f"{self.url} must serve version {version}, it says {served}: it was "
                 "restarted, or somebody else updates it."
             )
 
-    async def _push(self, gathered: Gathered) -> None:
-        with self._payloads.reading(gathered):
-            if self.state in (LaneState.JOINING, LaneState.LOST):
-                self._change(LaneState.JOINING)
-                await self._connection.join()
-            self._change(LaneState.SYNCING)
-            self.last_push = await self._connection.push(gathered.version, gathered.buckets)
-
-    def _confirm(self, version: int) -> None:
+    def _confirm(self, report: PushReport) -> None:
         self.num_pushes += 1
-        self.version = version
-        self._on_version(self.url, version)
-        self._change(LaneState.READY)
+        self.version, self.last_push = report.version, report
+        self._backoff.reset()
+        self._listeners.on_version(self.url, report.version)
+        self._take(LaneEvent.ATTESTED)
+        logger.info(
+            "%s serves version %d: %.1f MB in %.3f s (%.2f GB/s), paused for %.1f ms.",
+            self.url, report.version, report.num_bytes / 1e6, report.push_seconds,
+            report.num_bytes / 1e9 / max(report.transfer_seconds, 1e-9),
+            1e3 * report.pause_seconds,
+        )  # fmt: skip
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, error: BaseException) -> None:
+        reason = "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
         self.num_failures += 1
         self.last_error = reason
         self.version = -1
+        self._keep_as_base(None)
         logger.warning("Lost %s while %s: %s", self.url, self.state.value, reason)
-        self._on_lost(self.url, reason)
-        self._change(LaneState.LOST)
+        self._listeners.on_lost(self.url, reason)
+        is_mismatch = isinstance(error, VersionMismatch)
+        self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)
 
-    def _change(self, state: LaneState) -> None:
-        self.state = state
-        self._on_change()
+    def _keep_as_base(self, version: int | None) -> None:
+        """The next push may send what has changed since ``version``."""
+        if not (self._settings.delta and self._client.takes_deltas):
+            return
+        if version is not None:
+            self._versions.want_base(version)
+        if self._base is not None:
+            self._versions.release_base(self._base)
+        self._base = version
+
+    def _take(self, event: LaneEvent) -> None:
+        self.state = next_state(self.state, event)
+        self._listeners.on_change()

@@ -1,85 +1,211 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Gathered versions, and who still reads them.
+"""What a source rank sends: versions of its share of the weights, and their buffers.
 
-A lane may take long over a version while newer ones are gathered. So every version has
-buffers of its own, which return to the pool when its last reader is done: at most one set
-for each lane, one for the newest version and one that is being filled.
+    (free buffers) --take--> filled bucket by bucket --> read by lanes
+          ^                                                  |
+          +-- dropped by the leader, and read by nobody <----+
 
-Belongs to the leader's event loop; no locks.
+Lanes send a bucket as soon as it is filled, while later ones are still being gathered. A
+slow lane may take long over a version while newer ones are gathered, so every version has
+buffers of its own. They are used again only when the leader has dropped the version and
+the last thread that reads them has come back, however long ago its lane gave it up.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import torch
 
-from torchtitan.grpo.weight_sync.connection import Bucket
+from torchtitan.grpo.inference.client import BucketSpec
+from torchtitan.grpo.weight_sync.checksum import tensor_checksum
+from torchtitan.grpo.weight_sync.sparse import delta_bytes
 
 
-class Gathered:
-    """One version of all weights, immutable.
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors, as they travel.
+
+    Attributes:
+        spec: What they are.
+        payload: [num_bytes] uint8, contiguous.
+    """
+
+    spec: BucketSpec
+    payload: torch.Tensor
+
+
+class PayloadFailed(RuntimeError):
+    """A version was not gathered whole, or is no longer there."""
+
+
+class Payload:
+    """One version of a source's share; immutable once it is filled.
+
+    Made on the event loop of the publisher's thread, filled by the gathering thread.
 
     Attributes:
         version: Policy version.
-        buckets: All of the model.
+        buffers: A uint8 tensor for each bucket.
+        deltas: Buckets as changes to another version, by that version and their index.
     """
 
-    def __init__(self, version: int, buckets: list[Bucket]) -> None:
-        self.version, self.buckets = version, buckets
-        self.num_readers = 0
-        self.is_reusable = True
+    def __init__(
+        self, version: int, specs: Sequence[BucketSpec], buffers: list[torch.Tensor], checksum: bool
+    ) -> None:
+        self.version, self.buffers = version, buffers
+        self.deltas: dict[tuple[int, int], Bucket] = {}
+        self._specs, self._checksum = list(specs), checksum
+        self._num_filled = 0
+        self._failure: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._progress = asyncio.Event()
+
+    def filled(self, index: int) -> None:
+        """The gathering thread has written the bucket; they come in order."""
+        if self._checksum:
+            self._specs[index] = with_checksums(self._specs[index], self.buffers[index])
+        assert index == self._num_filled, (index, self._num_filled)
+        self._num_filled += 1
+        self._loop.call_soon_threadsafe(self._announce)
+
+    def fail(self, reason: str) -> None:
+        """What is not yet filled never will be."""
+        self._failure = reason
+        self._loop.call_soon_threadsafe(self._announce)
+
+    def _announce(self) -> None:
+        former, self._progress = self._progress, asyncio.Event()
+        former.set()
+
+    async def wait_filled(self, index: int, timeout_seconds: float) -> None:
+        """Waits for a bucket.
+
+        Raises:
+            PayloadFailed: It was not filled, or not in time.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while self._num_filled <= index and self._failure is None:
+                    await self._progress.wait()
+        if self._num_filled <= index:
+            raise PayloadFailed(
+                f"Bucket {index} of version {self.version} must be gathered within "
+                f"{timeout_seconds:g} s: {self._failure or 'it was not'}."
+            )
+
+    def bucket(self, index: int) -> Bucket:
+        """A filled bucket; any thread."""
+        assert index < self._num_filled, (index, self._num_filled)
+        return Bucket(self._specs[index], self.buffers[index])
 
 
-class Payloads:
-    """The newest version, and the buffers of those that are still read."""
+def with_checksums(spec: BucketSpec, payload: torch.Tensor) -> BucketSpec:
+    """The spec with a checksum of each tensor of a bucket that holds them whole."""
+    parts = payload.split(tensor_sizes(spec))
+    return replace(spec, checksums=tuple(tensor_checksum(part) for part in parts))
 
-    def __init__(self) -> None:
-        self.newest: Gathered | None = None
+
+def tensor_sizes(spec: BucketSpec) -> list[int]:
+    """Bytes of each tensor of a bucket, whole."""
+    return [
+        torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+
+
+def payload_bytes(spec: BucketSpec) -> int:
+    """Bytes of a bucket as it travels."""
+    sizes = tensor_sizes(spec)
+    if spec.num_changed is None:
+        return sum(sizes)
+    itemsize = getattr(torch, spec.dtypes[0]).itemsize
+    return delta_bytes([size // itemsize for size in sizes], spec.num_changed, itemsize)
+
+
+class PayloadPool:
+    """All versions that a source rank holds; all methods but :meth:`take` for any thread.
+
+    Args:
+        specs: Of the source's buckets.
+        sizes: Their bytes.
+        device: Where they lie: the device that weight groups send from.
+        checksum: Add checksums to the buckets' specs.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[BucketSpec],
+        sizes: Sequence[int],
+        device: torch.device,
+        checksum: bool,
+    ) -> None:
+        self._specs, self._sizes = specs, sizes
+        self._device, self._checksum = device, checksum
         self._free: list[list[torch.Tensor]] = []
-        self._arrived = asyncio.Condition()
+        self._payloads: dict[int, Payload] = {}
+        self._readers: dict[int, int] = {}
+        self._dropped: set[int] = set()
+        self._lock = threading.Lock()
 
-    def free_buffers(self) -> list[torch.Tensor] | None:
-        """Buffers that nobody reads; None where new ones must be made."""
-        return self._free.pop() if self._free else None
+    @property
+    def num_alive(self) -> int:
+        """Versions that hold buffers."""
+        return len(self._payloads)
 
-    async def put(self, gathered: Gathered) -> None:
-        """Makes a version the newest."""
-        async with self._arrived:
-            former, self.newest = self.newest, gathered
-            if former is not None:
-                self._maybe_free(former)
-            self._arrived.notify_all()
+    def take(self, version: int) -> Payload:
+        """Buffers for a new version: used ones where there are some, else new ones.
 
-    async def newer_than(self, version: int, timeout_seconds: float) -> Gathered | None:
-        """Waits for something newer than ``version``; None after the timeout."""
-        try:
-            async with asyncio.timeout(timeout_seconds), self._arrived:
-                await self._arrived.wait_for(
-                    lambda: self.newest is not None and self.newest.version > version
-                )
-        except TimeoutError:
-            return None
-        return self.newest
+        On the event loop of the publisher's thread.
+        """
+        with self._lock:
+            buffers = self._free.pop() if self._free else None
+        if buffers is None:
+            pinned = self._device.type == "cpu" and torch.cuda.is_available()
+            buffers = [
+                torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+                for size in self._sizes
+            ]
+        payload = Payload(version, self._specs, buffers, self._checksum)
+        with self._lock:
+            self._payloads[version], self._readers[version] = payload, 0
+        return payload
 
     @contextmanager
-    def reading(self, gathered: Gathered) -> Iterator[None]:
-        """Keeps a version's buffers while they are sent."""
-        gathered.num_readers += 1
-        try:
-            yield
-        except BaseException:
-            # A broadcast that was given up may still read them.
-            gathered.is_reusable = False
-            raise
-        finally:
-            gathered.num_readers -= 1
-            self._maybe_free(gathered)
+    def reading(self, version: int) -> Iterator[Payload]:
+        """Keeps a version's buffers while a thread reads them.
 
-    def _maybe_free(self, gathered: Gathered) -> None:
-        if gathered is self.newest or gathered.num_readers or not gathered.is_reusable:
-            return
-        gathered.is_reusable = False
-        self._free.append([bucket.payload for bucket in gathered.buckets])
+        Raises:
+            PayloadFailed: The version has been dropped.
+        """
+        with self._lock:
+            if version not in self._payloads or version in self._dropped:
+                raise PayloadFailed(f"Version {version} is no longer held.")
+            self._readers[version] += 1
+        try:
+            yield self._payloads[version]
+        finally:
+            with self._lock:
+                self._readers[version] -= 1
+                self._maybe_free(version)
+
+    def drop(self, version: int) -> None:
+        """Nobody is to begin reading the version any more."""
+        with self._lock:
+            if version in self._payloads:
+                self._dropped.add(version)
+                self._maybe_free(version)
+
+    def holds(self, version: int) -> bool:
+        """Whether the version still has buffers, for whatever reason."""
+        return version in self._payloads
+
+    def _maybe_free(self, version: int) -> None:
+        if version in self._dropped and not self._readers[version]:
+            self._free.append(self._payloads.pop(version).buffers)
+            self._dropped.discard(version)
+            del self._readers[version]

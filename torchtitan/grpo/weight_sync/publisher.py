@@ -1,41 +1,40 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Pushes weights to all servers from a background thread.
+"""Pushes weights to all servers from background threads.
 
-Every rank has one publisher. The training thread fills a slot and goes on; the threads do
-the rest. Rank 0's thread leads, the others follow its commands:
+Every rank has one publisher. The training thread starts the copy of its shards into a slot
+and goes on; threads do the rest:
 
-    leader    consumes: filled slots.  produces: gathered versions, for the lanes.
-              waits for: a filled slot, the followers' shards.
-    lane      one for each server, in the leader's event loop; see `lane.py`.
-    follower  consumes: the leader's commands.  produces: its shards.
-              waits for: a snapshot of its own, then for a command.
+    training thread     reserve_slot (rank 0) -> fence -> optimizer step -> publish
+    snapshot-copy       fills the slot (CPU; on CUDA a side stream does)
+    weight-publisher    event loop: on rank 0 the leader and its lanes (`leader.py`,
+                        `lane.py`), elsewhere an agent that does what the leader asks
+    weight-gather       sends this rank's shards to their source rank, or is that itself
+    weight-push-URL     broadcasts to one server, on source ranks
 
-The leader gathers everything into buffers of its own first and lets go of the slot, so a
-slow server holds up neither a slot, nor another rank, nor another server.
+The training thread waits in `fence` alone, for a copy within this process, and in
+`wait_for` where it is asked to wait for servers (the foreground mode, start and end).
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from torchtitan.grpo.groups import new_group
-from torchtitan.grpo.weight_sync.connection import Bucket, ServerConnection
-from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.lane import Lane
-from torchtitan.grpo.weight_sync.payloads import Gathered, Payloads
+from torchtitan.grpo.weight_sync.lane_state import LaneState
+from torchtitan.grpo.weight_sync.leader import Leader
+from torchtitan.grpo.weight_sync.probe import Probes, is_attested
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 logger = logging.getLogger(__name__)
 
-# How often an idle thread looks whether it should end.
 _POLL_SECONDS = 0.2
 
 
@@ -43,45 +42,70 @@ class PublisherFailed(RuntimeError):
     """The publisher's thread ended by an error; the message says which."""
 
 
+class FilledSlots:
+    """Which version each slot of this rank holds, or is being filled with."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._versions: dict[int, int] = {}
+
+    def put(self, slot: int, version: int) -> None:
+        """The training thread has started the copy."""
+        with self._changed:
+            self._versions[slot] = version
+            self._changed.notify_all()
+
+    def wait_for(self, slot: int, version: int, timeout_seconds: float) -> None:
+        """This rank's training thread may be a little behind rank 0's.
+
+        Raises:
+            TimeoutError: Much.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._versions.get(slot) == version, timeout_seconds
+            ):
+                raise TimeoutError(
+                    f"This rank must have published version {version} within "
+                    f"{timeout_seconds:g} s of rank 0; slot {slot} holds "
+                    f"{self._versions.get(slot)}."
+                )
+
+
 class WeightPublisher:
     """The background push; see the module's docstring.
 
-    Constructed on all ranks at the same time.
-
     Args:
         snapshots: This rank's slots.
-        slots: Their states; the leader's decisions alone count.
-        gatherer: This rank's part in the gathering.
-        make_connections: On the leader, builds the connections in the thread's own event
-            loop; None on followers.
-        on_version: Told (url, version) when a server has confirmed a version.
-        on_lost: Told (url, reason) when a push has failed.
-        command_timeout_seconds: How long a follower waits for a command once it holds a
-            snapshot: longer than any push may take.
+        filled: Which versions they hold.
+        slots: Their states; rank 0's decisions alone count.
+        probes: What the trainer expects servers to answer.
+        attest_every: ``weight_sync.attest_every``.
+        make_leader: On rank 0, called in the thread's own event loop; given what to call
+            after each change of a lane.
+        follow: Elsewhere: does what the leader asks, until cancelled.
     """
 
     def __init__(
         self,
         *,
         snapshots: Snapshots,
+        filled: FilledSlots,
         slots: SlotTable,
-        gatherer: Gatherer,
-        make_connections: Callable[[], list[ServerConnection]] | None,
-        on_version: Callable[[str, int], None],
-        on_lost: Callable[[str, str], None],
-        command_timeout_seconds: float,
+        probes: Probes,
+        attest_every: int,
+        make_leader: Callable[[Callable[[], None]], Leader] | None,
+        follow: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        self.snapshots, self.slots, self.gatherer = snapshots, slots, gatherer
-        self.is_leader = make_connections is not None
-        self.lanes: list[Lane] = []
-        self.gather_seconds = 0.0
+        self.snapshots, self.slots, self.probes = snapshots, slots, probes
+        self.is_leader = make_leader is not None
         self.error: BaseException | None = None
-        self._make_connections = make_connections
-        self._on_version, self._on_lost = on_version, on_lost
-        self._commands = new_group("grpo_publisher", "gloo", command_timeout_seconds)
+        self._attest_every = attest_every
+        self._filled, self._make_leader, self._follow = filled, make_leader, follow
+        self._leader: Leader | None = None
         self._changed = threading.Condition()
-        self._closing = False
-        self._slot_versions: dict[int, int] = {}
+        self._closing = threading.Event()
+        self._published = -1
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
 
@@ -98,11 +122,14 @@ class WeightPublisher:
     def publish(self, version: int, slot: int) -> None:
         """After the optimizer step: starts the copy, hands it over, and returns."""
         self.snapshots.copy_into(slot)
-        with self._changed:
-            self._slot_versions[slot] = version
-            self._changed.notify_all()
+        self._filled.put(slot, version)
+        self._published = version
         if self.is_leader:
             self.slots.filled(slot, version)
+
+    def is_attested(self, version: int) -> bool:
+        """Whether servers are to be asked for log-probabilities under ``version``."""
+        return is_attested(version, self._attest_every)
 
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
@@ -128,25 +155,38 @@ class WeightPublisher:
                 self._changed.wait(_POLL_SECONDS)
 
     @property
+    def lanes(self) -> Sequence[Lane]:
+        """Leader: one for each server."""
+        return self._leader.lanes if self._leader is not None else []
+
+    @property
     def num_failures(self) -> int:
         """How often a server was lost."""
         return sum(lane.num_failures for lane in self.lanes)
 
     def metrics(self) -> dict[str, float]:
         """The state of the push, for the step's metrics; on the leader."""
-        served = [lane.version for lane in self.lanes if not lane.is_lost]
-        reports = [lane.last_push for lane in self.lanes if lane.last_push is not None]
-        return {
-            "weight_sync/server_version": float(min(served, default=-1)),
-            "weight_sync/lost_servers": float(len(self.lanes) - len(served)),
-            "weight_sync/pushes": float(sum(lane.num_pushes for lane in self.lanes)),
-            "weight_sync/failures": float(self.num_failures),
-            "weight_sync/superseded": float(self.slots.num_superseded),
-            "weight_sync/gather_seconds": self.gather_seconds,
-            "weight_sync/push_seconds": max((r.push_seconds for r in reports), default=0.0),
-            "weight_sync/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
-            "weight_sync/push_bytes": float(max((r.num_bytes for r in reports), default=0)),
+        lanes = self.lanes
+        served = [lane.version for lane in lanes if not lane.is_lost]
+        reports = [lane.last_push for lane in lanes if lane.last_push is not None]
+        totals = {
+            "server_version": float(min(served, default=-1)),
+            "servers": float(len(lanes)),
+            "lost_servers": float(len(lanes) - len(served)),
+            "pushes": float(sum(lane.num_pushes for lane in lanes)),
+            "attested": float(sum(lane.num_attested for lane in lanes)),
+            "failures": float(self.num_failures),
+            "superseded": float(self.slots.num_superseded),
+            "versions_alive": float(self._leader.num_versions if self._leader else 0),
+            "gather_seconds": self._leader.gather_seconds if self._leader else 0.0,
+            "push_seconds": max((r.push_seconds for r in reports), default=0.0),
+            "pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
+            "push_bytes": float(max((r.num_bytes for r in reports), default=0)),
         }
+        for index, lane in enumerate(lanes):
+            for name, value in lane_metrics(lane, self._published).items():
+                totals[f"server{index}/{name}"] = value
+        return {f"weight_sync/{name}": value for name, value in totals.items()}
 
     def raise_if_failed(self) -> None:
         """Raises what ended the publisher's thread, if anything did."""
@@ -154,11 +194,10 @@ class WeightPublisher:
             raise PublisherFailed(f"The weight publisher failed: {self.error}") from self.error
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the thread; a push under way is given up after the timeout."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        """Ends the threads; a push under way is given up after the timeout."""
+        self._closing.set()
         self._thread.join(timeout_seconds)
+        self.snapshots.close(timeout_seconds)
         if self._thread.is_alive():
             logger.warning(
                 "The weight publisher did not end within %.1f s; it is left to the process's end.",
@@ -181,93 +220,61 @@ class WeightPublisher:
 
     def _run(self) -> None:
         try:
-            if self.is_leader:
-                asyncio.run(self._lead())
-            else:
-                self._follow()
+            asyncio.run(self._lead() if self.is_leader else self._serve())
         except BaseException as error:  # the thread's boundary: kept for the training thread
-            if not self._closing:
+            if not self._closing.is_set():
                 self.error = error
                 if not self.is_leader:  # the leader's training thread raises it
                     logger.error("The weight publisher failed: %s", error)
-            with self._changed:
-                self._changed.notify_all()
-
-    def _follow(self) -> None:
-        done = -1
-        while self._wait_for_snapshot_after(done):
-            command = torch.empty(2, dtype=torch.int64)
-            dist.broadcast(command, src=0, group=self._commands)
-            slot, done = command.tolist()
-            self._read_shards(slot, done, None)
-
-    def _wait_for_snapshot_after(self, done: int) -> bool:
-        """True once this rank holds something newer; False when closing."""
-        with self._changed:
-            while not self._closing:
-                if max(self._slot_versions.values(), default=-1) > done:
-                    return True
-                self._changed.wait(_POLL_SECONDS)
-        return False
-
-    def _read_shards(
-        self, slot: int, version: int, buffers: list[torch.Tensor] | None
-    ) -> list[Bucket]:
-        with self._changed:
-            # This rank's training thread may be a little behind rank 0's.
-            while self._slot_versions.get(slot) != version:
-                self._changed.wait(_POLL_SECONDS)
-                if self._closing:
-                    raise RuntimeError("closed while waiting for a snapshot")
-        buckets = self.gatherer.gather(self.snapshots.read(slot), buffers)
-        # Nobody may fill the slot again before all have read it.
-        dist.barrier(group=self._commands)
-        return buckets
+            self._notify()
 
     async def _lead(self) -> None:
-        assert self._make_connections is not None
-        payloads = Payloads()
-        lanes = [
-            Lane(
-                connection,
-                payloads,
-                on_change=self._notify,
-                on_version=self._on_version,
-                on_lost=self._on_lost,
-            )
-            for connection in self._make_connections()
-        ]
-        with self._changed:
-            self.lanes = lanes
-        tasks = [asyncio.create_task(lane.run(), name=lane.url) for lane in lanes]
-        try:
-            await self._gather_versions(payloads, tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(lane.close() for lane in lanes))
+        assert self._make_leader is not None
+        leader = self._leader = self._make_leader(self._notify)
+        await leader.run(self._closing.is_set)
 
-    async def _gather_versions(self, payloads: Payloads, lanes: list[asyncio.Task[None]]) -> None:
-        while not self._closing:
-            for lane in lanes:
-                if lane.done():
-                    await lane  # raises what ended it
-            taken = await asyncio.to_thread(self.slots.take_newest, _POLL_SECONDS)
-            if taken is not None:
-                slot, version = taken
-                buffers = payloads.free_buffers()
-                buckets = await asyncio.to_thread(self._gather, slot, version, buffers)
-                await payloads.put(Gathered(version, buckets))
-
-    def _gather(self, slot: int, version: int, buffers: list[torch.Tensor] | None) -> list[Bucket]:
-        begin = time.perf_counter()
-        dist.broadcast(torch.tensor([slot, version]), src=0, group=self._commands)
-        buckets = self._read_shards(slot, version, buffers or self.gatherer.new_buffers())
-        self.slots.release(slot)
-        self.gather_seconds = time.perf_counter() - begin
-        return buckets
+    async def _serve(self) -> None:
+        serving = asyncio.create_task(self._follow(), name="agent")
+        while not self._closing.is_set() and not serving.done():
+            await asyncio.wait({serving}, timeout=_POLL_SECONDS)
+        serving.cancel()
+        (result,) = await asyncio.gather(serving, return_exceptions=True)
+        if isinstance(result, Exception):
+            raise result
 
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
+    """One server's, by name.
+
+    Args:
+        lane: The server's.
+        published: The newest version that there is; the lag is against it.
+    """
+    report = lane.last_push
+    return {
+        "state": float(list(LaneState).index(lane.state)),
+        "version": float(lane.version),
+        "lag": float(published - lane.version),
+        "failures": float(lane.num_failures),
+        "push_seconds": report.push_seconds if report else 0.0,
+        "pause_ms": 1e3 * report.pause_seconds if report else 0.0,
+        "gb_per_second": report.num_bytes / 1e9 / max(report.transfer_seconds, 1e-9)
+        if report
+        else 0.0,
+    }
+
+
+def read_snapshot(
+    snapshots: Snapshots, filled: FilledSlots, timeout_seconds: float
+) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    """What an agent reads its shards with."""
+
+    def read(slot: int, version: int) -> dict[str, torch.Tensor]:
+        filled.wait_for(slot, version, timeout_seconds)
+        return snapshots.read(slot)
+
+    return read

@@ -8,13 +8,32 @@
                           +---- reserve ------+   (a waiting snapshot is superseded)
 
 Only rank 0 keeps these states; its decisions travel to the other ranks with the batch
-(which slot to fill) and with the pusher's commands (which slot to read). Two slots are
+(which slot to fill) and with the publisher's commands (which slot to read). Two slots are
 enough for the newest weights always to find a place: at most one slot is being sent, and
-what merely waits may be overwritten by something newer.
+what merely waits may be overwritten by something newer. Leaving out the new version instead
+could end in a deadlock: a trainer may wait for rollouts of just that version.
+
+The gatherer is the only reader, one version at a time, so a state says what a count of
+references would: SENDING is one reference, which ends when all ranks have read.
+
+No rank writes a slot that is read or copied into, although copies run on a thread of their
+own, and ranks are ahead of or behind one another:
+
+- A copy never meets another copy: each rank makes its copies one at a time, in order.
+- A copy never meets a reader. The table never lets a slot be both RESERVED and SENDING, and
+  a slot turns SENDING only with the version that it was last reserved for. So every
+  decision to write the slot was made either before that version's, and then that copy was
+  also started before that version's on every rank, which the reader waits for; or after the
+  release, and then all ranks have read.
+
+The fence is not needed for this; it keeps the optimizer from overwriting what is being
+copied. A model check of all interleavings stands in the tests.
 """
 
 import threading
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Self
 
 
 class SlotState(Enum):
@@ -24,37 +43,102 @@ class SlotState(Enum):
     SENDING = "sending"
 
 
-class SlotTable:
-    """The states of all slots; every method is safe to call from any thread."""
+@dataclass(frozen=True)
+class Slots:
+    """The states of all slots; each method returns what they are afterwards.
 
-    def __init__(self, num_slots: int) -> None:
+    Attributes:
+        states: Of each slot.
+        versions: That each slot holds, once it is filled; -1 before.
+        num_superseded: Versions that were never taken, because a newer one came.
+    """
+
+    states: tuple[SlotState, ...]
+    versions: tuple[int, ...]
+    num_superseded: int = field(default=0, compare=False)
+
+    @classmethod
+    def free(cls, num_slots: int) -> Self:
+        """All slots, free.
+
+        Raises:
+            ValueError: Fewer than two.
+        """
         if num_slots < 2:
             raise ValueError(
                 f"weight_sync.num_slots must be at least 2 (one being sent, one being "
                 f"filled), got {num_slots}."
             )
+        return cls((SlotState.FREE,) * num_slots, (-1,) * num_slots)
+
+    def reserve(self) -> tuple[Self, int]:
+        """Picks the slot for the coming weights: a free one, else the oldest that waits."""
+        free = self._in_state(SlotState.FREE)
+        waiting = self._in_state(SlotState.PENDING)
+        assert free or waiting, f"one slot is reserved at a time, and only one sent: {self}"
+        slot = free[0] if free else min(waiting, key=lambda s: self.versions[s])
+        after = self._with(slot, SlotState.RESERVED)
+        return (after if free else replace(after, num_superseded=self.num_superseded + 1)), slot
+
+    def filled(self, slot: int, version: int) -> Self:
+        """The reserved slot now holds ``version``."""
+        assert self.states[slot] is SlotState.RESERVED, (slot, self)
+        versions = self.versions[:slot] + (version,) + self.versions[slot + 1 :]
+        return replace(self._with(slot, SlotState.PENDING), versions=versions)
+
+    def take_newest(self) -> tuple[Self, int] | None:
+        """The filled slot with the newest version, now SENDING; None where none is filled.
+
+        Older waiting slots are freed: nobody needs them any more.
+        """
+        waiting = self._in_state(SlotState.PENDING)
+        if not waiting:
+            return None
+        assert SlotState.SENDING not in self.states, f"one slot is sent at a time: {self}"
+        newest = max(waiting, key=lambda s: self.versions[s])
+        after = self._with(newest, SlotState.SENDING)
+        for slot in waiting:
+            if slot != newest:
+                after = after._with(slot, SlotState.FREE)
+        return replace(after, num_superseded=self.num_superseded + len(waiting) - 1), newest
+
+    def release(self, slot: int) -> Self:
+        """All ranks have read the slot."""
+        assert self.states[slot] is SlotState.SENDING, (slot, self)
+        return self._with(slot, SlotState.FREE)
+
+    def _with(self, slot: int, state: SlotState) -> Self:
+        return replace(self, states=self.states[:slot] + (state,) + self.states[slot + 1 :])
+
+    def _in_state(self, wanted: SlotState) -> list[int]:
+        return [slot for slot, state in enumerate(self.states) if state is wanted]
+
+
+class SlotTable:
+    """Rank 0's :class:`Slots`; every method is safe to call from any thread.
+
+    The lock is held for a few microseconds at a time, never while somebody waits.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = Slots.free(num_slots)
         self._changed = threading.Condition()
-        self._states = [SlotState.FREE] * num_slots
-        self._versions = [-1] * num_slots
-        self.num_superseded = 0
+
+    @property
+    def num_superseded(self) -> int:
+        """Versions that were never sent, because a newer one came."""
+        return self._slots.num_superseded
 
     def reserve(self) -> int:
         """Picks the slot for the coming weights: a free one, else the oldest that waits."""
         with self._changed:
-            free = self._in_state(SlotState.FREE)
-            if free:
-                slot = free[0]
-            else:
-                slot = min(self._in_state(SlotState.PENDING), key=lambda s: self._versions[s])
-                self.num_superseded += 1
-            self._states[slot] = SlotState.RESERVED
+            self._slots, slot = self._slots.reserve()
             return slot
 
     def filled(self, slot: int, version: int) -> None:
-        """The reserved slot now holds ``version``."""
+        """The copy of ``version`` into the reserved slot has been started."""
         with self._changed:
-            assert self._states[slot] is SlotState.RESERVED, (slot, self._states)
-            self._states[slot], self._versions[slot] = SlotState.PENDING, version
+            self._slots = self._slots.filled(slot, version)
             self._changed.notify_all()
 
     def take_newest(self, timeout_seconds: float) -> tuple[int, int] | None:
@@ -63,24 +147,16 @@ class SlotTable:
         Older waiting slots are freed: nobody needs them any more. None after the timeout.
         """
         with self._changed:
-            pending = self._changed.wait_for(
-                lambda: self._in_state(SlotState.PENDING), timeout_seconds
-            )
-            if not pending:
+            taken = self._changed.wait_for(self._slots_after_taking, timeout_seconds)
+            if taken is None:
                 return None
-            newest = max(pending, key=lambda s: self._versions[s])
-            for slot in pending:
-                if slot != newest:
-                    self._states[slot] = SlotState.FREE
-                    self.num_superseded += 1
-            self._states[newest] = SlotState.SENDING
-            return newest, self._versions[newest]
+            self._slots, slot = taken
+            return slot, self._slots.versions[slot]
 
     def release(self, slot: int) -> None:
         """All ranks have read the slot."""
         with self._changed:
-            assert self._states[slot] is SlotState.SENDING, (slot, self._states)
-            self._states[slot] = SlotState.FREE
+            self._slots = self._slots.release(slot)
 
-    def _in_state(self, wanted: SlotState) -> list[int]:
-        return [slot for slot, state in enumerate(self._states) if state is wanted]
+    def _slots_after_taking(self) -> tuple[Slots, int] | None:
+        return self._slots.take_newest()

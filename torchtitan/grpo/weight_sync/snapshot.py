@@ -3,14 +3,32 @@
 
 """Copies of this rank's shards, taken at a step boundary.
 
-On CUDA the copy, wire-dtype cast included, runs on a side stream while the training
-stream goes on; :meth:`Snapshots.fence` orders the next optimizer step after it, on the
-device alone. On CPU the copy is made in place.
+The training thread only starts a copy and goes on, cast to wire dtype included:
+
+- On CUDA the copy runs on a side stream, and :meth:`Snapshots.fence` orders the next
+  optimizer step after it, on the device alone.
+- On CPU it runs on the thread ``snapshot-copy``, one copy at a time in the order in which
+  they were started, and the fence before the next optimizer step is the only thing that may
+  wait.
+
+So nobody writes a slot that is still copied into, whichever slot comes next, and a step
+without an optimizer step needs no fence. That nobody writes what is still read is the
+business of `slots.py`.
 """
+
+import threading
+import time
+from queue import SimpleQueue
+from typing import Literal
 
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
+
+Staging = Literal["device", "host"]
+_WAIT_SECONDS = 120.0
+# How often a reader asks a device whether it is done; an event has no wait with a bound.
+_POLL_SECONDS = 0.0005
 
 
 class Snapshots:
@@ -21,6 +39,8 @@ class Snapshots:
         num_slots: Copies that may be alive at once.
         wire_dtype: Dtype in which weights travel.
         device: The training device.
+        staging: Where copies lie: in the training device's memory or in pinned host
+            memory. The same on CPU.
     """
 
     def __init__(
@@ -29,44 +49,214 @@ class Snapshots:
         num_slots: int,
         wire_dtype: torch.dtype,
         device: torch.device,
+        staging: Staging = "device",
     ) -> None:
-        self._sources = {name: local_tensor(p) for name, p in parameters.items()}
+        sources = {name: local_tensor(p) for name, p in parameters.items()}
+        is_pinned = device.type == "cuda" and staging == "host"
         self._slots = [
-            {name: torch.empty_like(p, dtype=wire_dtype) for name, p in self._sources.items()}
+            {name: _room_for(source, wire_dtype, is_pinned) for name, source in sources.items()}
             for _ in range(num_slots)
         ]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied: list[torch.cuda.Event | None] = [None] * num_slots
-        self._last_copied: torch.cuda.Event | None = None
+        make_copies = _StreamCopies if device.type == "cuda" else _ThreadCopies
+        self._copies = make_copies(
+            [list(slot.values()) for slot in self._slots], list(sources.values()), device
+        )
 
     @property
     def num_bytes(self) -> int:
         """Memory of all slots on this rank."""
         return sum(t.nbytes for slot in self._slots for t in slot.values())
 
-    @torch.no_grad()
     def copy_into(self, slot: int) -> None:
-        """Starts the copy of the current shards; called on the training thread."""
-        targets = list(self._slots[slot].values())
-        sources = list(self._sources.values())
-        if self._stream is None:
-            torch._foreach_copy_(targets, sources)
-            return
+        """Starts the copy of the current shards and returns; called on the training thread.
+
+        Between this and the next change of the parameters there must be a :meth:`fence`.
+        Nobody may read the slot any more, or hold on to it.
+        """
+        self._copies.start(slot)
+
+    def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
+        """Orders what the training thread does next after all copies that were started.
+
+        Args:
+            timeout_seconds: Bound of the wait, which there is on CPU only.
+
+        Raises:
+            RuntimeError: The last copy failed.
+            TimeoutError: It did not end in time.
+        """
+        self._copies.fence(timeout_seconds)
+
+    def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> dict[str, torch.Tensor]:
+        """The slot's shards, once their copy is done; called on the publisher's thread.
+
+        Raises:
+            RuntimeError: The copy failed.
+            TimeoutError: It did not end in time.
+        """
+        self._copies.wait_for(slot, timeout_seconds)
+        return self._slots[slot]
+
+    def close(self, timeout_seconds: float = 5.0) -> None:
+        """Waits for what is being copied, and ends the thread.
+
+        Raises:
+            TimeoutError: It did not end in time; it is left to the process's end.
+        """
+        self._copies.close(timeout_seconds)
+
+
+def _room_for(source: torch.Tensor, dtype: torch.dtype, is_pinned: bool) -> torch.Tensor:
+    if is_pinned:
+        # In plain order, whatever the order of the source: see `_StreamCopies.start`.
+        return torch.empty(source.shape, dtype=dtype, pin_memory=True)
+    return torch.empty_like(source, dtype=dtype)
+
+
+class _Copy:
+    """One copy on the copy thread. ``error`` is what ended it, if something did."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self, who: str, timeout_seconds: float) -> None:
+        # Asked first without a lock: waiting would let another thread have the interpreter.
+        if not self.ended.is_set() and not self.ended.wait(timeout_seconds):
+            raise TimeoutError(
+                f"{who} needs the copy of the shards into slot {self.slot}, which must end "
+                f"within {timeout_seconds:g} s and has not. Is this host out of memory or of cores?"
+            )
+        if self.error is not None:
+            raise RuntimeError(
+                f"{who} needs the copy of the shards into slot {self.slot}, which failed: "
+                f"{self.error}"
+            ) from self.error
+
+
+class _ThreadCopies:
+    """Copies on CPU, by a thread.
+
+    What the training thread does here never waits and never lets go of the interpreter,
+    unless there is something to wait for: with another busy thread it would get it back up
+    to 5 ms later. That is why this is no ``ThreadPoolExecutor``, whose ``submit`` takes locks
+    that all executors of the process share.
+    """
+
+    def __init__(
+        self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device
+    ) -> None:
+        assert device.type == "cpu", device
+        self._queue: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._last_of_slot: list[_Copy | None] = [None] * len(slots)
+        self._last: _Copy | None = None
+        self._is_closed = False
+        # A thread computes with as many others as torch was last told, by anyone, when the
+        # thread first asked. Asking settles this thread's number, and it is told again below
+        # after the copy thread told its own.
+        num_threads = torch.get_num_threads()
+        is_settled = threading.Event()
+        self._thread = threading.Thread(
+            target=_copy_all,
+            args=(self._queue, slots, sources, is_settled),
+            name="snapshot-copy",
+            daemon=True,
+        )
+        self._thread.start()
+        if not is_settled.wait(_WAIT_SECONDS):
+            raise TimeoutError(f"The thread snapshot-copy did not start in {_WAIT_SECONDS:g} s.")
+        torch.set_num_threads(num_threads)
+
+    def start(self, slot: int) -> None:
+        if self._is_closed:
+            raise RuntimeError("No copy can be started: the snapshots are closed.")
+        copy = _Copy(slot)
+        self._last_of_slot[slot] = self._last = copy
+        self._queue.put(copy)
+
+    def fence(self, timeout_seconds: float) -> None:
+        if self._last is not None:
+            self._last.wait("The optimizer step", timeout_seconds)
+
+    def wait_for(self, slot: int, timeout_seconds: float) -> None:
+        copy = self._last_of_slot[slot]
+        assert copy is not None, f"slot {slot} was never filled"
+        copy.wait("The weight push", timeout_seconds)
+
+    def close(self, timeout_seconds: float) -> None:
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"The thread snapshot-copy did not end in {timeout_seconds:g} s.")
+
+
+def _copy_all(
+    queue: "SimpleQueue[_Copy | None]",
+    slots: list[list[torch.Tensor]],
+    sources: list[torch.Tensor],
+    is_settled: threading.Event,
+) -> None:
+    # A second team of OpenMP threads beside the training thread's would take its cores; one
+    # thread is enough for a copy that has a whole step's time. Asking makes it stay.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    is_settled.set()
+    with torch.no_grad():  # a thread's own setting
+        while (copy := queue.get()) is not None:
+            try:
+                # One call for all, which gives the interpreter back once and not for each.
+                torch._foreach_copy_(slots[copy.slot], sources)
+            except BaseException as error:  # the thread's boundary: kept for who waits
+                copy.error = error
+            copy.ended.set()
+
+
+class _StreamCopies:
+    """Copies on CUDA, by a side stream."""
+
+    def __init__(
+        self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device
+    ) -> None:
+        self._slots, self._sources = slots, sources
+        self._stream = torch.cuda.Stream(device)
+        self._copied: list[torch.cuda.Event | None] = [None] * len(slots)
+        self._last: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def start(self, slot: int) -> None:
+        targets = self._slots[slot]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            if targets and targets[0].is_cuda:
+                torch._foreach_copy_(targets, self._sources, non_blocking=True)
+            else:
+                # With non_blocking torch casts on the source's device, into a temporary of
+                # this stream, and then copies bytes into pinned memory without waiting.
+                # (Without it the cast is made on the host.) It waits after all where the
+                # target is neither pinned nor in plain order.
+                for target, source in zip(targets, self._sources, strict=True):
+                    target.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        self._last_copied = self._copied[slot] = copied
+        self._last = self._copied[slot] = copied
 
-    def fence(self) -> None:
-        """Orders what the training stream does next after the last copy."""
-        if self._last_copied is not None:
-            torch.cuda.current_stream().wait_event(self._last_copied)
+    def fence(self, timeout_seconds: float) -> None:
+        if self._last is not None:
+            torch.cuda.current_stream().wait_event(self._last)
 
-    def read(self, slot: int) -> dict[str, torch.Tensor]:
-        """The slot's shards, once their copy is done; called on the pusher's thread."""
+    def wait_for(self, slot: int, timeout_seconds: float) -> None:
         copied = self._copied[slot]
-        if copied is not None:
-            copied.synchronize()
-        return self._slots[slot]
+        assert copied is not None, f"slot {slot} was never filled"
+        deadline = time.monotonic() + timeout_seconds
+        while not copied.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"The copy of the shards into slot {slot} must end within "
+                    f"{timeout_seconds:g} s and has not: the training stream before it is stuck."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Nothing to end: the stream goes with the process."""

@@ -5,11 +5,20 @@
 
 from collections.abc import Callable
 
+from torchtitan.grpo.weight_sync.probe import Probes
+
 
 class Unpublished:
     """A replayed run's publisher: its weights go nowhere."""
 
     num_failures = 0
+
+    def __init__(self) -> None:
+        self.probes = Probes()
+
+    def is_attested(self, version: int) -> bool:
+        """Nobody serves it."""
+        return False
 
     def reserve_slot(self) -> int:
         return 0

@@ -4,7 +4,7 @@
 """What vLLM calls, in each of its processes, when this package is installed beside it.
 
 Installed with ``--no-deps``: vLLM's environment has neither torchtitan nor the trainer's
-libraries, so this module and the engine import torch, vLLM and ``process_group`` alone.
+libraries, so this module and the engine import only what needs vLLM's environment alone.
 """
 
 ENGINE_NAME = "torchtitan_grpo"

@@ -22,6 +22,7 @@ from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.inference.names import unknown_names
 from torchtitan.grpo.types import GenerateRequest, VersionSegment
 
+GROUP = "group"
 REQUEST = GenerateRequest("r-1", [5, 6, 7], 4, temperature=0.8, stop_token_ids=(9,))
 
 SGLANG_ANSWER: dict[str, Any] = {
@@ -358,11 +359,11 @@ def test_sglang_before_0_5_21_is_updated_without_a_session() -> None:
 
     async def test(url: str) -> None:
         client = make_client("sglang", url)
-        info = WeightGroupInfo("127.0.0.1", 1, 1, 2, "group", "gloo", 5.0)
+        info = WeightGroupInfo("127.0.0.1", 1, 1, 2, GROUP, "gloo", 5.0)
         await client.join_weight_group(info)
         await client.begin_update()
         spec = BucketSpec(("a.weight",), ("float32",), ((2, 2),))
-        await client.receive_bucket(spec, last=True, version=3)
+        await client.receive_bucket(spec, group_name=GROUP, last=True, version=3)
         await client.commit_update(3)
         await client.close()
 
@@ -382,10 +383,10 @@ def test_unknown_names_are_refused_before_sglang_is_asked_to_receive() -> None:
 
     async def test(url: str) -> None:
         client = make_client("sglang", url)
-        await client.join_weight_group(WeightGroupInfo("127.0.0.1", 1, 1, 2, "g", "gloo", 5.0))
+        await client.join_weight_group(WeightGroupInfo("127.0.0.1", 1, 1, 2, GROUP, "gloo", 5.0))
         spec = BucketSpec(("model.layers.9.self_attn.q_proj.weight",), ("float32",), ((2, 2),))
         with pytest.raises(ServerError, match=r"no parameters named .*layers\.9"):
-            await client.receive_bucket(spec, last=True, version=3)
+            await client.receive_bucket(spec, group_name=GROUP, last=True, version=3)
         await client.close()
 
     asyncio.run(with_server(handler, test))

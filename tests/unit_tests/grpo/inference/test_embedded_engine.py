@@ -181,7 +181,8 @@ def test_a_seeded_request_repeats_whatever_runs_beside_it() -> None:
 def swap_to(h: Harness, other: Any, version: str) -> None:
     tensors = {k: v.clone() for k, v in other.state_dict().items()}
     table = WeightTable(h.model)
-    h.engine.swap_weights(lambda: table.load(tensors), version).result(TIMEOUT)
+    prepared = {name: table.prepared(name, tensor) for name, tensor in tensors.items()}
+    h.engine.swap_weights(lambda: table.adopt(prepared), version).result(TIMEOUT)
 
 
 @pytest.mark.parametrize("pause", [None, "retract"])

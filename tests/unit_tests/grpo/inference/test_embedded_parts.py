@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.inference.embedded.protocol import ModelFacts, parse_generate
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
-from torchtitan.grpo.inference.embedded.weights import WeightTable, split_bucket, tensor_sha256
+from torchtitan.grpo.inference.embedded.weights import WeightTable, tensor_sha256
+from torchtitan.grpo.weight_sync.staging import split_bucket
 
 CPU = torch.device("cpu")
 FACTS = ModelFacts(vocab_size=10, max_model_len=20, eos_ids=frozenset({9}), tokenizer=None)
@@ -73,7 +75,7 @@ def test_a_greedy_row_is_untouched_by_filters_and_reports_temperature_one() -> N
         ({"input_ids": [True]}, "got True"),
         ({"input_ids": [1] * 20}, "shorter than 20"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 20}}, r"got 1 \+ 20"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "temperature must be"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be"),
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be"),
@@ -86,7 +88,8 @@ def test_a_greedy_row_is_untouched_by_filters_and_reports_temperature_one() -> N
         ({"input_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n"),
         ({"input_ids": [1], "rid": 5}, "rid must be"),
         ({"input_ids": [1], "stream": "yes"}, "stream must be"),
-        ({"input_ids": [1, 2], "logprob_start_len": 0}, "logprob_start_len must be -1"),
+        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 2}, r"in \[-1, 1\]"),
+        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": -2}, r"in \[-1, 1\]"),
     ],
 )
 def test_a_request_that_cannot_be_served_names_the_field(body: Any, message: str) -> None:
@@ -113,13 +116,10 @@ def test_each_of_n_samples_has_an_id_and_a_seed_of_its_own() -> None:
 def test_a_bucket_of_mixed_dtypes_is_cut_where_it_was_joined() -> None:
     tensors = [torch.randn(3).bfloat16(), torch.randn(2, 2), torch.randn(1, 5)]
     flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
-    cut = split_bucket(
-        flat,
-        ["a", "b", "c"],
-        ["bfloat16", "float32", "float32"],
-        [list(t.shape) for t in tensors],
-    )
-    for original, received in zip(tensors, cut.values(), strict=True):
+    shapes = tuple(tuple(t.shape) for t in tensors)
+    bucket = BucketSpec(("a", "b", "c"), ("bfloat16", "float32", "float32"), shapes)
+    cut = split_bucket(flat, bucket)
+    for original, received in zip(tensors, cut, strict=True):
         torch.testing.assert_close(received, original, rtol=0, atol=0)
 
 
@@ -128,8 +128,9 @@ def test_the_table_casts_to_the_model_and_knows_tied_names() -> None:
     module["b"] = torch.nn.Linear(3, 2, bias=False)
     module["b"].weight = module["a"].weight
     table = WeightTable(module)
-    table.check_complete(["a.weight"])
+    assert not table.missing(["a.weight"])
     new = torch.randn(2, 3).bfloat16()
-    table.load({"b.weight": new})
+    table.adopt({"b.weight": table.prepared("b.weight", new)})
     torch.testing.assert_close(module["a"].weight.data, new.float(), rtol=0, atol=0)
+    torch.testing.assert_close(module["b"](torch.ones(3)), new.float().sum(1))
     assert table.checksums() == {n: tensor_sha256(new.float()) for n in ("a.weight", "b.weight")}

@@ -23,8 +23,8 @@ from torchtitan.grpo.child import start_child, stop_children
 from torchtitan.grpo.inference.client import BucketSpec, WeightGroupInfo
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
+from torchtitan.grpo.inference.embedded_client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
-from torchtitan.grpo.inference.sglang import SGLangClient
 from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import GenerateRequest
 from torchtitan.grpo.weight_sync.process_group import create_weight_group, destroy_weight_group
@@ -543,10 +543,10 @@ def test_a_checkpoint_is_served_from_disk_whole_or_not_at_all(
     with_client(server, test)
 
 
-def test_the_sglang_client_serves_the_embedded_server(server: Server) -> None:
+def test_the_client_serves_the_embedded_server(server: Server) -> None:
     async def run() -> None:
         http = HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=TIMEOUT)
-        client = SGLangClient(http, request_timeout_seconds=TIMEOUT)
+        client = EmbeddedClient(http, request_timeout_seconds=TIMEOUT)
         new, name = make_model(4), next(_names)
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         info = WeightGroupInfo("127.0.0.1", store.port, 1, 2, name, "gloo", 30.0)
@@ -559,19 +559,24 @@ def test_the_sglang_client_serves_the_embedded_server(server: Server) -> None:
         group = await rank_0
         running = asyncio.create_task(client.generate(GenerateRequest("long", [1], 4000)))
         await client.health()
-        await client.pause()
         await client.begin_update()
         for last, half in enumerate(halves(weights_of(new))):
             shapes = tuple(tuple(t.shape) for t in half.values())
             bucket = BucketSpec(tuple(half), ("float32",) * len(half), shapes)
             wire = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in half.values()])
             receiving = asyncio.create_task(
-                client.receive_bucket(bucket, last=bool(last), version=12)
+                client.receive_bucket(bucket, group_name=name, last=bool(last), version=12)
             )
             await asyncio.to_thread(dist.broadcast, wire, 0, group)
             await receiving
-        await client.commit_update(12)
-        await client.resume()
+        assert await client.commit_update(12) > 0
+        ids = [3, 1, 4, 1, 5, 9, 2, 6]
+        torch.testing.assert_close(
+            torch.tensor(await client.prompt_logprobs(ids)),
+            reference_logprobs(new, ids[:1], ids[1:]),
+            atol=1e-4,
+            rtol=0,
+        )
         generation = await client.generate(GenerateRequest("short", [5, 6], 6))
         expected = reference_logprobs(new, [5, 6], generation.token_ids.tolist())
         torch.testing.assert_close(
@@ -580,7 +585,7 @@ def test_the_sglang_client_serves_the_embedded_server(server: Server) -> None:
         assert {segment.version for segment in generation.segments} == {12}
         await client.abort("long")
         await asyncio.gather(running, return_exceptions=True)
-        await client.leave_weight_group()
+        await client.leave_weight_groups()
         await client.close()
         destroy_weight_group(group)
 

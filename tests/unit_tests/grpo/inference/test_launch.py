@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from torchtitan.grpo import config
 from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.inference.launch import (
+    HeldPorts,
     LaunchedServer,
     ServerSpec,
     default_device,
@@ -133,8 +135,9 @@ def test_the_environment_of_the_ranks_does_not_reach_a_server() -> None:
 def test_specs_follow_the_configuration(tmp_path: Path) -> None:
     process = make_config(tmp_path, num_servers=2)
     process.rollout.max_concurrent_rollouts = 31
-    specs = server_specs(process, {"TORCHTITAN_GRPO_API_KEY": "k", "CUDA_VISIBLE_DEVICES": ""})
-    assert len({spec.port for spec in specs}) == 2
+    environ = {"TORCHTITAN_GRPO_API_KEY": "k", "CUDA_VISIBLE_DEVICES": ""}
+    specs = server_specs(process, environ, [4321, 4322])
+    assert [spec.port for spec in specs] == [4321, 4322]
     assert {spec.max_running_requests for spec in specs} == {16}
     assert {spec.max_model_len for spec in specs} == {96}
     assert {(spec.device, spec.dtype) for spec in specs} == {("cpu", "float32")}
@@ -168,6 +171,37 @@ def test_hidden_gpus_are_not_used() -> None:
 
 def test_free_ports_differ() -> None:
     assert len(set(free_ports(8))) == 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux alone")
+def test_a_held_port_is_for_who_asks_for_it_by_number_again_and_again() -> None:
+    with HeldPorts(2) as held:
+        assert len(set(held.ports)) == 2
+        address = ("127.0.0.1", held.ports[0])
+        for _ in range(2):
+            # As asyncio and all kinds of servers make theirs; with a connection that it leaves.
+            listener = socket.create_server(address)
+            with socket.create_connection(address) as client:
+                connection, _ = listener.accept()
+                listener.close()
+                connection.close()
+                assert client.recv(1) == b""
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+
+def test_a_server_that_is_started_again_writes_behind_its_last_words(tmp_path: Path) -> None:
+    first = start_script(tmp_path, "echo hello; exit 3")
+    first.process.wait(60)
+    first.stop()
+    again = start_server(first.spec, first.log_file, keep_log=True)
+    again.process.wait(60)
+    again.stop()
+    assert again.url == first.url
+    assert again.log_tail() == "hello\nhello\n"
+    assert "ended with exit status 3" in again.describe_end()
 
 
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -12,12 +12,8 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
-from torchtitan.grpo.rollout.dispatch import (
-    Dispatcher,
-    Sampling,
-    ServersFailing,
-    check_generation,
-)
+from torchtitan.grpo.rollout.dispatch import Dispatcher, ServersFailing
+from torchtitan.grpo.rollout.requests import Sampling, check_generation
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 
 SAMPLING = Sampling(
@@ -66,8 +62,8 @@ class LocalServer(InferenceClient):
         raise NotImplementedError("this server only generates")
 
     abort = health = version = num_workers = pause = resume = _none
-    join_weight_group = leave_weight_group = begin_update = _none
-    receive_bucket = commit_update = close = _none
+    join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
 
 
 def make(*servers: LocalServer, **settings: Any) -> Dispatcher:
@@ -201,6 +197,119 @@ def test_requests_on_a_lost_server_are_given_up_at_once():
         dispatcher.set_lost("http://a", "its update timed out")
         await task
         assert len(other.requests) == 1
+
+    asyncio.run(run())
+
+
+async def in_flight_on(server: LocalServer, dispatcher: Dispatcher) -> asyncio.Task[Generation]:
+    """A completion that the server is writing, and will not end."""
+    server.answer = server.hang
+    dispatcher.set_version(server.url, 3)
+    task = dispatcher.submit(PROMPT, dispatcher.servers[server.url], SAMPLING)
+    while not server.requests:
+        await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize("end", ["remove", "set_lost", "set_down"])
+def test_what_a_server_had_waits_for_one_that_is_not_older(end: str):
+    async def run() -> None:
+        server, other = LocalServer("http://a"), LocalServer("http://b")
+        dispatcher = make(server, other)
+        dispatcher.set_version("http://b", 2)
+        task = await in_flight_on(server, dispatcher)
+        if end == "remove":
+            dispatcher.remove("http://a")
+        else:
+            getattr(dispatcher, end)("http://a", "gone")
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        assert dispatcher.in_flight == 1
+        assert not other.requests
+        dispatcher.set_version("http://b", 3)
+        await task
+        await asyncio.sleep(0)
+        assert (dispatcher.in_flight, dispatcher.servers["http://b"].load) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_completion_that_is_given_back_again_and_again_is_not_failed():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server, max_consecutive_failures=1)
+        task = await in_flight_on(server, dispatcher)
+        for num_requests in range(2, 6):
+            dispatcher.set_lost("http://a", "its update timed out")
+            dispatcher.set_version("http://a", 3)
+            while len(server.requests) < num_requests:
+                await asyncio.sleep(0)
+        server.answer = server.succeed
+        dispatcher.set_lost("http://a", "its update timed out")
+        dispatcher.set_version("http://a", 3)
+        await task
+        ids = [request.request_id for request in server.requests]
+        assert len(set(ids)) == len(ids) == 6
+
+    asyncio.run(run())
+
+
+def test_completion_that_nobody_takes_fails_at_its_timeout():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server, request_timeout_seconds=0.3)
+        task = await in_flight_on(server, dispatcher)
+        dispatcher.remove("http://a")
+        with pytest.raises(ServerError, match=r"No server of policy_version 3 .* = 0\.3, after: "):
+            await task
+        assert dispatcher.in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_removed_server_is_not_waited_for_while_it_is_told():
+    async def run() -> None:
+        frozen, other = LocalServer("http://a"), LocalServer("http://b")
+        dispatcher = make(frozen, other)
+        answers_again = asyncio.Event()
+
+        async def freeze(request: GenerateRequest) -> Generation:
+            try:
+                return await LocalServer.hang(frozen, request)
+            except asyncio.CancelledError:
+                await answers_again.wait()  # the abort is not answered either
+                raise
+
+        frozen.hang = freeze  # type: ignore[method-assign]
+        task = await in_flight_on(frozen, dispatcher)
+        dispatcher.set_version("http://b", 3)
+        (told,) = dispatcher.remove("http://a")
+        await task
+        assert len(other.requests) == 1
+        assert not told.done()
+        answers_again.set()
+        await asyncio.wait([told], timeout=20)
+        assert told.cancelled()
+
+    asyncio.run(run())
+
+
+def test_late_news_of_servers_that_are_not_there_is_harmless():
+    async def run() -> None:
+        dispatcher = make(LocalServer("http://a"), LocalServer("http://b"))
+        dispatcher.remove("http://a")
+        dispatcher.set_version("http://a", 3)
+        dispatcher.set_lost("http://a", "late")
+        dispatcher.set_down("http://b", "its process has ended")
+        dispatcher.set_version("http://b", 3)
+        assert dispatcher.choose(lambda version: True) is None
+        # The same URL again: another server, which must be attested itself.
+        dispatcher.add(LocalServer("http://a"))
+        dispatcher.set_running("http://b")
+        assert dispatcher.choose(lambda version: True) is None
+        for url in ("http://a", "http://b"):
+            dispatcher.set_version(url, 4)
+            assert dispatcher.servers[url].is_ready()
 
     asyncio.run(run())
 

@@ -18,10 +18,11 @@ from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rewards.pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Sampling
+from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.rows import open_rows
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -66,8 +67,8 @@ class RandomServer(InferenceClient):
         raise NotImplementedError("this server only generates")
 
     abort = health = version = num_workers = pause = resume = _none
-    join_weight_group = leave_weight_group = begin_update = _none
-    receive_bucket = commit_update = close = _none
+    join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
 
 
 @dataclass

@@ -19,6 +19,7 @@ the last rows move into those that are left.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -147,8 +148,10 @@ class Engine:
 
     def swap_weights(
         self, swap: Callable[[], None], version: str | None, *, abort_all: bool = False
-    ) -> "Future[None]":
+    ) -> "Future[float]":
         """Runs ``swap`` between two steps and renews what was computed with old weights.
+
+        The future holds the seconds for which the engine stood still.
 
         Args:
             swap: Writes the parameters. It must not fail halfway.
@@ -238,6 +241,13 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         for request in requests:
             request.start_segment(self.version)
+            if request.logprob_start is not None:
+                # At once, and so under one version, whatever is paused or in the way.
+                request.prompt_logprobs = self._runner.prompt_logprobs(request.prompt_ids)
+            if request.sampling.max_new_tokens == 0:
+                request.finish_reason = {"type": "length", "length": 0}
+                self._events.append((request, 0, True))
+                continue
             seed = request.sampling.sampling_seed
             if seed is not None:
                 generator = torch.Generator(self._runner.device)
@@ -283,7 +293,8 @@ class Engine:
             if request is not None:
                 request.start_segment(version)
 
-    def _swap_weights(self, swap: Callable[[], None], version: str | None, abort: bool) -> None:
+    def _swap_weights(self, swap: Callable[[], None], version: str | None, abort: bool) -> float:
+        started = time.perf_counter()
         if abort:
             self._abort(None, "Aborted by a weight update.")
         swap()
@@ -292,6 +303,7 @@ class Engine:
             self._set_version(version)
         if self.pause_mode != "in_place":
             self._requeue_running()
+        return time.perf_counter() - started
 
     def _requeue_running(self) -> None:
         running = [r for r in self._rows if r is not None]

@@ -18,6 +18,8 @@ from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
 logger = logging.getLogger(__name__)
 
 _ATTENTION = "grouped_sdpa"
+# Positions whose logits over the vocabulary are in memory at once.
+_LOGIT_ROWS = 256
 
 
 def _grouped_sdpa(
@@ -132,6 +134,22 @@ class ModelRunner:
             use_cache=True,
         ).last_hidden_state
         return self.model.lm_head(hidden[:, 0])
+
+    def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+        """Log-probability of each token but the first; the slots are left alone.
+
+        Returns:
+            [len(tokens) - 1], at temperature 1.
+        """
+        ids = torch.tensor([tokens], device=self.device)
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        found: list[float] = []
+        for part, targets in zip(
+            hidden.split(_LOGIT_ROWS), ids[0, 1:].split(_LOGIT_ROWS), strict=True
+        ):
+            logprobs = torch.log_softmax(self.model.lm_head(part).float(), dim=-1)
+            found += logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
+        return found
 
 
 def _check_attention(model: PreTrainedModel) -> None:

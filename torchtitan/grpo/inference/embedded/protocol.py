@@ -54,12 +54,14 @@ class GenerateBody:
         prompts: One token id list a completion: each prompt ``n`` times in a row.
         request_ids: One a completion.
         sampling: One a completion.
+        logprob_start: Position from which prompt logprobs are answered; None for none.
         is_list: Whether the answer is a list.
     """
 
     prompts: list[list[int]]
     request_ids: list[str]
     sampling: list[SamplingParams]
+    logprob_start: int | None
     return_logprob: bool
     stream: bool
     is_list: bool
@@ -103,12 +105,13 @@ def parse_generate(body: Mapping[str, Any], facts: ModelFacts) -> GenerateBody:
                 f"Prompt and max_new_tokens together must be at most {facts.max_model_len} tokens "
                 f"(--max-model-len), got {len(prompt)} + {params.max_new_tokens}."
             )
-    _check_logprob_start(body, prompts)
+    return_logprob = body_field(body, "return_logprob", bool, False)
     return GenerateBody(
         prompts=[p for p in prompts for _ in range(num_samples)],
         request_ids=_request_ids(body.get("rid"), len(prompts), num_samples, is_batch),
         sampling=[_sample_params(p, i) for p in sampling for i in range(num_samples)],
-        return_logprob=body_field(body, "return_logprob", bool, False),
+        logprob_start=_logprob_start(body, prompts) if return_logprob else None,
+        return_logprob=return_logprob,
         stream=body_field(body, "stream", bool, False),
         is_list=is_batch or num_samples > 1,
     )
@@ -129,13 +132,12 @@ def _check_prompt(prompt: Any, facts: ModelFacts) -> None:
             )
 
 
-def _check_logprob_start(body: Mapping[str, Any], prompts: list[list[int]]) -> None:
+def _logprob_start(body: Mapping[str, Any], prompts: list[list[int]]) -> int | None:
     start = body_field(body, "logprob_start_len", int, -1)
-    if start != -1 and start < max(len(p) for p in prompts):
-        raise ValueError(
-            f"logprob_start_len must be -1: the embedded server returns logprobs of the "
-            f"completion only, got {start}."
-        )
+    longest = max(len(prompt) for prompt in prompts)
+    if not -1 <= start <= longest:
+        raise ValueError(f"logprob_start_len must be in [-1, {longest}], got {start}.")
+    return None if start in (-1, longest) else start
 
 
 def _parse_sampling(
@@ -238,6 +240,12 @@ def format_answer(
         logprobs = request.logprobs[:num_tokens]
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(logprobs, output_ids, strict=True)
+        ]
+    if request.logprob_start is not None:
+        # The first token follows nothing.
+        prompt = zip([None, *request.prompt_logprobs], request.prompt_ids, strict=True)
+        meta["input_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in list(prompt)[request.logprob_start :]
         ]
     return {
         "text": _text(request, output_ids, finish_reason, facts),

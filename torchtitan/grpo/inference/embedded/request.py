@@ -32,6 +32,9 @@ class Request:
         listener: Called with ``(num_tokens, finished)``, on the server's event loop.
         segments: ``[version, start]`` of each run of tokens under one version.
         shared_prompt_tokens: Prompt tokens whose keys and values another request computed.
+        logprob_start: Position from which the answer holds the prompt's logprobs, or None.
+        prompt_logprobs: Of each prompt token but the first, at temperature 1; computed
+            where ``logprob_start`` asks for them.
     """
 
     request_id: str
@@ -47,6 +50,8 @@ class Request:
     segments: list[tuple[str, int]] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     shared_prompt_tokens: int = 0
+    logprob_start: int | None = None
+    prompt_logprobs: list[float] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:

@@ -13,7 +13,7 @@ class SamplingParams:
     """How one completion is sampled.
 
     Attributes:
-        max_new_tokens: Upper bound of the completion's length, at least 1.
+        max_new_tokens: Upper bound of the completion's length; 0 writes nothing.
         temperature: 0 (below 1e-6) is greedy; logprobs are then those of temperature 1.
         top_p: Nucleus bound in (0, 1]; 1 is off.
         top_k: Number of most likely tokens kept; -1 is off.
@@ -47,7 +47,7 @@ class SamplingParams:
     def validate(self) -> None:
         """Raises ValueError naming the first field out of range."""
         checks = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
             ("temperature", 0 <= self.temperature <= 1e6, "in [0, 1e6]"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k == -1 or 1 <= self.top_k < 2**31, "-1 (off) or at least 1"),

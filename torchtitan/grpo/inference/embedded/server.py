@@ -34,6 +34,7 @@ from torchtitan.grpo.inference.embedded.protocol import (
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.weight_sync.staging import StagingError
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class EmbeddedServer:
             ("*", "/flush_cache", self._flush_cache, control),
             ("POST", "/init_weights_update_group", self._init_group, control),
             ("POST", "/destroy_weights_update_group", self._destroy_group, control),
+            ("POST", "/leave_weight_groups", self._leave_groups, control),
             ("POST", "/begin_weight_update", self._begin_update, control),
             ("POST", "/update_weights_from_distributed", self._receive, control),
             ("POST", "/update_weights_from_disk", self._load_from_disk, control),
@@ -142,7 +144,7 @@ class EmbeddedServer:
                 return _error(401, "Unauthorized: send 'Authorization: Bearer KEY'.")
             try:
                 return await handler(request)
-            except (ValueError, UpdateError) as error:
+            except (ValueError, UpdateError, StagingError) as error:
                 return _error(400, str(error))
             except EngineError as error:
                 return _error(500, str(error))
@@ -187,6 +189,7 @@ class EmbeddedServer:
                 stop_ids=stop_ids_of(sampling, self._facts),
                 stream=body.stream,
                 listener=listener_of(i),
+                logprob_start=body.logprob_start,
             )
             for i, (request_id, prompt, sampling) in enumerate(
                 zip(body.request_ids, body.prompts, body.sampling, strict=True)
@@ -280,6 +283,7 @@ class EmbeddedServer:
                 "num_steps": engine.num_steps,
                 "num_recomputed": engine.num_recomputed,
                 "num_swaps": engine.num_swaps,
+                "weight_groups": self.updater.group_names,
             }
         )
 
@@ -327,6 +331,10 @@ class EmbeddedServer:
         await run_in_thread("leave-group", lambda: self.updater.destroy_group(name))
         return _success("Left the group.")
 
+    async def _leave_groups(self, http: web.Request) -> web.Response:
+        await run_in_thread("leave-groups", self.updater.leave_all)
+        return _success("Left all groups; an open update was dropped.")
+
     async def _begin_update(self, http: web.Request) -> web.Response:
         self.updater.begin()
         return _success("Weight update begun.")
@@ -337,7 +345,9 @@ class EmbeddedServer:
         except ValueError as error:
             self.updater.fail(str(error))
             raise
-        await run_in_thread("receive", lambda: self.updater.receive(bucket, **arguments))
+        arrived = self.updater.announce(bucket, **arguments)
+        # Shielded, and so received to its end when its client has gone.
+        await asyncio.shield(asyncio.wrap_future(arrived))
         return _success("Succeeded to receive the weights; end_weight_update serves them.")
 
     async def _load_from_disk(self, http: web.Request) -> web.Response:
@@ -345,11 +355,17 @@ class EmbeddedServer:
         path = body_field(body, "model_path", str)
         version = body_field(body, "weight_version", str, None)
         abort_all = body_field(body, "abort_all_requests", bool, False)
-        await run_in_thread("load", lambda: self.updater.load_from_disk(path, version, abort_all))
-        return _success("Succeeded to update the weights.", num_paused_requests=0)
+        seconds = await run_in_thread(
+            "load", lambda: self.updater.load_from_disk(path, version, abort_all)
+        )
+        return _success(
+            "Succeeded to update the weights.", num_paused_requests=0, swap_seconds=seconds
+        )
 
     async def _end_update(self, http: web.Request) -> web.Response:
-        return _success(await run_in_thread("commit", self.updater.end))
+        version = body_field(await _json_body(http), "weight_version", str, None)
+        message, seconds = await run_in_thread("commit", lambda: self.updater.end(version))
+        return _success(message, swap_seconds=seconds)
 
     async def _update_version(self, http: web.Request) -> web.Response:
         body = await _json_body(http)
@@ -375,12 +391,31 @@ def _parse_chunk(body: Mapping[str, Any]) -> tuple[BucketSpec, dict[str, Any]]:
         raise ValueError("names and dtypes must be lists of strings.")
     if not all(type(s) is list and all(type(dim) is int for dim in s) for s in shapes):
         raise ValueError("shapes must be a list of lists of integers.")
-    return BucketSpec(tuple(names), tuple(dtypes), tuple(tuple(s) for s in shapes)), {
+    checksums, num_changed = (_integers(body, key) for key in ("checksums", "num_changed"))
+    if num_changed is not None and load_format is None:
+        raise ValueError("num_changed needs load_format 'flattened_bucket'.")
+    bucket = BucketSpec(
+        tuple(names),
+        tuple(dtypes),
+        tuple(tuple(s) for s in shapes),
+        checksums,
+        num_changed,
+        body_field(body, "base_version", int, None),
+    )
+    return bucket, {
         "group_name": body_field(body, "group_name", str, "weight_update_group"),
         "flattened": load_format is not None,
+        "sequence": body_field(body, "sequence", int, None),
         "version": body_field(body, "weight_version", str, None),
         "abort_all": body_field(body, "abort_all_requests", bool, False),
     }
+
+
+def _integers(body: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
+    values = body_field(body, key, list, None)
+    if values is not None and not all(type(value) is int for value in values):
+        raise ValueError(f"{key} must be a list of integers.")
+    return None if values is None else tuple(values)
 
 
 async def _json_body(http: web.Request) -> dict[str, Any]:

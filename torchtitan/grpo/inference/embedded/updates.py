@@ -3,38 +3,51 @@
 
 """Weight updates: the process groups they come through, and their sessions.
 
-    (no session) -- begin --> OPEN -- receive, ... --> OPEN -- end --> (no session)
+    (no session) -- begin --> OPEN -- announce, ... --> OPEN -- end --> (no session)
 
-What is received lies in staging buffers until ``end`` swaps all of it in at once, between
-two steps of the engine. ``end`` commits only what is known to be whole: every chunk
-arrived, and one of them (the last) named the ``weight_version``. Otherwise all of it is
-dropped and the model is as it was. So a trainer that comes back after a crash may always
-call ``end`` first.
+What is announced is received into staging, in order, while the engine generates. ``end``
+swaps all of it in at once, between two steps of the engine, and commits only what is known
+to be whole: every chunk arrived and was verified, and one of them (the last) named the
+``weight_version``. Otherwise all of it is dropped and the model is as it was. So a trainer
+that comes back after a crash may always call ``end`` first, or ``leave_all``.
 
-The methods block (a broadcast waits for the trainer), and are called from threads of their
-own. They raise :class:`UpdateError` for everything that the caller is told with 400.
+A delta is applied to what is served. It is refused unless that is the version it was made
+against, whole, from weights of the dtype it travels in, in a model that holds them exactly.
+
+The methods raise :class:`UpdateError` for everything that the caller is told with 400.
 """
 
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 
 from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.inference.embedded.engine import Engine
-from torchtitan.grpo.inference.embedded.groups import WeightGroup
-from torchtitan.grpo.inference.embedded.weights import (
-    WIRE_DTYPES,
-    WeightTable,
-    read_safetensors,
-    split_bucket,
-    tensor_bytes,
+from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.weight_sync.buffers import BufferPool
+from torchtitan.grpo.weight_sync.receiving import WeightGroup
+from torchtitan.grpo.weight_sync.staging import (
+    Staging,
+    StagingError,
+    StagingPlace,
+    bucket_bytes,
+    check_lengths,
 )
+from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, read_safetensors
 
 logger = logging.getLogger(__name__)
+
+_UNDER_WAY = (
+    "Another weight operation is under way. Wait for its answer, or end it with "
+    "destroy_weights_update_group."
+)
 
 
 class UpdateError(RuntimeError):
@@ -43,10 +56,17 @@ class UpdateError(RuntimeError):
 
 @dataclass
 class _Session:
-    staged: dict[str, torch.Tensor] = field(default_factory=dict)
+    staging: Staging
     version: str | None = None
     abort_all: bool = False
-    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class _Served:
+    """The version that every parameter is of, and the dtypes they came in."""
+
+    version: str
+    dtypes: dict[str, str]
 
 
 class WeightUpdater:
@@ -67,9 +87,17 @@ class WeightUpdater:
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._busy = threading.Lock()
+        self._buffers = BufferPool()
+        self._place = StagingPlace(device, table.in_wire_dtype, table.prepared)
         self._session: _Session | None = None
+        self._served: _Served | None = None
         # None while the group's rendezvous is under way.
         self._groups: dict[str, WeightGroup | None] = {}
+
+    @property
+    def group_names(self) -> list[str]:
+        """The groups that this server is in, or is joining."""
+        return list(self._groups)
 
     def init_group(
         self,
@@ -117,77 +145,121 @@ class WeightUpdater:
         del self._groups[group_name]
         group.leave()
 
+    def leave_all(self) -> None:
+        """Leaves all groups and drops an open session; harmless without any."""
+        self._leave_groups()
+        with self._exclusive():
+            session, self._session = self._session, None
+            if session is not None:
+                session.staging.drop()
+
     def begin(self) -> None:
         """Opens a session."""
         with self._exclusive():
             if self._session is not None:
                 raise UpdateError("A weight update is open. Call end_weight_update first.")
-            self._session = _Session()
+            self._session = _Session(Staging(self._place, self._buffers))
 
-    def receive(
+    def announce(
         self,
         bucket: BucketSpec,
         *,
         group_name: str,
         flattened: bool,
+        sequence: int | None,
         version: str | None,
         abort_all: bool,
-    ) -> None:
-        """Receives one chunk into staging; refuses it before any broadcast is waited for."""
-        with self._exclusive():
-            session = self._session
-            if session is None:
-                raise UpdateError("No weight update is open. Call begin_weight_update first.")
-            try:
-                group = self._checked_group(bucket, group_name, session)
-                session.staged.update(self._receive(bucket, group, flattened))
-            except (RuntimeError, ValueError) as error:
-                # Also on a refusal: a commit without this chunk would serve a mixture.
-                session.failure = str(error)
-                raise UpdateError(str(error)) from error
-            session.version = session.version if version is None else version
-            session.abort_all |= abort_all
+    ) -> "Future[None]":
+        """Queues one chunk for staging; refuses it before any broadcast is waited for.
+
+        Returns at once; the future ends when the chunk has come and is verified.
+        """
+        session = self._session
+        if session is None:
+            raise UpdateError("No weight update is open. Call begin_weight_update first.")
+        try:
+            group = self._checked_group(bucket, group_name)
+            future = session.staging.announce(bucket, group, sequence=sequence, flattened=flattened)
+        except ValueError as error:
+            # Also on a refusal: a commit without this chunk would serve a mixture.
+            session.staging.fail(str(error))
+            raise UpdateError(str(error)) from error
+        session.version = session.version if version is None else version
+        session.abort_all |= abort_all
+        return future
 
     def fail(self, reason: str) -> None:
         """Makes :meth:`end` drop the open session: a chunk of it could not even be read."""
         if self._session is not None:
-            self._session.failure = reason
+            self._session.staging.fail(reason)
 
-    def end(self) -> str:
-        """Commits the session, or drops it whole; returns what to tell the caller."""
+    def end(self, version: str | None = None) -> tuple[str, float]:
+        """Commits the session, or drops it whole.
+
+        Args:
+            version: Name of the new version, where no chunk said it.
+
+        Returns:
+            What to tell the caller, and the seconds for which the engine stood still.
+        """
         with self._exclusive():
-            session, self._session = self._session, None
+            session = self._session
             if session is None:
                 raise UpdateError("No weight update is open.")
-            if session.failure is not None:
-                raise UpdateError(f"Nothing was changed, since a chunk failed: {session.failure}")
-            if not session.staged:
-                return "Ended; no weights were sent."
-            if session.version is None:
-                raise UpdateError(
-                    f"Nothing was changed: {len(session.staged)} tensors came, but no chunk with a "
-                    "weight_version, which marks the last one."
-                )
-            self._commit(session.staged, session.version, session.abort_all)
-            return f"Serving {len(session.staged)} new tensors as version {session.version!r}."
+            if session.staging.is_receiving:
+                raise UpdateError(_UNDER_WAY)
+            self._session = None
+            try:
+                return self._end(session, version)
+            except UpdateError:
+                session.staging.drop()
+                raise
 
-    def load_from_disk(self, model_path: str, version: str | None, abort_all: bool) -> None:
-        """Serves the weights of a Hugging Face directory."""
+    def _end(self, session: _Session, version: str | None) -> tuple[str, float]:
+        staging = session.staging
+        try:
+            tensors = staging.collect(self._timeout_seconds)
+        except StagingError as error:
+            raise UpdateError(f"Nothing was changed, since a chunk failed: {error}") from error
+        if not staging.dtypes:
+            return "Ended; no weights were sent.", 0.0
+        version = version or session.version
+        if version is None:
+            raise UpdateError(
+                f"Nothing was changed: {len(staging.dtypes)} tensors came, but no chunk with a "
+                "weight_version, which marks the last one."
+            )
+        seconds = self._commit(tensors, version, session.abort_all)
+        self._remember(version, staging.dtypes)
+        return f"Serving {len(staging.dtypes)} tensors as version {version!r}.", seconds
+
+    def load_from_disk(self, model_path: str, version: str | None, abort_all: bool) -> float:
+        """Serves the weights of a Hugging Face directory; returns the seconds of the swap."""
         with self._exclusive():
             if self._session is not None:
                 raise UpdateError("A weight update is open. Call end_weight_update first.")
             try:
-                tensors = read_safetensors(model_path)
-                names = list(tensors)
-                dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors.values()]
-                self._table.check(names, dtypes, [list(t.shape) for t in tensors.values()])
-                self._table.check_complete(names)
-            except (ValueError, OSError) as error:
+                read = read_safetensors(model_path)
+                dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in read.items()}
+                self._table.check(
+                    list(read), list(dtypes.values()), [list(t.shape) for t in read.values()]
+                )
+                if missing := self._table.missing(read):
+                    raise ValueError(
+                        f"{len(missing)} parameters are missing, such as {missing[:3]}."
+                    )
+            except (ValueError, OSError, SafetensorError) as error:
                 raise UpdateError(f"Nothing was changed. {error}") from error
-            self._commit(tensors, version, abort_all)
+            prepared = {name: self._table.prepared(name, t) for name, t in read.items()}
+            seconds = self._commit(prepared, version, abort_all)
+            self._remember(self._engine.version, dtypes)
+            return seconds
 
     def close(self) -> None:
         """Leaves all groups."""
+        self._leave_groups()
+
+    def _leave_groups(self) -> None:
         for name, group in list(self._groups.items()):
             if group is not None:
                 self.destroy_group(name)
@@ -195,50 +267,60 @@ class WeightUpdater:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise UpdateError(
-                "Another weight operation is under way. Wait for its answer, or end it with "
-                "destroy_weights_update_group."
-            )
+            raise UpdateError(_UNDER_WAY)
         try:
             yield
         finally:
             self._busy.release()
 
-    def _checked_group(self, bucket: BucketSpec, group_name: str, session: _Session) -> WeightGroup:
+    def _checked_group(self, bucket: BucketSpec, group_name: str) -> WeightGroup:
         group = self._groups.get(group_name)
         if group is None:
             raise ValueError(f"Group {group_name!r} does not exist. Known: {list(self._groups)}.")
-        shapes = [list(shape) for shape in bucket.shapes]
-        self._table.check(list(bucket.names), list(bucket.dtypes), shapes)
-        again = session.staged.keys() & set(bucket.names)
-        if again:
-            raise ValueError(f"{sorted(again)[0]} came twice in one update.")
+        check_lengths(bucket)
+        self._table.check(bucket.names, bucket.dtypes, bucket.shapes)
+        if bucket.num_changed is not None:
+            self._check_base(bucket)
         return group
 
-    def _receive(
-        self, bucket: BucketSpec, group: WeightGroup, flattened: bool
-    ) -> dict[str, torch.Tensor]:
-        device = group.buffer_device(self._device)
-        names, dtypes = list(bucket.names), list(bucket.dtypes)
-        shapes = [list(shape) for shape in bucket.shapes]
-        if flattened:
-            size = sum(tensor_bytes(dtypes, shapes))
-            flat = torch.empty(size, dtype=torch.uint8, device=device)
-            group.receive(flat)
-            tensors = split_bucket(flat, names, dtypes, shapes)
-        else:
-            tensors = {
-                name: torch.empty(shape, dtype=WIRE_DTYPES[dtype], device=device)
-                for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-            }
-            for tensor in tensors.values():
-                group.receive(tensor)
-        return tensors
+    def _check_base(self, bucket: BucketSpec) -> None:
+        """Raises ValueError unless a delta is against exactly what is served."""
+        bucket_bytes(bucket)
+        served = self._served
+        base = str(bucket.base_version)
+        if served is None or not base == served.version == self._engine.version:
+            raise ValueError(
+                f"A delta must be against the version that is served whole, got base_version "
+                f"{bucket.base_version}; served is {self._engine.version!r}, whole is "
+                f"{served.version if served else None!r}. Send all of the weights."
+            )
+        for name, dtype in zip(bucket.names, bucket.dtypes, strict=True):
+            came_in = served.dtypes.get(name)
+            if came_in != dtype or not self._table.is_exact(name, WIRE_DTYPES[dtype]):
+                raise ValueError(
+                    f"{name}: a delta in {dtype} needs weights that came in {dtype} (they came "
+                    f"in {came_in}) and a model that holds them exactly. Send all of the weights."
+                )
+
+    def _remember(self, version: str, dtypes: dict[str, str]) -> None:
+        # A part of the weights alone does not make a version that a delta can build on.
+        self._served = None if self._table.missing(dtypes) else _Served(version, dtypes)
 
     def _commit(
         self, tensors: dict[str, torch.Tensor], version: str | None, abort_all: bool
-    ) -> None:
-        self._engine.swap_weights(
-            lambda: self._table.load(tensors), version, abort_all=abort_all
-        ).result(self._timeout_seconds)
+    ) -> float:
+        future = self._engine.swap_weights(
+            lambda: self._table.adopt(tensors), version, abort_all=abort_all
+        )
+        try:
+            seconds = future.result(self._timeout_seconds)
+        except FutureTimeoutError as error:
+            if future.cancel():
+                raise UpdateError(
+                    f"Nothing was changed: no step of the engine ended within "
+                    f"{self._timeout_seconds} s."
+                ) from error
+            seconds = future.result()  # the swap had just begun, and takes no time
+        self._buffers.settle(self._table.tensors())
         logger.info("Serving %d new tensors as version %s.", len(tensors), self._engine.version)
+        return seconds

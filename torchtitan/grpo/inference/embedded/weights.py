@@ -4,36 +4,28 @@
 """The model's parameters by their Hugging Face names."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from safetensors import safe_open
 
-WIRE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Dtypes that weights may come in; they are cast to the model's."""
+from torchtitan.grpo.weight_sync.staging import aligned
+from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, is_exact_in
 
 
 class WeightTable:
-    """Checks, writes and sums up the parameters of a model.
+    """Checks, replaces and sums up the parameters of a model.
 
     Tied parameters are known under each of their names.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters: dict[str, torch.Tensor] = dict(model.state_dict())
+        # The parameters themselves, not detached copies: their storage is replaced.
+        self._parameters: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
 
-    def check(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+    def check(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
         """Raises ValueError unless every tensor described fits the model."""
-        if not len(names) == len(dtypes) == len(shapes) or not names:
-            raise ValueError(
-                "names, dtypes and shapes must be lists of one length, at least 1, got "
-                f"{len(names)}, {len(dtypes)} and {len(shapes)}."
-            )
         unknown = [name for name in names if name not in self._parameters]
         if unknown:
             raise ValueError(
@@ -49,21 +41,36 @@ class WeightTable:
                     f"{name}: dtype must be one of {sorted(WIRE_DTYPES)}, got {dtype!r}."
                 )
             expected = list(self._parameters[name].shape)
-            if shape != expected:
-                raise ValueError(f"{name}: shape must be {expected}, got {shape}.")
+            if list(shape) != expected:
+                raise ValueError(f"{name}: shape must be {expected}, got {list(shape)}.")
 
-    def check_complete(self, names: Iterable[str]) -> None:
-        """Raises ValueError unless ``names`` cover every parameter (tied ones once)."""
-        covered = {self._parameters[name].data_ptr() for name in names}
-        missing = [n for n, p in self._parameters.items() if p.data_ptr() not in covered]
-        if missing:
-            raise ValueError(f"{len(missing)} parameters are missing, such as {missing[:3]}.")
+    def missing(self, names: Collection[str]) -> list[str]:
+        """Parameters that ``names`` do not cover; tied ones need one name."""
+        covered = {id(self._parameters[name]) for name in names}
+        return [n for n, p in self._parameters.items() if id(p) not in covered]
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes checked tensors, cast to the model's dtype and moved to its device."""
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self._parameters[name].copy_(tensor)
+    def is_exact(self, name: str, wire_dtype: torch.dtype) -> bool:
+        """Whether the parameter's dtype holds every value of ``wire_dtype``."""
+        return is_exact_in(wire_dtype, self._parameters[name].dtype)
+
+    def in_wire_dtype(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of a parameter, as it travelled."""
+        return self._parameters[name].detach().to(dtype, copy=True)
+
+    @torch.no_grad()
+    def prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A checked tensor as :meth:`adopt` takes it: in the model's dtype, on its device."""
+        held = self._parameters[name]
+        return aligned(tensor.to(device=held.device, dtype=held.dtype))
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Makes prepared tensors the parameters. Nothing is copied, so it takes no time."""
+        for name, tensor in tensors.items():
+            self._parameters[name].data = tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters."""
+        return list(self._parameters.values())
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each parameter's bytes, in the model's dtype."""
@@ -74,44 +81,3 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's bytes, row-major."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def split_bucket(
-    bucket: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> dict[str, torch.Tensor]:
-    """Cuts a [bytes] uint8 tensor into the tensors that follow one another in it."""
-    tensors: dict[str, torch.Tensor] = {}
-    offset = 0
-    for name, size, dtype, shape in zip(
-        names, tensor_bytes(dtypes, shapes), dtypes, shapes, strict=True
-    ):
-        piece = bucket[offset : offset + size]
-        if offset % WIRE_DTYPES[dtype].itemsize:
-            piece = piece.clone()  # a view of another dtype must be aligned
-        tensors[name] = piece.view(WIRE_DTYPES[dtype]).view(shape)
-        offset += size
-    return tensors
-
-
-def tensor_bytes(dtypes: list[str], shapes: list[list[int]]) -> list[int]:
-    """Size of each tensor in bytes."""
-    return [
-        torch.Size(shape).numel() * WIRE_DTYPES[dtype].itemsize
-        for dtype, shape in zip(dtypes, shapes, strict=True)
-    ]
-
-
-def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face directory's safetensors files, on the CPU.
-
-    Raises:
-        ValueError: There are none.
-    """
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model_path must hold safetensors files, found none in {directory}.")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(str(file), framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-    return tensors

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The server's end of a weight group: joining, receiving, leaving while a receive waits."""
+"""A server's end of a weight group: joining, receiving, leaving while a receive waits."""
 
 import threading
 import time
@@ -56,6 +56,8 @@ class WeightGroup:
         Raises:
             RuntimeError: The trainer has gone, the time is up, or :meth:`leave` was called.
         """
+        if self._left.is_set():
+            raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
         self._is_receiving = True
         work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None, "this server is a member of the group"
@@ -87,7 +89,9 @@ class WeightGroup:
         work.wait()
 
     def leave(self) -> None:
-        """Leaves the group; a waiting :meth:`receive` fails."""
+        """Leaves the group; a waiting :meth:`receive` fails. Harmless when called again."""
+        if self._left.is_set():
+            return
         self._left.set()
         if self._is_receiving and not self._is_nccl:
             # Before the waiting thread can end, and drop its reference.

@@ -1,0 +1,219 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Servers that end and are started again, and servers that join and leave by the file."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
+
+GROUPS_PER_BATCH, GROUP_SIZE = 3, 4
+READY_SECONDS = 90.0
+BATCH_SECONDS = 60.0
+
+T = TypeVar("T")
+
+
+def wait_until(look: Callable[[], T | None], seconds: float = 60.0) -> T:
+    """The first answer that is neither None nor false."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+    return found
+
+
+def ask(url: str, do: Callable[[InferenceClient], Awaitable[T]]) -> T:
+    async def main() -> T:
+        client = make_client("embedded", url)
+        try:
+            return await do(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def num_requests(url: str) -> int:
+    """Requests that the server has not answered, of whatever state."""
+
+    async def main() -> Any:
+        http = HttpConnection(url, api_key=None, admin_key=None, timeout_seconds=10)
+        try:
+            return (await http.get("/server_info")).body
+        finally:
+            await http.close()
+
+    info = asyncio.run(main())
+    return info["num_running"] + info["num_waiting"]
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(ServerError):
+        ask(url, lambda client: client.health())
+        return True
+    return False
+
+
+def process_of(url: str) -> psutil.Process:
+    """The embedded server's process, among those below this one."""
+    port = url.rsplit(":", 1)[1]
+    (process,) = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and port in child.cmdline()
+    ]
+    return process
+
+
+def start_groups(link: RolloutLink, url: str, serve_version: Callable[..., None]) -> None:
+    """Has the server hold all the groups that may be open, and write none of them."""
+    ask(url, lambda client: client.pause())
+    serve_version(link, url, 0)
+    wait_until(lambda: num_requests(url) == 2 * GROUPS_PER_BATCH * GROUP_SIZE)
+
+
+def group_ids(link: RolloutLink, version: int) -> list[int]:
+    batch = link.next_batch(version, BATCH_SECONDS)
+    assert batch is not None
+    assert all(len(group.rollouts) == GROUP_SIZE for group in batch.groups)
+    return [group.group_id for group in batch.groups]
+
+
+def replace_file(path: Path, *lines: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text("\n".join(lines) + "\n")
+    os.replace(new, path)
+
+
+def log_of(config: RolloutProcessConfig) -> str:
+    return (Path(config.dump_folder) / "rollout_process.log").read_text()
+
+
+@pytest.fixture
+def by_file(rollout_config: RolloutProcessConfig, tmp_path: Path) -> RolloutProcessConfig:
+    rollout_config.inference.launch = False
+    rollout_config.inference.urls_file = str(tmp_path / "servers.txt")
+    return rollout_config
+
+
+def test_servers_join_and_leave_by_the_file_and_no_group_is_lost(
+    by_file: RolloutProcessConfig, open_link, serve, serve_version
+):
+    first, second = serve(), serve()
+    file = Path(str(by_file.inference.urls_file))
+    replace_file(file, "# servers of this run", "", f"{first.url}/")
+    link = open_link(by_file)
+    assert [server.url for server in link.wait_ready(READY_SECONDS)] == [first.url]
+    assert link.watch.poll() is None
+    start_groups(link, first.url, serve_version)
+
+    replace_file(file, second.url)
+    (server,) = wait_until(link.watch.poll)
+    assert (server.url, server.num_joined) == (second.url, 1)
+    wait_until(lambda: num_requests(first.url) == 0)
+    assert num_requests(second.url) == 0, "it was given work before it was attested"
+    # News of servers that are not there any more, or never were.
+    link.notify_version(first.url, 0)
+    link.notify_lost(first.url, "late")
+    link.notify_version("http://127.0.0.1:9", 5)
+    serve_version(link, second.url, 0)
+    ids = group_ids(link, 0)
+    serve_version(link, second.url, 1)
+    ids += group_ids(link, 1)
+    assert sorted(ids) == list(range(2 * GROUPS_PER_BATCH))
+    assert num_requests(first.url) == 0
+
+    # The first comes back, by a file that is written in place, and is asked to be read.
+    file.write_text(f"{second.url}\n{first.url}\n")
+    link.reread_urls()
+    servers = wait_until(link.watch.poll)
+    assert [(s.url, s.num_joined) for s in servers] == [(second.url, 1), (first.url, 2)]
+    assert link.watch.servers() == servers
+    ask(first.url, lambda client: client.resume())
+    serve_version(link, first.url, 2)
+    ids += group_ids(link, 2)
+    assert len(set(ids)) == 3 * GROUPS_PER_BATCH
+    assert link.watch.poll() is None
+
+
+def test_a_file_that_cannot_be_used_changes_nothing_and_is_reported_once(
+    by_file: RolloutProcessConfig, open_link, serve, serve_version
+):
+    server = serve()
+    file = Path(str(by_file.inference.urls_file))
+    replace_file(file, server.url)
+    link = open_link(by_file)
+    link.wait_ready(READY_SECONDS)
+    for lines, message in (
+        (("127.0.0.1:8000",), "must look like http://host:port, got '127.0.0.1:8000'"),
+        (("# none left",), "must name at least one server, got none"),
+        ((server.url, server.url), "must name each server once"),
+    ):
+        replace_file(file, *lines)
+        wait_until(lambda: message in log_of(by_file))  # noqa: B023
+    file.unlink()
+    wait_until(lambda: "must be a readable text file" in log_of(by_file))
+    replace_file(file, server.url)
+    link.reread_urls()
+    wait_until(lambda: "names the same servers" in log_of(by_file))
+    assert log_of(by_file).count("The servers stay as they are.") == 4
+    assert link.watch.poll() is None
+    serve_version(link, server.url, 0)
+    assert group_ids(link, 0)
+
+
+def test_a_killed_server_comes_back_under_its_url_and_no_group_is_lost(
+    rollout_config: RolloutProcessConfig, open_link, serve_version
+):
+    rollout_config.inference.max_restarts = 1
+    rollout_config.inference.restart_seconds = 0.2
+    link = open_link(rollout_config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    start_groups(link, server.url, serve_version)
+    first = process_of(server.url)
+    first.kill()
+    wait_until(lambda: "Restart 1 of at most 1" in log_of(rollout_config))
+    wait_until(lambda: answers(server.url))
+    assert process_of(server.url).pid != first.pid
+    assert num_requests(server.url) == 0, "it was given work before it was attested"
+    assert ask(server.url, lambda client: client.version()) is None
+    assert link.watch.poll() is None
+    serve_version(link, server.url, 0)
+    ids = group_ids(link, 0)
+    serve_version(link, server.url, 1)
+    ids += group_ids(link, 1)
+    assert sorted(ids) == list(range(2 * GROUPS_PER_BATCH))
+
+    process_of(server.url).kill()
+    with pytest.raises(RolloutFailed, match=r"(?s)started again 1 times .*exit status -9.*Serving"):
+        link.next_batch(2, BATCH_SECONDS)
+
+
+def test_a_server_that_is_gone_for_good_leaves_the_run_to_the_others(
+    rollout_config: RolloutProcessConfig, open_link, serve_version
+):
+    rollout_config.inference.num_servers = 2
+    rollout_config.inference.max_restarts = 0
+    link = open_link(rollout_config)
+    gone, left = link.wait_ready(READY_SECONDS)
+    start_groups(link, gone.url, serve_version)
+    process_of(gone.url).kill()
+    assert wait_until(link.watch.poll) == [left]
+    serve_version(link, left.url, 0)
+    ids = group_ids(link, 0)
+    serve_version(link, left.url, 1)
+    assert sorted(ids + group_ids(link, 1)) == list(range(2 * GROUPS_PER_BATCH))

@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The file of servers: how it is read, and which of its states are taken."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.inference.urls import UrlsFile, parse_urls
+
+A, B = "http://10.0.0.1:8000", "https://b.example:443"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "servers.txt"
+
+
+@pytest.fixture
+def file(path: Path) -> UrlsFile:
+    """A file that named A when it was read."""
+    path.write_text(A)
+    file = UrlsFile(str(path))
+    assert file.read() == [A]
+    return file
+
+
+def test_comments_and_empty_lines_are_passed_over_and_order_is_kept():
+    assert parse_urls(f"# ours\n\n  {B}/ \r\n#{A}\n{A}", "here") == [B, A]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "here must name at least one server, got none"),
+        ("# nothing\n", "at least one server"),
+        ("10.0.0.1:8000", "must look like http://host:port, got '10.0.0.1:8000'"),
+        ("http://a", "got 'http://a'"),
+        (f"{A}/v1", "got 'http://10.0.0.1:8000/v1'"),
+        (f"{A} # the first", "got 'http://10.0.0.1:8000 # the first'"),
+        (f"{A}\n{B}\n{A}/", f"each server once, got {A} again"),
+    ],
+)
+def test_a_file_that_names_no_servers_is_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_urls(text, "here")
+
+
+def test_an_unchanged_file_is_no_news(file: UrlsFile):
+    assert [file.poll() for _ in range(3)] == [None] * 3
+
+
+def test_a_change_is_taken_once_it_stands_still(file: UrlsFile, path: Path):
+    with path.open("w") as stream:
+        stream.write(f"{A}\nhttp://10.0.0.2:80")  # of :8000
+        stream.flush()
+        assert file.poll() is None
+        stream.write(f"00\n{B}\n")
+        stream.flush()
+        assert file.poll() is None
+    assert file.poll() == [A, "http://10.0.0.2:8000", B]
+    assert file.poll() is None
+
+
+def test_a_replaced_file_of_equal_size_is_a_change(file: UrlsFile, path: Path):
+    new = path.with_suffix(".new")
+    new.write_text(A.replace("1:", "2:"))
+    stat = path.stat()
+    os.utime(new, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(new, path)
+    assert [file.poll(), file.poll()] == [None, ["http://10.0.0.2:8000"]]
+
+
+def test_what_is_wrong_is_said_once_a_change(file: UrlsFile, path: Path):
+    path.write_bytes(b"\xff\xfe")
+    assert file.poll() is None
+    with pytest.raises(ValueError, match=r"inference\.urls_file .* must be a readable text file"):
+        file.poll()
+    assert file.poll() is None
+    path.unlink()
+    assert file.poll() is None
+    with pytest.raises(ValueError, match=r"servers\.txt.*No such file"):
+        file.poll()
+    assert file.poll() is None
+    path.write_text(B)
+    assert [file.poll(), file.poll()] == [None, [B]]
+
+
+def test_a_reading_that_is_asked_for_waits_for_nothing(file: UrlsFile, path: Path):
+    path.write_text(B)
+    assert file.read() == [B]
+    assert [file.poll(), file.poll()] == [None, None]

@@ -1,0 +1,75 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A lane's states, and the pause after failures."""
+
+import pytest
+
+from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
+
+
+def _after(*events, state=LaneState.JOINING):
+    for event in events:
+        state = next_state(state, event)
+    return state
+
+
+def test_a_server_becomes_ready_by_joining_a_whole_push_and_attestation():
+    way = (LaneEvent.JOINED, LaneEvent.COMMITTED, LaneEvent.ATTESTED)
+    assert _after(*way) is LaneState.READY
+    assert _after(*way, LaneEvent.NEWER_VERSION, *way[1:]) is LaneState.READY
+
+
+@pytest.mark.parametrize(
+    "state", [LaneState.JOINING, LaneState.SYNCING, LaneState.ATTESTING, LaneState.READY]
+)
+def test_whatever_fails_is_lost_and_joins_anew(state):
+    way = (LaneEvent.FAILED, LaneEvent.RETRY_DUE)
+    assert _after(*way, state=state) is LaneState.JOINING
+
+
+@pytest.mark.parametrize("state", [LaneState.ATTESTING, LaneState.READY])
+def test_a_server_that_serves_something_else_is_lost(state):
+    assert next_state(state, LaneEvent.VERSION_MISMATCH) is LaneState.LOST
+
+
+def test_nothing_leads_to_ready_but_attestation():
+    ways = [(s, e) for s in LaneState for e in LaneEvent if _leads_to(s, e) is LaneState.READY]
+    assert ways == [(LaneState.ATTESTING, LaneEvent.ATTESTED)]
+
+
+def test_a_removed_server_is_closed_for_good():
+    for state in set(LaneState) - {LaneState.CLOSED}:
+        assert next_state(state, LaneEvent.REMOVED) is LaneState.CLOSED
+    assert [_leads_to(LaneState.CLOSED, event) for event in LaneEvent] == [None] * len(LaneEvent)
+
+
+def test_what_must_not_happen_is_refused_with_what_may():
+    with pytest.raises(ValueError, match=r"syncing can take \['committed', 'failed', 'removed'\]"):
+        next_state(LaneState.SYNCING, LaneEvent.ATTESTED)
+
+
+def test_the_pause_doubles_up_to_the_longest_and_starts_again_after_a_success():
+    backoff = Backoff(1.0, 5.0)
+    assert [backoff.seconds_after_failure() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
+    backoff.reset()
+    assert backoff.seconds_after_failure() == 1.0
+
+
+def test_the_pause_stays_finite_after_any_number_of_failures():
+    backoff = Backoff(0.5, 30.0)
+    backoff.num_failures = 10**6
+    assert backoff.seconds_after_failure() == 30.0
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 1.0), (2.0, 1.0), (-1.0, 1.0)])
+def test_a_pause_that_cannot_be_is_refused(seconds):
+    with pytest.raises(ValueError, match=r"weight_sync\.retry_seconds"):
+        Backoff(*seconds)
+
+
+def _leads_to(state, event):
+    try:
+        return next_state(state, event)
+    except ValueError:
+        return None

@@ -1,0 +1,102 @@
+"""A bounded number of versions is alive, whatever lanes do with them."""
+
+import asyncio
+
+from torchtitan.grpo.weight_sync.versions import Versions
+
+
+class Sources:
+    """Keeps what it was told to drop; may be slow to do so."""
+
+    def __init__(self) -> None:
+        self.dropped: list[int] = []
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+
+    async def drop(self, version: int) -> None:
+        self.dropped.append(version)
+        await self.may_finish.wait()
+
+
+def test_a_lane_is_given_the_newest_version_and_waits_for_newer_ones():
+    async def body():
+        versions = Versions(5, Sources().drop)
+        assert await versions.newer_than(-1, 0.01) is None
+        waiting = asyncio.create_task(versions.newer_than(2, 10))
+        for version in (1, 2, 3):
+            await versions.begin(version)
+        assert await waiting == 3
+        assert await versions.newer_than(3, 0.01) is None
+        await versions.close()
+
+    asyncio.run(body())
+
+
+def test_a_version_is_dropped_when_it_is_not_the_newest_and_nobody_sends_it():
+    async def body():
+        sources = Sources()
+        versions = Versions(5, sources.drop)
+        await versions.begin(1)
+        with versions.sending(1):
+            await versions.begin(2)
+            await versions.begin(3)
+            await asyncio.sleep(0)
+            assert sources.dropped == [2]
+        await asyncio.sleep(0)
+        assert sources.dropped == [2, 1]
+        assert await versions.room(1)
+        await versions.close()
+
+    asyncio.run(body())
+
+
+def test_there_is_no_room_until_a_dropped_versions_buffers_are_free():
+    async def body():
+        sources = Sources()
+        sources.may_finish.clear()  # a broadcast that was given up still reads it
+        versions = Versions(2, sources.drop)
+        await versions.begin(1)
+        await versions.begin(2)
+        assert not await versions.room(0.01)
+        assert versions.num_alive == 2
+        sources.may_finish.set()
+        assert await versions.room(10)
+        assert versions.num_alive == 1
+        await versions.close()
+
+    asyncio.run(body())
+
+
+def test_a_base_is_kept_while_there_is_room_and_gives_way_when_there_is_not():
+    async def body():
+        sources = Sources()
+        versions = Versions(3, sources.drop)
+        for version in (1, 2):
+            await versions.begin(version)
+            versions.want_base(version)
+        await asyncio.sleep(0)
+        assert sources.dropped == []
+        assert await versions.room(1)
+        await versions.begin(3)
+        assert versions.has(1)
+        assert await versions.room(1)  # only if the oldest base gives way
+        assert sources.dropped == [1]
+        assert not versions.has(1) and versions.has(2)
+        await versions.close()
+
+    asyncio.run(body())
+
+
+def test_what_is_being_sent_never_gives_way():
+    async def body():
+        sources = Sources()
+        versions = Versions(2, sources.drop)
+        await versions.begin(1)
+        with versions.sending(1):
+            await versions.begin(2)
+            assert not await versions.room(0.01)
+            assert sources.dropped == []
+        assert await versions.room(10)
+        await versions.close()
+
+    asyncio.run(body())

@@ -1,0 +1,182 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Softmax over a vocabulary that comes in slices: its sums, and gradients through it.
+
+Several elementwise passes go over each slice. On a CPU they go over a block of rows at a
+time that stays in the cache between them; on a GPU a block is the whole slice, because there
+each operation costs a launch.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# 1 MiB of float32: with what is computed from it, a block fits the L2 cache of a core.
+_BLOCK_LOGITS_PER_THREAD = 2**18
+
+
+def row_blocks(tokens: int, width: int, device: torch.device) -> list[slice]:
+    """Cuts the rows of [tokens, width] logits into blocks for elementwise work."""
+    rows = max(tokens, 1)
+    if device.type == "cpu":
+        rows = max(1, torch.get_num_threads() * _BLOCK_LOGITS_PER_THREAD // max(width, 1))
+    return [slice(begin, min(begin + rows, tokens)) for begin in range(0, tokens, rows)]
+
+
+def _label_columns(
+    labels: torch.Tensor, start: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, 1] column of each label in a slice, and whether it is in there at all."""
+    columns = (labels - start).unsqueeze(1)
+    inside = (columns >= 0) & (columns < width)
+    return columns.clamp(0, width - 1), inside
+
+
+class SoftmaxSums:
+    """Running maximum and sums of the softmax over slices, then over ranks.
+
+    With ``x`` the logits less the maximum so far, the sums are of ``exp(x)`` and, for the
+    entropy, ``x * exp(x)``. They are rescaled when the maximum rises.
+
+    Args:
+        labels: [tokens] int, where id 0 is the first of the first slice.
+        dtype: Of the logits.
+        with_entropy: Make the second sum.
+        blocks: Of rows, from :func:`row_blocks`.
+        scratch: Flat memory with room for the logits of a block, overwritten. Where there is
+            one block alone, it may be the memory of the logits themselves.
+    """
+
+    def __init__(
+        self,
+        labels: torch.Tensor,
+        dtype: torch.dtype,
+        with_entropy: bool,
+        blocks: list[slice],
+        scratch: torch.Tensor,
+    ) -> None:
+        def full(value: float) -> torch.Tensor:
+            return torch.full(labels.shape, value, dtype=dtype, device=labels.device)
+
+        self._labels, self._with_entropy = labels, with_entropy
+        self._blocks, self._scratch = blocks, scratch
+        # Finite, so that a rank without any ids brings no inf - inf.
+        self._maximum = full(torch.finfo(dtype).min)
+        self._label_logits = full(-torch.inf)
+        self._exp_sum = full(0.0)
+        self._weighted_sum = full(0.0)
+
+    def add(self, start: int, logits: torch.Tensor) -> None:
+        """Takes in one slice, [tokens, width], whose first id is ``start``."""
+        columns, inside = _label_columns(self._labels, start, logits.shape[1])
+        found = logits.gather(1, columns)
+        self._label_logits = torch.where(inside, found, self._label_logits[:, None])[:, 0]
+        for rows in self._blocks:
+            self._add_block(rows, logits[rows])
+
+    def _add_block(self, rows: slice, logits: torch.Tensor) -> None:
+        self._raise_maximum(rows, torch.maximum(self._maximum[rows], logits.amax(dim=1)))
+        shifted = self._scratch[: logits.numel()].view_as(logits)
+        torch.sub(logits, self._maximum[rows, None], out=shifted)
+        if self._with_entropy:
+            exponentials = shifted.exp()
+            self._weighted_sum[rows] += shifted.mul_(exponentials).sum(dim=1)
+        else:
+            exponentials = shifted.exp_()
+        self._exp_sum[rows] += exponentials.sum(dim=1)
+
+    def reduce(self, group: ProcessGroup) -> None:
+        """Combines the ranks' pieces of the vocabulary."""
+        maxima = torch.stack((self._maximum, self._label_logits))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        self._raise_maximum(slice(None), maxima[0])
+        self._label_logits = maxima[1]
+        sums = torch.stack((self._exp_sum, self._weighted_sum))
+        dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+        self._exp_sum, self._weighted_sum = sums.unbind()
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[tokens] log-probabilities, entropies (or 0) and logarithms of the normaliser."""
+        log_sum = self._exp_sum.log()
+        logprobs = (self._label_logits - self._maximum) - log_sum
+        entropy = torch.zeros_like(log_sum)
+        if self._with_entropy:
+            entropy = log_sum - self._weighted_sum / self._exp_sum
+        return logprobs, entropy, self._maximum + log_sum
+
+    def _raise_maximum(self, rows: slice, maximum: torch.Tensor) -> None:
+        change = self._maximum[rows] - maximum
+        scale = change.exp()
+        if self._with_entropy:
+            self._weighted_sum[rows] += self._exp_sum[rows] * change
+            self._weighted_sum[rows] *= scale
+        self._exp_sum[rows] *= scale
+        self._maximum[rows] = maximum
+
+
+class LogitGrads:
+    """Turns a slice of logits into the gradient with respect to it.
+
+    With ``p`` the softmax, ``H`` its entropy, ``y`` the label, ``g`` and ``h`` the
+    gradients of log-probability and entropy::
+
+        d log p[y] / d z[v] = 1[v = y] - p[v]
+        d H / d z[v]        = -p[v] (log p[v] + H)
+        gradient of z[v]    = g 1[v = y] - p[v] (h log p[v] + h H + g)
+
+    Args:
+        labels: [tokens] int, where id 0 is the first of the first slice.
+        normaliser: [tokens] logarithm of the sum of exponentials.
+        entropy: [tokens], read with ``entropy_grad`` alone.
+        logprob_grad: [tokens], ``g`` above.
+        entropy_grad: [tokens], ``h`` above, or None for 0.
+        blocks: Of rows, from :func:`row_blocks`.
+    """
+
+    def __init__(
+        self,
+        labels: torch.Tensor,
+        normaliser: torch.Tensor,
+        entropy: torch.Tensor,
+        logprob_grad: torch.Tensor,
+        entropy_grad: torch.Tensor | None,
+        blocks: list[slice],
+    ) -> None:
+        self._labels, self._blocks = labels, blocks
+        self._normaliser = normaliser[:, None]
+        self._at_label = logprob_grad[:, None]
+        self._slope: torch.Tensor | None = None
+        self._offset = -self._at_label
+        # An entropy that was only logged asks for no gradient, and not for a second buffer.
+        if entropy_grad is not None and bool((entropy_grad != 0).any()):
+            self._slope = -entropy_grad[:, None]
+            self._offset = self._offset + self._slope * entropy[:, None]
+
+    def write(
+        self, start: int, logits: torch.Tensor, picked: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """Writes the gradient of the slice whose first id is ``start``.
+
+        Args:
+            start: First id.
+            logits: [rows, width].
+            picked: [tokens] int, the row of each token in ``logits``; None where token and
+                row are the same. ``logits`` may then be ``out``.
+            out: [tokens, width].
+        """
+        for rows in self._blocks:
+            block = out[rows]
+            if picked is None:
+                torch.sub(logits[rows], self._normaliser[rows], out=block)
+            else:
+                torch.index_select(logits, 0, picked[rows], out=block)
+                block.sub_(self._normaliser[rows])
+            if self._slope is None:
+                block.exp_().mul_(self._offset[rows])
+            else:
+                factors = torch.addcmul(self._offset[rows], block, self._slope[rows])
+                block.exp_().mul_(factors)
+        columns, inside = _label_columns(self._labels, start, out.shape[1])
+        at_label = out.gather(1, columns) + torch.where(inside, self._at_label, 0.0)
+        out.scatter_(1, columns, at_label)

@@ -1,0 +1,63 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a server is asked for, and which answers can be trained on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are sampled; lengths in tokens."""
+
+    max_new_tokens: int
+    max_total_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool = False
+
+    def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
+        """The request for one completion, cut so that prompt and completion fit."""
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_ids=prompt.token_ids.tolist(),
+            max_new_tokens=min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids)),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def check_generation(
+    generation: Generation, request: GenerateRequest, vocab_size: int, url: str
+) -> None:
+    """Refuses an answer that cannot be trained on.
+
+    Raises:
+        ServerError: It is empty, aborted, too long, not of this vocabulary, has no finite
+            logprob for each token, or does not say which version wrote which token.
+    """
+    ids, num_tokens = generation.token_ids, len(generation.token_ids)
+    covered = [position for s in generation.segments for position in (s.start, s.end)]
+    problem = None
+    if generation.finish_reason == "abort":
+        problem = f"it was aborted after {num_tokens} tokens"
+    elif not 0 < num_tokens <= request.max_new_tokens:
+        problem = f"it has {num_tokens} tokens, expected 1 to {request.max_new_tokens}"
+    elif not (ids.min() >= 0 and ids.max() < vocab_size):
+        problem = f"its token ids reach {ids.max()}, and the model has {vocab_size}"
+    elif len(generation.logprobs) != num_tokens or not np.isfinite(generation.logprobs).all():
+        problem = f"its {len(generation.logprobs)} logprobs are not one finite number a token"
+    elif covered[:1] != [0] or covered[-1:] != [num_tokens] or covered[1:-1:2] != covered[2:-1:2]:
+        problem = f"its version segments {generation.segments} do not cover {num_tokens} tokens"
+    if problem is not None:
+        raise ServerError(f"{url} answered with a completion that cannot be used: {problem}.")

@@ -1,0 +1,93 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Versions as safetensors files, for servers that share a filesystem with the trainer.
+
+    DISK_PATH/version-7.partial/   each source writes its part into it
+    DISK_PATH/version-7/           renamed by the leader once all parts are whole
+
+A directory appears under its name only when it is complete and on the disk, with the
+checksums of all tensors beside them, which a server of this project's own compares.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from torchtitan.grpo.weight_sync.checksum import tensor_checksum
+from torchtitan.grpo.weight_sync.payloads import Bucket, tensor_sizes
+
+CHECKSUMS_FILE = "checksums.json"
+
+
+def write_part(directory: Path, rank: int, buckets: Sequence[Bucket]) -> None:
+    """Writes one source's share: a safetensors file, and its checksums.
+
+    Raises:
+        OSError: The disk is full, or the directory cannot be written to.
+    """
+    tensors = {}
+    for bucket in buckets:
+        spec = bucket.spec
+        parts = bucket.payload.cpu().split(tensor_sizes(spec))
+        for name, dtype, shape, part in zip(
+            spec.names, spec.dtypes, spec.shapes, parts, strict=True
+        ):
+            # Cloned: a view of another dtype must be aligned.
+            tensors[name] = part.clone().view(getattr(torch, dtype)).view(shape)
+    file = directory / f"model-rank{rank:05d}.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    (directory / f"checksums-rank{rank:05d}.json").write_text(json.dumps(checksums))
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+class VersionDirectories:
+    """The leader's view of ``weight_sync.disk_path``.
+
+    Args:
+        root: The directory; made where it does not exist.
+        source: The trained model's directory, whose config and tokenizer files a server
+            may want beside the weights.
+    """
+
+    def __init__(self, root: Path, source: Path) -> None:
+        self._root, self._source = root, source
+        root.mkdir(parents=True, exist_ok=True)
+        # What a killed predecessor left half written is nobody's.
+        for partial in root.glob("version-*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def begin(self, version: int) -> Path:
+        """An empty directory for the parts of a version."""
+        partial = self._root / f"version-{version}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        return partial
+
+    def finish(self, version: int) -> Path:
+        """Joins the checksums, adds the model's config, and gives the directory its name."""
+        partial = self._root / f"version-{version}.partial"
+        checksums: dict[str, int] = {}
+        for part in sorted(partial.glob("checksums-rank*.json")):
+            checksums |= json.loads(part.read_text())
+            part.unlink()
+        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums))
+        for file in self._source.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, partial / file.name)
+        target = self._root / f"version-{version}"
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        return target
+
+    def remove(self, version: int) -> None:
+        """Deletes what there is of a version."""
+        for name in (f"version-{version}", f"version-{version}.partial"):
+            shutil.rmtree(self._root / name, ignore_errors=True)

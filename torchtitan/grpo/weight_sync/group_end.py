@@ -1,0 +1,175 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A source rank's end of the process group with one server.
+
+Collectives run on one thread of the group's own, for a broadcast waits for the server.
+Whatever fails takes the group down, since a collective that one side has given up cannot
+be completed.
+"""
+
+import asyncio
+import functools
+import socket
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.inference.client import WeightGroupInfo
+from torchtitan.grpo.weight_sync.process_group import create_weight_group, destroy_weight_group
+
+T = TypeVar("T")
+
+# How long leaving waits for a broadcast to notice that the server has left.
+_GRACE_SECONDS = 2.0
+# NCCL's watchdog ends the whole process at a group's timeout. It must not come before the
+# requests that end a failed push in order, each of which has a bound of its own.
+_NCCL_PATIENCE = 5
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What all groups with servers share.
+
+    Attributes:
+        master_address: ``weight_sync.master_address``.
+        backend: ``gloo`` or ``nccl``.
+        timeout_seconds: Bound of the rendezvous, and of each bucket.
+        device: Where payloads are broadcast from. CPU for gloo.
+    """
+
+    master_address: str
+    backend: str
+    timeout_seconds: float
+    device: torch.device
+
+
+class GroupEnd:
+    """This rank's end; it is rank 0 of the group, the server's workers follow.
+
+    Args:
+        server_url: The server.
+        world_size: 1 plus the number of the server's workers.
+
+    Attributes:
+        info: What the server must be told, to join.
+    """
+
+    def __init__(self, server_url: str, world_size: int, settings: GroupSettings) -> None:
+        self._settings = settings
+        address = route_address(settings.master_address, server_url)
+        self._store = _listening_store(address, world_size, settings.timeout_seconds)
+        self._group: dist.ProcessGroup | None = None
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"weight-push-{server_url}",
+            initializer=_use_device,
+            initargs=(settings.device,),
+        )
+        self.info = WeightGroupInfo(
+            master_address=address,
+            master_port=self._store.port,
+            rank_offset=1,
+            world_size=world_size,
+            group_name=f"torchtitan_grpo_{uuid.uuid4().hex}",
+            backend=settings.backend,
+            timeout_seconds=settings.timeout_seconds,
+        )
+
+    async def join(self) -> None:
+        """Returns when the server's workers have joined, too."""
+        self._group = await self._on_thread(self._create)
+
+    def _create(self) -> dist.ProcessGroup:
+        info = self.info
+        patience = _NCCL_PATIENCE if info.backend == "nccl" else 1
+        return create_weight_group(
+            info.master_address,
+            info.master_port,
+            0,
+            info.world_size,
+            info.group_name,
+            info.backend,
+            info.timeout_seconds * patience,
+            store=self._store,
+        )
+
+    async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
+        """Broadcasts one payload.
+
+        Args:
+            read: Calls its argument with the payload, and keeps that alive meanwhile. It
+                runs on the group's thread, maybe beyond this call if that is cancelled.
+        """
+        await self._on_thread(functools.partial(read, self._broadcast))
+
+    def _broadcast(self, payload: torch.Tensor) -> None:
+        if self._group is None:
+            raise RuntimeError(f"Group {self.info.group_name} has not been joined, or was left.")
+        payload = payload.to(self._settings.device)
+        dist.broadcast(payload, src=0, group=self._group)
+        if payload.is_cuda:  # enqueued only; the payload is the caller's again when we return
+            torch.cuda.current_stream(payload.device).synchronize()
+
+    async def leave(self) -> None:
+        """Takes the group down; never waits longer than a short grace."""
+        group, self._group = self._group, None
+        if group is not None:
+            destroy_weight_group(group)
+        del group
+        # A gloo broadcast cannot be interrupted: it ends with the server's sockets, or at
+        # the group's timeout. Nobody waits for that longer than this.
+        idle = asyncio.wrap_future(self._thread.submit(lambda: None))
+        done, _ = await asyncio.wait({idle}, timeout=_GRACE_SECONDS)
+        self._thread.shutdown(wait=bool(done), cancel_futures=True)
+
+    async def _on_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def route_address(setting: str, server_url: str) -> str:
+    """Resolves ``weight_sync.master_address``: this host's address on the way to a server."""
+    if setting != "auto":
+        return setting
+    url = urlsplit(server_url)
+    # Connecting a datagram socket sends nothing; it only asks for the route.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.hostname or "127.0.0.1", url.port or 80))
+        return probe.getsockname()[0]
+
+
+def _listening_store(address: str, world_size: int, timeout_seconds: float) -> dist.TCPStore:
+    """A store on a free port of ``address``, and of no other interface.
+
+    Raises:
+        ValueError: ``address`` is not one of this host.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(target[:2], family=family)
+    except OSError as error:
+        raise ValueError(
+            f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
+        ) from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _use_device(device: torch.device) -> None:
+    if device.type == "cuda":  # the current device is a thread's own
+        torch.cuda.set_device(device)

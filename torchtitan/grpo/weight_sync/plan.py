@@ -1,0 +1,105 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Who puts what together, in which bucket.
+
+Pure, and equal on all ranks. A parameter's source is the lowest rank that holds a part of
+it: without pipeline parallelism that is rank 0 for everything, with it the lowest rank of
+each pipeline stage. Every source has a process group with each server and sends what it
+has put together there; every block is sent to its source once, by the lowest rank that
+holds it (see `models/shards.py`), so replicas send nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.inference.client import BucketSpec
+from torchtitan.grpo.models.hf_weights import hf_meta
+from torchtitan.grpo.models.shards import Assembly, in_buckets
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: which native parameters it needs, and what it holds.
+
+    Attributes:
+        assemblies: How its parameters are put together, in the order of the bytes.
+        spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
+        num_bytes: Size of the payload.
+    """
+
+    assemblies: tuple[Assembly, ...]
+    spec: BucketSpec
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """What one rank puts together and sends to every server.
+
+    Attributes:
+        rank: The source.
+        members: The source and all ranks that send it blocks, ascending.
+        buckets: In the order in which they travel.
+    """
+
+    rank: int
+    members: tuple[int, ...]
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of one version of this source's share."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+def plan_sources(
+    assemblies: Sequence[Assembly],
+    adapter: BaseStateDictAdapter,
+    wire_dtype: torch.dtype,
+    bucket_bytes: int,
+) -> list[SourcePlan]:
+    """Cuts the model up by source, then into buckets; ascending by rank."""
+    by_source: dict[int, list[Assembly]] = {}
+    for assembly in assemblies:
+        by_source.setdefault(source_of(assembly), []).append(assembly)
+    return [
+        SourcePlan(
+            rank=rank,
+            members=tuple(sorted({rank} | {p.rank for a in members for p in a.pieces})),
+            buckets=tuple(plan_buckets(members, adapter, wire_dtype, bucket_bytes)),
+        )
+        for rank, members in sorted(by_source.items())
+    ]
+
+
+def source_of(assembly: Assembly) -> int:
+    """The rank on which a parameter is put together."""
+    return min(piece.rank for piece in assembly.pieces)
+
+
+def plan_buckets(
+    assemblies: Sequence[Assembly],
+    adapter: BaseStateDictAdapter,
+    wire_dtype: torch.dtype,
+    bucket_bytes: int,
+) -> list[BucketPlan]:
+    """Cuts parameters into buckets of at most ``bucket_bytes``, or of one parameter."""
+    metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
+
+    def num_bytes(assembly: Assembly) -> int:
+        return sum(m.numel() * wire_dtype.itemsize for m in metas[assembly.name].values())
+
+    plans = []
+    for members in in_buckets(assemblies, num_bytes, bucket_bytes):
+        shapes = {key: tuple(m.shape) for a in members for key, m in metas[a.name].items()}
+        spec = BucketSpec(
+            names=tuple(shapes),
+            dtypes=(str(wire_dtype).removeprefix("torch."),) * len(shapes),
+            shapes=tuple(shapes.values()),
+        )
+        plans.append(BucketPlan(tuple(members), spec, sum(map(num_bytes, members))))
+    return plans
