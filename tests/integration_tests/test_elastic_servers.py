@@ -6,6 +6,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -217,3 +218,33 @@ def test_a_server_that_is_gone_for_good_leaves_the_run_to_the_others(
     ids = group_ids(link, 0)
     serve_version(link, left.url, 1)
     assert sorted(ids + group_ids(link, 1)) == list(range(2 * GROUPS_PER_BATCH))
+
+
+@pytest.mark.timeout(400)
+def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_path: Path):
+    first, second = serve(), serve()
+    file = tmp_path / "servers.txt"
+    replace_file(file, first.url)
+    run = make_run(
+        *("--inference.no-launch", f"--inference.urls_file={file}", "--evaluation.num_prompts=8"),
+        *("--grpo.prompts_per_step=2", "--training.steps=400", "--observe.log_level=info"),
+    )
+    run.start()
+    run.wait_for_step(3)
+    (rank_zero,) = [
+        process
+        for process in run.processes("torchtitan.grpo_train")
+        if process.environ().get("RANK") == "0"
+    ]
+    assert f"kill -HUP {rank_zero.pid}" in run.console
+    replace_file(file, second.url)
+    rank_zero.send_signal(signal.SIGHUP)
+    run.wait_for(lambda: ask(second.url, lambda client: client.version()) is not None, 90)
+    first.stop()
+    run.wait_for_step(len(run.metrics) + 4)
+    assert all(record["staleness/max_steps"] <= 1 for record in run.metrics)
+    assert all(record["mismatch/kl"] < 1 for record in run.metrics)
+    assert run.process is not None
+    os.killpg(run.process.pid, signal.SIGTERM)
+    run.finish(30)
+    run.wait_for_nobody()

@@ -284,7 +284,7 @@ def test_wrong_weights_are_refused_and_the_next_push_heals(
             with pytest.raises(ServerError):
                 await connection.push(6, [make_bucket([wrong])])
             assert not connection.is_joined
-            if server.kind != "vllm" and mistake == "shape":
+            if server.kind == "sglang" and mistake == "shape":
                 # Found out only as it was loaded: nothing passes for version 5 any more.
                 assert await client.version() is None
                 with pytest.raises(ServerError, match="broke off half-way"):
@@ -305,13 +305,17 @@ def test_a_push_that_breaks_off_half_way_is_never_served_as_a_version(
     async def test() -> None:
         async with connected(server) as (client, connection):
             await connection.push(8, make_buckets(server.model, 2))
+            is_staged = client.stops_for != "transfer"
             other = make_buckets(make_model(seed=8), 4)
             bad = make_bucket([("model.layers.3.mlp.sideways_proj.weight", torch.zeros(4))])
             with pytest.raises(ServerError):
                 await connection.push(9, [other[0], other[1], bad])
-            assert await client.version() is None
-            with pytest.raises(ServerError, match="broke off half-way"):
-                await client.generate(greedy("torn", [5, 6, 7]))
+            if is_staged:
+                await assert_serves(client, server.model, 8)
+            else:
+                assert await client.version() is None
+                with pytest.raises(ServerError, match="broke off half-way"):
+                    await client.generate(greedy("torn", [5, 6, 7]))
             await connection.join()
             await connection.push(10, make_buckets(server.model, 2))
             await assert_serves(client, server.model, 10)
@@ -324,7 +328,7 @@ def test_leaving_and_joining_again_works(server: RunningServer) -> None:
         for version in (11, 12):
             async with connected(server) as (client, connection):
                 await connection.push(version, make_buckets(server.model, 3))
-                await client.leave_weight_group()  # once more than needed: harmless
+                await client.leave_weight_groups()  # once more than needed: harmless
                 await assert_serves(client, server.model, version)
 
     run(test)

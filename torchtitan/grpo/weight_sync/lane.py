@@ -140,7 +140,7 @@ class Lane:
                 if newer is not None:
                     await self._bring(newer)
                 elif self.state is LaneState.READY:
-                    await self._check_version(self.version)
+                    await self._check_idle()
             except _LOSSES as error:
                 self._lose(error)
                 await asyncio.sleep(self._backoff.seconds_after_failure())
@@ -198,6 +198,12 @@ class Lane:
         except ServerError as error:
             raise VersionMismatch(f"{self.url}, version {version}: {error}") from error
         self.num_attested += 1
+
+    async def _check_idle(self) -> None:
+        if self._client.stops_for != "nothing":
+            # A pause that was given up on a stopped server may have reached it since.
+            await self._client.resume()
+        await self._check_version(self.version)
 
     async def _check_version(self, version: int) -> None:
         served = await self._client.version()

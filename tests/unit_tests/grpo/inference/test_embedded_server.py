@@ -27,7 +27,9 @@ from torchtitan.grpo.inference.embedded_client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import GenerateRequest
+from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 from torchtitan.grpo.weight_sync.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_sync.sparse import encode
 
 VOCAB = 40
 EOS = 39
@@ -258,6 +260,28 @@ def test_an_answer_has_the_dialects_shape_and_exact_logprobs(server: Server) -> 
         torch.testing.assert_close(served_logprobs(answer), expected, atol=1e-4, rtol=0)
         info = await client.get("/server_info")
         assert info["embedded"] is True and info["version"].startswith("0.5.")
+
+    with_client(server, test)
+
+
+def test_prompt_logprobs_have_sglangs_form_and_need_no_new_token(server: Server) -> None:
+    async def test(client: Client) -> None:
+        await serve_weights(client, make_model(1), "prompt")
+        prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 40  # longer than the logits kept at once
+        for start in (0, 5):
+            answer = await client.generate(
+                prompt, logprob_start_len=start, sampling={"max_new_tokens": 0}
+            )
+            assert answer["output_ids"] == []
+            assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+            entries = answer["meta_info"]["input_token_logprobs"]
+            assert [entry[1] for entry in entries] == prompt[start:]
+            assert (entries[0][0] is None) == (start == 0)
+            served = torch.tensor([entry[0] for entry in entries[1:]])
+            expected = reference_logprobs(make_model(1), prompt[:1], prompt[1:])[start:]
+            torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
+        answer = await client.generate(prompt, logprob_start_len=len(prompt))
+        assert "input_token_logprobs" not in answer["meta_info"]
 
     with_client(server, test)
 
@@ -520,6 +544,122 @@ def test_a_trainer_that_dies_leaves_the_server_ready_for_the_next(server: Server
         await client.refused("/destroy_weights_update_group", group_name=trainer.name)
         await serve_weights(client, make_model(2), "next")
         assert (await client.get("/model_info"))["weight_version"] == "next"
+
+    with_client(server, test)
+
+
+def test_buckets_that_overtook_one_another_are_received_in_their_order(server: Server) -> None:
+    async def test(client: Client) -> None:
+        # Two tensors of one size: taken for one another, nothing would look wrong.
+        new = make_model(11)
+        names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(2)]
+        rest = {n: t for n, t in weights_of(new).items() if n not in names}
+        route = "/update_weights_from_distributed"
+        async with Trainer(client) as trainer:
+            await client.post("/begin_weight_update")
+            bodies = [
+                trainer.describe(
+                    {name: weights_of(new)[name]}, load_format="flattened_bucket", sequence=i
+                )
+                for i, name in enumerate(names)
+            ]
+            late = asyncio.create_task(client.post(route, **bodies[1]))
+            await client.generate([1])
+            twice = await client.refused(route, **bodies[1])
+            assert "came twice" in twice
+            await client.refused("/end_weight_update")  # one is still expected
+            await client.post("/leave_weight_groups")
+            assert (await asyncio.gather(late, return_exceptions=True))[0]
+        async with Trainer(client) as trainer:
+            await client.post("/begin_weight_update")
+            for body in bodies:
+                body["group_name"] = trainer.name
+            tasks = [asyncio.create_task(client.post(route, **bodies[1]))]
+            await client.generate([1])
+            tasks.append(asyncio.create_task(client.post(route, **bodies[0])))
+            wire = [weights_of(new)[name].contiguous().view(-1) for name in names]
+            await asyncio.to_thread(trainer.broadcast, [t.view(torch.uint8) for t in wire])
+            await asyncio.gather(*tasks)
+            await trainer.send(rest, sequence=2, weight_version="ordered")
+            await client.post("/end_weight_update")
+        checker = await client.post("/weights_checker", action="checksum")
+        assert checker["ranks"][0]["checksums"] == {
+            name: tensor_sha256(tensor) for name, tensor in weights_of(new).items()
+        }
+
+    with_client(server, test)
+
+
+def test_leaving_all_groups_ends_a_broadcast_and_drops_the_update(server: Server) -> None:
+    async def test(client: Client) -> None:
+        await client.post("/leave_weight_groups")  # harmless without any
+        held = (await client.post("/weights_checker"))["ranks"]
+        async with Trainer(client) as one, Trainer(client) as other:
+            groups = (await client.get("/server_info"))["weight_groups"]
+            assert groups == [one.name, other.name]
+            await client.post("/begin_weight_update")
+            first, second = halves(weights_of(make_model(3)))
+            await one.send(first)
+            body = other.describe(second, load_format="flattened_bucket", weight_version="left")
+            waiting = asyncio.create_task(
+                client.refused("/update_weights_from_distributed", **body)
+            )
+            await client.generate([1])
+            await client.post("/leave_weight_groups")
+            assert "was left" in await waiting
+            assert "No weight update" in await client.refused("/end_weight_update")
+        assert (await client.get("/server_info"))["weight_groups"] == []
+        assert (await client.post("/weights_checker"))["ranks"] == held
+
+    with_client(server, test)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_delta_is_exact_in_a_model_that_holds_its_dtype(
+    server: Server, dtype: torch.dtype
+) -> None:
+    async def test(client: Client) -> None:
+        old = {name: tensor.to(dtype) for name, tensor in weights_of(make_model(12)).items()}
+        new = {name: tensor.clone() for name, tensor in old.items()}
+        new["lm_head.weight"][3, 5] = 0.5
+        new["model.norm.weight"][:] = -0.25
+        wires = [
+            torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in tensors.values()])
+            for tensors in (old, new)
+        ]
+        numels = [tensor.numel() for tensor in old.values()]
+        payload, num_changed = encode(*wires, numels, dtype.itemsize)
+        checksums = [tensor_checksum(tensor) for tensor in new.values()]
+        route = "/update_weights_from_distributed"
+        async with Trainer(client) as trainer:
+            await client.post("/begin_weight_update")
+            await trainer.send(old, weight_version="70")
+            await client.post("/end_weight_update")
+            body = trainer.describe(
+                new,
+                load_format="flattened_bucket",
+                num_changed=list(num_changed),
+                checksums=checksums,
+                weight_version="71",
+            )
+            await client.post("/begin_weight_update")
+            assert "base_version 69" in await client.refused(route, **body, base_version=69)
+            await client.refused("/end_weight_update")
+            await client.post("/begin_weight_update")
+            other = "float16" if dtype is torch.bfloat16 else "int32"
+            wrong = {**body, "dtypes": [other] * len(new), "base_version": 70}
+            await client.refused(route, **wrong)
+            await client.refused("/end_weight_update")
+            await client.post("/begin_weight_update")
+            sent = asyncio.create_task(client.post(route, **body, base_version=70))
+            await asyncio.to_thread(trainer.broadcast, [payload])
+            await sent
+            await client.post("/end_weight_update")
+        checker = await client.post("/weights_checker", action="checksum")
+        assert checker["ranks"][0]["checksums"] == {
+            name: tensor_sha256(tensor.float()) for name, tensor in new.items()
+        }
+        assert (await client.get("/model_info"))["weight_version"] == "71"
 
     with_client(server, test)
 
