@@ -224,12 +224,12 @@ class Trainer:
 
         ours = asyncio.create_task(broadcast_all())
         done, _ = await asyncio.wait({ours, *announced}, return_when=asyncio.FIRST_EXCEPTION)
-        failures = [task for task in announced if task in done and task.exception()]
+        failures = [error for task in announced if task in done and (error := task.exception())]
         if failures:
             await self.client.leave_weight_groups()  # a broadcast that it waits for ends
             await asyncio.wait({ours, *announced})
             ours.exception()
-            raise next(task.exception() for task in failures)
+            raise failures[0]
         await asyncio.gather(ours, *announced)
 
     async def push(self, buckets: list[Bucket], version: int) -> float:

@@ -35,11 +35,18 @@ def compare(vocab: int, temperature: float) -> dict:
         *mine, labels, **settings, group=dist.group.WORLD, vocab_start=start
     )
     packed.backward(grads)
+    again = [x.detach().clone().requires_grad_() for x in mine]
+    packed_linear_logprobs(
+        *again, labels, **settings, keep_logits=False, group=dist.group.WORLD, vocab_start=start
+    ).backward(grads)
     partial_sum = mine[0].grad.clone()
     dist.all_reduce(partial_sum)
     of_all = [torch.empty_like(packed) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, packed.detach())
     return {
+        "same_without_keeping": all(
+            torch.equal(x.grad, y.grad) for x, y in zip(mine, again, strict=True)
+        ),
         "same_on_all_ranks": all(torch.equal(x, packed) for x in of_all),
         "errors": {
             "logprobs": relative(packed[..., 0], expected[..., 0]),

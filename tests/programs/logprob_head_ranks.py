@@ -19,6 +19,7 @@ from torchtitan.grpo.device import prepare_fsdp_for_gloo
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
 
 DIM, VOCAB = 8, 301
+SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_logits": True}
 
 
 class Tail(nn.Module):
@@ -29,7 +30,7 @@ class Tail(nn.Module):
         torch.manual_seed(0)
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCAB, bias=False)
-        replace_output(self, temperature=0.8, chunk_tokens=2, with_entropy=True)
+        replace_output(self, **SETTINGS)
 
     def forward(self, hidden):
         return self.output(self.norm(hidden))
@@ -42,11 +43,7 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(index)
         self.mix = nn.Linear(DIM, DIM)
-        self.output = (
-            LogprobHead(DIM, VOCAB, temperature=0.8, chunk_tokens=2, with_entropy=True)
-            if last
-            else None
-        )
+        self.output = LogprobHead(DIM, VOCAB, **SETTINGS) if last else None
 
     def forward(self, hidden, labels):
         hidden = self.mix(hidden).tanh()

@@ -169,6 +169,14 @@ class GRPO:
     """Tokens whose logits exist at a time; [tokens, vocabulary] is never whole in memory.
     At least 1."""
 
+    logprob_keep_logits: bool = True
+    """Take the memory of the output weight's gradient in the forward pass already, and keep
+    in it as many logits as fit, which the backward pass then does not compute again. The peak
+    of a microbatch stays as it is, but the memory is held once for each microbatch that is
+    between its forward and its backward pass. Where the last pipeline stage has several
+    of them (``parallelism.pipeline_parallel_schedule`` is GPipe or InterleavedZeroBubble)
+    nothing is kept, whatever this says."""
+
     async_weight_update: bool = True
     """Push weights on a background thread while the next step runs. False pushes in the
     foreground, between two steps."""
@@ -292,7 +300,11 @@ class Inference:
     urls_file: str | None = None
     """File with one base URL a line, in place of ``urls``; lines that begin with # are
     passed over. Read again when it changes, and when rank 0 is sent SIGHUP: servers that
-    are new in it join the run, servers that are no longer in it leave it."""
+    are new in it join the run, servers that are no longer in it leave it. A file that names
+    no servers, or is no list of URLs, changes nothing. SIGHUP goes to the process that the
+    log names at the start, not to torchrun, which would end the run. A run whose servers are
+    all on this machine at the start uses its loopback alone for gloo; set
+    ``GLOO_SOCKET_IFNAME`` where others are to join it."""
 
     launch: bool = False
     """Start ``num_servers`` servers on this machine, on free ports, and end them with the

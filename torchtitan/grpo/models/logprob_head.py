@@ -37,6 +37,7 @@ class LogprobHead(nn.Linear):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        keep_logits: bool,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -44,6 +45,7 @@ class LogprobHead(nn.Linear):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.with_entropy = with_entropy
+        self.keep_logits = keep_logits
         self._labels: torch.Tensor | None = None
 
     @contextmanager
@@ -110,6 +112,7 @@ class LogprobHead(nn.Linear):
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
             with_entropy=self.with_entropy,
+            keep_logits=self.keep_logits,
             group=group,
             vocab_start=vocab_start,
         )
@@ -117,11 +120,17 @@ class LogprobHead(nn.Linear):
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         settings = f"temperature={self.temperature}, chunk_tokens={self.chunk_tokens}"
-        return f"{super().extra_repr()}, {settings}, with_entropy={self.with_entropy}"
+        switches = f"with_entropy={self.with_entropy}, keep_logits={self.keep_logits}"
+        return f"{super().extra_repr()}, {settings}, {switches}"
 
 
 def replace_output(
-    model: nn.Module, *, temperature: float, chunk_tokens: int, with_entropy: bool
+    model: nn.Module,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool,
+    keep_logits: bool,
 ) -> LogprobHead | None:
     """Puts a :class:`LogprobHead` in the place of ``model.output``.
 
@@ -145,6 +154,7 @@ def replace_output(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        keep_logits=keep_logits,
         device="meta",
     )
     head.weight = output.weight

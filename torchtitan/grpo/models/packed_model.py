@@ -35,12 +35,15 @@ class ScoringSettings:
         temperature: Of the sampling that is scored.
         chunk_tokens: Tokens whose logits exist at a time.
         with_entropy: Compute the entropy, too; it is 0 otherwise.
+        keep_logits: Keep logits for the backward pass in the memory of the output weight's
+            gradient, which is taken in the forward pass.
     """
 
     attention: PackedAttentionKind
     temperature: float
     chunk_tokens: int
     with_entropy: bool
+    keep_logits: bool
 
 
 class PackedModel(nn.Module):
@@ -58,6 +61,7 @@ class PackedModel(nn.Module):
             temperature=settings.temperature,
             chunk_tokens=settings.chunk_tokens,
             with_entropy=settings.with_entropy,
+            keep_logits=settings.keep_logits,
         )
 
     def split_context(self, group: dist.ProcessGroup) -> None:

@@ -29,6 +29,7 @@ from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.runner import PipelineForwardRunner, PipelineRunner, StageLoss
+from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.runner import ModelRunner, WholeModelRunner
 
 
@@ -62,6 +63,7 @@ def scoring_settings(config: JobConfig) -> ScoringSettings:
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
         with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,
+        keep_logits=grpo.logprob_keep_logits and ends_one_at_a_time(config.parallelism),
     )
 
 

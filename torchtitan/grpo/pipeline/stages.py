@@ -14,6 +14,8 @@ from torch.distributed.pipelining.schedules import (
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
+_ENDS_ONE_AT_A_TIME = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+
 
 def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     """For each stage the names of its modules.
@@ -105,6 +107,17 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
 def is_single_stage(schedule: str) -> bool:
     """True of GPipe and 1F1B, which hold one stage a rank."""
     return issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+
+
+def ends_one_at_a_time(settings: Parallelism) -> bool:
+    """True where the last stage finishes a microbatch before it begins the next.
+
+    GPipe begins all of them first, and InterleavedZeroBubble as many as there are ranks before
+    it comes to the gradients of weights. Whole models take one after the other.
+    """
+    if settings.pipeline_parallel_degree == 1:
+        return True
+    return settings.pipeline_parallel_schedule in _ENDS_ONE_AT_A_TIME
 
 
 def _is_v(schedule: str) -> bool:

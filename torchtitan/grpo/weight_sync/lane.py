@@ -146,6 +146,11 @@ class Lane:
                 await asyncio.sleep(self._backoff.seconds_after_failure())
                 self._take(LaneEvent.RETRY_DUE)
 
+    def announce(self) -> None:
+        """Says again what the server has confirmed."""
+        if self.version >= 0:
+            self._listeners.on_version(self.url, self.version)
+
     async def close(self) -> None:
         """Leaves the server's groups and closes the client."""
         self._keep_as_base(None)

@@ -142,7 +142,12 @@ class Leader:
         await asyncio.gather(*(agent.drop(version) for agent in sources))
 
     def _set_servers(self, servers: Sequence[ServerInfo]) -> None:
-        """Begins lanes of new servers and ends those of servers that are gone."""
+        """Begins lanes of new servers and ends those of servers that are gone.
+
+        One that went and came back since the last look has kept its lane, but nobody else
+        remembers what it serves.
+        """
+        former, self._servers = self._servers, servers
         wanted = {server.url for server in servers}
         for lane in [lane for lane in self.lanes if lane.url not in wanted]:
             logger.info("%s has left the run.", lane.url)
@@ -150,9 +155,11 @@ class Leader:
             task = asyncio.create_task(_close_lane(lane, self._tasks.pop(lane.url)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        known = {lane.url for lane in self.lanes}
+        known = {lane.url: lane for lane in self.lanes}
         for server in servers:
-            if server.url not in known:
+            if server.url in known and server not in former:
+                known[server.url].announce()
+            elif server.url not in known:
                 connection = self._parts.make_connection(server)
                 lane = Lane(connection, self._versions, self._settings, self._listeners)
                 self.lanes = [*self.lanes, lane]

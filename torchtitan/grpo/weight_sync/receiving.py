@@ -3,6 +3,7 @@
 
 """A server's end of a weight group: joining, receiving, leaving while a receive waits."""
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -80,12 +81,10 @@ class WeightGroup:
                 raise RuntimeError(
                     f"No broadcast came in group {self.name!r} within {self._timeout_seconds} s."
                 )
-            try:
+            # Raises at the poll's own timeout (the work may be complete by now) and at the
+            # operation's failure, which the last wait raises again.
+            with contextlib.suppress(RuntimeError):
                 work.wait(_POLL)
-            except RuntimeError:
-                # Either the poll's own timeout, or the operation's failure.
-                if work.is_completed():
-                    raise
         work.wait()
 
     def leave(self) -> None:

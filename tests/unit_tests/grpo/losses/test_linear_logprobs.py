@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.grpo.losses.linear_logprobs import linear_logprobs, packed_linear_logprobs
+from torchtitan.grpo.losses.logit_slices import KeptLogits, slice_width
 
 TOKENS, VOCAB, DIM = (2, 19), 1031, 16
 
@@ -143,7 +144,7 @@ def test_tokens_without_gradient_cost_nothing_and_change_nothing():
     def gradients(scored):
         logprobs, entropy = linear_logprobs(
             hidden[scored], weight, labels[scored], temperature=1.0, chunk_tokens=4,
-            with_entropy=True,
+            with_entropy=True, keep_logits=False,
         )  # fmt: skip
         kept = torch.where(mask[scored], grads[:, scored], 0.0)
         loss = (logprobs * kept[0] + entropy * kept[1]).sum()
@@ -204,8 +205,9 @@ def test_a_backward_pass_for_one_input_computes_that_one_alone():
     """As zero-bubble schedules do it: inputs first, weights later, over one graph."""
     hidden, weight, labels, grads = inputs()
     packed = packed_linear_logprobs(
-        hidden * 1, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=True
-    )
+        hidden * 1, weight, labels, temperature=1.0, chunk_tokens=4, with_entropy=True,
+        keep_logits=False,
+    )  # fmt: skip
     product = 2 * labels.numel() * VOCAB * DIM
 
     def gradients(of):
@@ -220,6 +222,171 @@ def test_a_backward_pass_for_one_input_computes_that_one_alone():
     assert (both, first, second) == (3, 2, 2)
     packed.backward(grads.movedim(0, -1))
     assert torch.equal(hidden.grad, both_hidden) and torch.equal(weight.grad, both_weight)
+
+
+# ---- logits kept in the memory of the weight's gradient
+
+
+def scored(case, keep_logits, **changes):
+    hidden, weight, labels, _ = case
+    settings = {"temperature": 0.8, "chunk_tokens": 4, "with_entropy": True} | changes
+    return packed_linear_logprobs(hidden, weight, labels, keep_logits=keep_logits, **settings)
+
+
+def kept_and_computed_again(case, **changes):
+    """Outputs and gradients, with logits kept and without."""
+    found = []
+    for keep_logits in (True, False):
+        packed = scored(case, keep_logits, **changes)
+        grads = case[3].movedim(0, -1).to(packed.dtype)
+        found.append((packed.detach(), *torch.autograd.grad(packed, case[:2], grads)))
+    return found
+
+
+def all_equal(ours, theirs) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype", "shape", "vocab"),
+    list(itertools.product(FLOATS, FLOATS, ((2, 19), (3,), (16,)), (1031, 1024, 77))),
+)
+def test_kept_logits_give_the_same_bits(hidden_dtype, weight_dtype, shape, vocab):
+    """More tokens than dims, fewer and as many; slices that fill the vocabulary or do not."""
+    hidden, weight, labels, grads = inputs(shape=shape, vocab=vocab)
+    hidden = hidden.detach().to(hidden_dtype).requires_grad_()
+    weight = weight.detach().to(weight_dtype).requires_grad_()
+    case = (hidden, weight, labels, grads)
+    for chunk_tokens, with_entropy in itertools.product((1, 4, 10_000), (True, False)):
+        settings = {"chunk_tokens": chunk_tokens, "with_entropy": with_entropy}
+        assert all_equal(*kept_and_computed_again(case, **settings))
+
+
+def test_kept_logits_may_lie_in_a_row_of_odd_length():
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, requires_grad=True)
+    weight = torch.randn(301, 5).bfloat16().requires_grad_()
+    case = (hidden, weight, torch.randint(0, 301, (7,)), torch.randn(2, 7))
+    for chunk_tokens in (1, 3):
+        assert all_equal(*kept_and_computed_again(case, chunk_tokens=chunk_tokens))
+
+
+@pytest.mark.parametrize(("shape", "share"), [((3,), 1.0), ((16,), 1.0), ((2, 19), 0.37)])
+def test_kept_logits_are_not_computed_again(shape, share):
+    """As many as fit: of 38 tokens and 16 dims three of nine slices, 384 of 1,031 ids."""
+    hidden, weight, labels, grads = case = inputs(shape=shape)
+    packed = scored(case, True, chunk_tokens=1)
+    with FlopCounterMode(display=False) as flops:
+        torch.autograd.grad(packed, case[:2], grads.movedim(0, -1))
+    product = 2 * labels.numel() * VOCAB * DIM
+    assert flops.get_total_flops() / product == pytest.approx(3 - share, abs=0.01)
+
+
+def test_tokens_without_gradient_are_picked_from_kept_logits():
+    """Not to the bit: a product over fewer rows may add in another order."""
+    hidden, weight, labels, grads = case = inputs()
+    grads[:, 0, 4:] = grads[:, 1, ::3] = 0
+    for ours, theirs in zip(*kept_and_computed_again(case), strict=True):
+        assert relative(ours, theirs) < 1e-6
+    case[3].zero_()
+    assert all_equal(*kept_and_computed_again(case))
+
+
+def test_later_passes_over_one_graph_do_without_what_the_first_overwrote():
+    """For the hidden states, for the weight, and for both twice more."""
+    hidden, weight, labels, grads = case = inputs()
+    grads = grads.movedim(0, -1)
+    expected = kept_and_computed_again(case)[1][1:]
+    packed = scored((hidden * 1, *case[1:]), True)
+
+    def gradients(*of):
+        return torch.autograd.grad(packed, of, grads, retain_graph=True)
+
+    assert torch.equal(gradients(hidden)[0], expected[0])
+    first = gradients(weight)[0]
+    assert torch.equal(first, expected[1])
+    first.zero_()
+    for _ in range(2):
+        assert all_equal(gradients(hidden, weight), expected)
+    assert not first.any(), "a later pass wrote into a gradient that was given away"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_keeps_no_logits_and_the_same_numbers(use_reentrant):
+    hidden, weight, labels, grads = case = inputs()
+    expected = kept_and_computed_again(case)[1]
+
+    def score(states):
+        return scored((states, weight, labels, grads), True)
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.shape) or x, lambda x: x
+    ):
+        sizes: list[torch.Size] = []
+        packed = checkpoint(score, hidden, use_reentrant=use_reentrant)
+    assert weight.shape not in sizes
+    packed.backward(grads.movedim(0, -1))
+    assert all_equal((packed.detach(), hidden.grad, weight.grad), expected)
+
+
+def test_compiled_code_around_it_changes_nothing():
+    torch._dynamo.reset()
+    hidden, weight, labels, grads = case = inputs()
+    expected = kept_and_computed_again(case)[1]
+    for keep_logits in (True, False):
+        compiled = torch.compile(
+            lambda h, w, keep=keep_logits: scored((h, w, labels, grads), keep) * 1,
+            backend="aot_eager",
+        )
+        packed = compiled(hidden, weight)
+        found = torch.autograd.grad(packed, (hidden, weight), grads.movedim(0, -1))
+        assert all_equal((packed.detach(), *found), expected)
+
+
+@pytest.mark.parametrize("reason", ["no_grad", "frozen weight", "switched off", "no room"])
+def test_nothing_is_kept_where_it_is_of_no_use(reason):
+    hidden, weight, labels, grads = case = inputs()
+    weight.requires_grad_(reason != "frozen weight")
+    saved: list[torch.Tensor] = []
+    with (
+        torch.set_grad_enabled(reason != "no_grad"),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+    ):
+        chunk_tokens = 10_000 if reason == "no room" else 1
+        scored(case, reason != "switched off", chunk_tokens=chunk_tokens)
+    of_weight_shape = {x.data_ptr() for x in saved if x.shape == weight.shape}
+    assert of_weight_shape <= {weight.data_ptr()}
+
+
+def test_the_gradient_takes_the_memory_of_the_kept_logits():
+    hidden, weight, labels, grads = case = inputs()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        packed = scored(case, True, chunk_tokens=1)
+    places = {x.data_ptr() for x in saved if x.shape == weight.shape} - {weight.data_ptr()}
+    assert len(places) == 1
+    packed.backward(grads.movedim(0, -1))
+    assert weight.grad.data_ptr() in places
+
+
+def test_logits_are_kept_where_no_gradient_is_written_before_they_are_read():
+    for tokens, dim, vocab, chunk_tokens, dtype in itertools.product(
+        (1, 5, 40), (4, 24), (100, 1000), (1, 3), (torch.float32, torch.bfloat16)
+    ):
+        width = slice_width(tokens, vocab, chunk_tokens)
+        memory = torch.empty(vocab, dim, dtype=dtype)
+        kept, end = KeptLogits(memory, tokens, width, torch.float32), 0
+        for start in range(0, vocab, width):
+            logits = kept.find(start)
+            if logits is not None:
+                begin = logits.data_ptr() - memory.data_ptr()
+                assert begin % 64 == 0
+                assert begin >= max(end, start * dim * dtype.itemsize)
+                end = begin + logits.numel() * 4
+        assert end <= memory.numel() * dtype.itemsize
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -285,7 +452,7 @@ def test_a_vocabulary_sharded_over_ranks_gives_the_whole_ones_numbers(num_ranks,
     for result in run_ranks("linear_logprob_ranks", num_ranks, vocabs=vocabs, temperature=0.8):
         assert len(result["cases"]) == len(vocabs)
         for case in result["cases"]:
-            assert case["same_on_all_ranks"]
+            assert case["same_on_all_ranks"] and case["same_without_keeping"]
             assert max(case["errors"].values()) < 1e-5, case["errors"]
 
 

@@ -1,0 +1,45 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""An embedded server that takes any checkpoint's tensors, and generates nothing from them.
+
+    python benchmarks/push_receiver.py --model-path DIR --port 30000 ...
+
+Its arguments, routes, process groups, staging and checksums are the embedded server's own.
+Only the table of parameters is another: the tensors of the directory's files under their own
+names, where transformers keeps the experts of a layer fused in one parameter.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from torchtitan.grpo.inference.embedded import __main__ as embedded
+from torchtitan.grpo.inference.embedded.weights import WeightTable
+
+
+class FileTensors(torch.nn.Module):
+    """What a directory's safetensors hold, as a state dict."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            self._tensors |= {name: t.to(dtype) for name, t in load_file(file).items()}
+
+    def state_dict(self, *_: object, **__: object) -> dict[str, torch.Tensor]:
+        """The tensors themselves."""
+        return self._tensors
+
+
+def main() -> None:
+    path = Path(embedded.parse_arguments(sys.argv[1:]).model_path)
+    # The one part of the server that knows what a model's parameters are called.
+    embedded.WeightTable = lambda model: WeightTable(FileTensors(path, model.dtype))
+    embedded.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ranks of `push_exactness.py`: publishes versions under several layouts, one by one.
+
+    torchrun --nproc_per_node=N benchmarks/push_run.py JOBS.json RESULTS.json
+
+Model, shards and publisher are the trainer's own; only the optimizer is replaced, by
+arithmetic that gives the same bits however a parameter is cut up.
+"""
+
+# ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
+
+import json
+import sys
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torchtitan.grpo.device import settle_device
+
+settle_device()
+
+import torch
+import torch.distributed as dist
+import torchtitan.protocols.train_spec as train_specs
+from safetensors.torch import load_file
+
+from torchtitan.grpo.config_manager import check_model, load_config
+from torchtitan.grpo.inference.embedded.weights import tensor_sha256
+from torchtitan.grpo.models.collect import agree_on_assembly
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
+from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.rollout.wire import ServerInfo
+from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.weight_sync.build import build_publisher
+from torchtitan.grpo.weight_sync.plan import source_of
+from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+from torchtitan.grpo_train import GRPOTrainer
+
+PUSH_SECONDS = 120.0
+NUM_VERSIONS = 2
+# Several buckets from each source.
+BUCKET_BYTES = 100_000
+
+
+def step(tensor: torch.Tensor, version: int) -> None:
+    """In place of an optimizer step: element by element, each rounded the same way."""
+    tensor.mul_(1.0 + 1.0 / (version + 3)).add_(0.001 * (version + 1))
+
+
+class Layout:
+    """One layout's model, and what the server holds after each push."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        config = load_config([*job["args"]])
+        hf_model = read_hf_model(config.model.hf_assets_path)
+        check_model(config, hf_model)
+        # A run registers its model once; this is several runs in one.
+        train_specs._extra_train_specs.clear()
+        self.trainer = GRPOTrainer(config, hf_model, StopRequest(60.0))
+        self.trainer._load_weights()
+        self.url = str(job["url"])
+        self.problems: list[str] = []
+        parameters = dict(named_parameters(self.trainer.model_parts))
+        assemblies = agree_on_assembly(parameters, self.trainer.sd_adapter)
+        self.sources = sorted({source_of(assembly) for assembly in assemblies})
+        self.num_pushes = 0
+        self.of_file: dict[str, torch.Tensor] = {}
+        if self.is_leader:
+            for file in Path(hf_model.path).glob("*.safetensors"):
+                self.of_file |= load_file(file)
+
+    @property
+    def is_leader(self) -> bool:
+        return dist.get_rank() == 0
+
+    def publish_all(self, wire: Literal["float32", "bfloat16"], first_version: int) -> None:
+        """Publishes versions in one wire dtype; compares after each."""
+        publisher = self._publisher(wire)
+        try:
+            for version in range(first_version, first_version + NUM_VERSIONS):
+                expected = self._publish(publisher, version, getattr(torch, wire))
+                if self.is_leader:
+                    publisher.wait_for(version, PUSH_SECONDS, lambda: False)
+                    self._compare(expected, version, wire)
+            if self.is_leader:
+                self.num_pushes += sum(lane.num_pushes for lane in publisher.lanes)
+                assert publisher.num_failures == 0, publisher.lanes[0].last_error
+            dist.barrier()  # nobody leaves before the last push has ended
+            publisher.raise_if_failed()
+        finally:
+            publisher.close()
+
+    def _publisher(self, wire: Literal["float32", "bfloat16"]) -> WeightPublisher:
+        trainer, sync = self.trainer, self.trainer.config.weight_sync
+        sync.dtype, sync.bucket_bytes, sync.attest_every = wire, BUCKET_BYTES, 0
+        sync.checksum = True
+        link: Any = SimpleNamespace(
+            notify_version=lambda url, version: None,
+            notify_lost=lambda url, reason: print(f"{url} was lost: {reason}", flush=True),
+            watch=SimpleNamespace(poll=lambda: None),
+        )
+        return build_publisher(
+            trainer.config,
+            trainer.model_parts,
+            trainer.sd_adapter,
+            torch.device("cpu"),
+            link if self.is_leader else None,
+            [ServerInfo(self.url, "embedded")] if self.is_leader else [],
+            trainer.hf_model.vocab_size,
+        )
+
+    def _publish(
+        self, publisher: WeightPublisher, version: int, wire: torch.dtype
+    ) -> dict[str, dict[str, str]]:
+        """Publishes new weights; meanwhile sums up what the server must hold, on rank 0."""
+        trainer = self.trainer
+        slot = torch.tensor(publisher.reserve_slot() if self.is_leader else 0)
+        dist.broadcast(slot, src=0)
+        publisher.fence()
+        with torch.no_grad():
+            for _, parameter in named_parameters(trainer.model_parts):
+                step(local_tensor(parameter), version)
+            for tensor in self.of_file.values():
+                step(tensor, version)
+        publisher.publish(version, int(slot))
+        # Collectives of the training thread, while the publisher's are under way.
+        exported = full_hf_tensors(trainer.model_parts, trainer.sd_adapter, torch.float32)
+        export = {name: served_sha256(tensor, wire) for name, tensor in exported}
+        of_file = {name: served_sha256(tensor, wire) for name, tensor in self.of_file.items()}
+        return {"the export": export, "the file": of_file}
+
+    def _compare(self, expected: dict[str, dict[str, str]], version: int, wire: str) -> None:
+        num_groups = len(ask(self.url, "/server_info")["weight_groups"])
+        if num_groups != len(self.sources):
+            self.problems.append(f"{len(self.sources)} sources, but {num_groups} groups")
+        served = ask(self.url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
+        for where, sums in expected.items():
+            self.problems += [
+                f"version {version} in {wire}: {name} is not as in {where}"
+                for name in sorted(sums.keys() | served.keys())
+                if sums.get(name) != served.get(name)
+            ]
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "ok": not self.problems and self.num_pushes == 2 * NUM_VERSIONS,
+            "sources": self.sources,
+            "pushes": self.num_pushes,
+            "problems": self.problems,
+        }
+
+
+def served_sha256(tensor: torch.Tensor, wire: torch.dtype) -> str:
+    """Of a tensor once it was on the wire and in a float32 server."""
+    return tensor_sha256(tensor.to(wire).to(torch.float32))
+
+
+def ask(url: str, route: str, **body: Any) -> Any:
+    """The server's answer; posts where there is a body."""
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + route, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
+    layout = Layout(job)
+    try:
+        layout.publish_all("float32", 0)
+        layout.publish_all("bfloat16", NUM_VERSIONS)
+        return layout.result()
+    finally:
+        layout.trainer.close()
+
+
+def main() -> None:
+    init_console("warning", is_rank_zero=False)
+    results = [run_job(job) for job in json.loads(Path(sys.argv[1]).read_text())]
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Where a test can stop or harm a push, and what is checked within it.
+
+Only the loop's process is changed: its clients are wrapped, and its agent's methods.
+"""
+
+import asyncio
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from tagged import TaggedModel
+
+from torchtitan.grpo.inference.client import BucketSpec, InferenceClient
+from torchtitan.grpo.weight_sync import build
+from torchtitan.grpo.weight_sync.agent import LocalAgent
+from torchtitan.grpo.weight_sync.checksum import tensor_checksum
+from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, tensor_sizes
+
+_METHODS = (
+    "num_workers", "pause", "resume", "join_weight_group", "leave_weight_groups",
+    "begin_update", "receive_bucket", "commit_update", "update_from_disk", "version",
+    "prompt_logprobs",
+)  # fmt: skip
+_POLL_SECONDS = 0.01
+_LONGEST_STOP_SECONDS = 60.0
+
+
+@dataclass
+class Stop:
+    """A point of a push to one server: before or after the n-th call of a method in it."""
+
+    url: str
+    method: str
+    when: str
+    index: int
+
+
+class Hooks:
+    """What is armed now. Commands come on the training thread, the rest on others.
+
+    Attributes:
+        is_going: False once the loop is to end.
+        delay: Sleeps for a random time, at most ``settings.delays``.
+    """
+
+    def __init__(self, tell: Callable[..., None], settings: Any) -> None:
+        self.tell, self.settings = tell, settings
+        self.is_going = True
+        self.stop_at: Stop | None = None
+        self.released = threading.Event()
+        self.wrong_shape_for: str | None = None
+        self.corrupt_for: str | None = None
+        self._random = random.Random(settings.seed + 100)
+
+    def end(self) -> None:
+        """Command."""
+        self.is_going = False
+
+    def stop(self, url: str, method: str, when: str, index: int) -> None:
+        """Command: the next push that comes there stops until released."""
+        self.released.clear()
+        self.stop_at = Stop(url, method, when, index)
+
+    def release(self) -> None:
+        """Command."""
+        self.released.set()
+
+    def wrong_shape(self, url: str) -> None:
+        """Command: a bucket of the next push is announced with another shape."""
+        self.wrong_shape_for = url
+
+    def corrupt(self, url: str) -> None:
+        """Command: a bucket of the next push is not what its checksums are of."""
+        self.corrupt_for = url
+
+    def half_close(self, ports: list[int]) -> None:
+        """Command: our connections to these ports, or from them, are closed for writing."""
+        closed = 0
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr and connection.raddr.port in ports:
+                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                    end.shutdown(socket.SHUT_WR)
+                closed += 1
+        self.tell("half_closed", count=closed)
+
+    def random_delay(self) -> float:
+        """Seconds; most are short, a few long."""
+        return self.settings.delays * self._random.random() ** 3
+
+    def sleep(self) -> None:
+        if self.settings.delays:
+            time.sleep(self.random_delay())
+
+    async def reach(self, url: str, method: str, when: str, index: int) -> None:
+        """A push has come to a point."""
+        if self.stop_at != Stop(url, method, when, index):
+            return
+        self.stop_at = None
+        self.tell("stopped", url=url, method=method, when=when)
+        deadline = time.monotonic() + _LONGEST_STOP_SECONDS
+        while not self.released.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+class HookedClient:
+    """A client that comes by the hooks with each call."""
+
+    def __init__(self, inner: InferenceClient, hooks: Hooks) -> None:
+        self._inner, self._hooks = inner, hooks
+        self._num_calls: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._inner, name)
+        if name not in _METHODS:
+            return attribute
+
+        async def call(*arguments: Any, **options: Any) -> Any:
+            return await self._call(name, attribute, arguments, options)
+
+        return call
+
+    async def _call(self, name: str, method: Any, arguments: Any, options: Any) -> Any:
+        hooks, url = self._hooks, self._inner.url
+        if name == "begin_update":
+            self._num_calls.clear()
+        index = self._num_calls.get(name, 0)
+        self._num_calls[name] = index + 1
+        await hooks.reach(url, name, "before", index)
+        if hooks.settings.delays:
+            await asyncio.sleep(hooks.random_delay())
+        if name == "receive_bucket" and hooks.wrong_shape_for == url:
+            changed = with_wrong_shape(arguments[0])
+            if changed is not None:
+                hooks.wrong_shape_for, arguments = None, (changed,)
+                hooks.tell("wrong_shape", url=url)
+        begin, error = time.monotonic(), None
+        if name in ("begin_update", "join_weight_group"):
+            hooks.tell("begun", url=url, method=name)
+        try:
+            result = await method(*arguments, **options)
+        except BaseException as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            raise
+        finally:
+            if hooks.settings.tells_calls:
+                seconds = time.monotonic() - begin
+                hooks.tell("call", url=url, method=name, seconds=seconds, error=error)
+        await hooks.reach(url, name, "after", index)
+        return result
+
+
+def with_wrong_shape(bucket: BucketSpec) -> BucketSpec | None:
+    """The bucket with the dimensions of a tensor turned around; None where there is no such."""
+    for index, shape in enumerate(bucket.shapes):
+        if len(shape) == 2 and shape[0] != shape[1]:
+            shapes = (*bucket.shapes[:index], shape[::-1], *bucket.shapes[index + 1 :])
+            return replace(bucket, shapes=shapes)
+    return None
+
+
+def install(
+    hooks: Hooks, model: TaggedModel, expected_shard: Callable[[str, int], torch.Tensor]
+) -> None:
+    """Puts the hooks into this process, and the checks of what is read in it."""
+    client_for = build.client_for
+    build.client_for = lambda inference, server: HookedClient(client_for(inference, server), hooks)  # pyright: ignore
+    gather = LocalAgent._gather
+
+    def checked_gather(
+        self: LocalAgent, slot: int, version: int, payload: Payload | None
+    ) -> None:
+        hooks.sleep()
+        gather(self, slot, version, payload)
+        hooks.sleep()
+        # Nobody may have written the slot: the leader has not released it yet.
+        for name, shard in self._read_snapshot(slot, version).items():
+            if not torch.equal(shard, expected_shard(name, version)):
+                hooks.tell("violation", what=f"slot {slot} must hold {version}, {name} does not")
+
+    async def checked_send(
+        self: LocalAgent, server_url: str, version: int, index: int, base: int | None
+    ) -> None:
+        is_corrupt = hooks.corrupt_for == server_url and index == self.num_buckets - 1
+        if is_corrupt:
+            hooks.corrupt_for = None
+            hooks.tell("corrupted", url=server_url, version=version)
+
+        def read(broadcast: Callable[[torch.Tensor], None]) -> None:
+            with self._held().reading(version) as payload:
+                bucket = payload.bucket(index) if base is None else payload.deltas[base, index]
+                is_whole = base is None
+                check(bucket, version, is_whole)
+                hooks.sleep()
+                broadcast(corrupted(bucket.payload) if is_corrupt else bucket.payload)
+                check(bucket, version, is_whole)
+
+        await self._end(server_url).send(read)
+
+    def check(bucket: Bucket, version: int, is_whole: bool) -> None:
+        if not is_whole:
+            return
+        expected = model.checksums(version)
+        parts = bucket.payload.split(tensor_sizes(bucket.spec))
+        for name, part in zip(bucket.spec.names, parts, strict=True):
+            if tensor_checksum(part) != expected[name]:
+                hooks.tell("violation", what=f"a bucket must be of {version}, {name} is not")
+
+    LocalAgent._gather = checked_gather
+    LocalAgent.send = checked_send
+    if hooks.settings.delays:
+        slow_down_copies(hooks)
+
+
+def corrupted(payload: torch.Tensor) -> torch.Tensor:
+    """As a broken copy would leave it: the second half lies a few floats further on."""
+    half = payload.numel() // 8 * 4
+    return torch.cat([payload[:half], payload[half:].roll(4 * 97)])
+
+
+def slow_down_copies(hooks: Hooks) -> None:
+    """Copies into slots are made in two parts, with time between them."""
+    copy_all = torch._foreach_copy_
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        assert threading.current_thread().name == "snapshot-copy"
+        half = len(targets) // 2
+        copy_all(targets[:half], sources[:half])
+        hooks.sleep()
+        copy_all(targets[half:], sources[half:])
+
+    torch._foreach_copy_ = copy  # pyright: ignore
