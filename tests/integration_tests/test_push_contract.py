@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.grpo.inference.client import (
     BucketSpec,
@@ -72,6 +73,13 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
         initializer_range=0.08,
     )
     return Qwen3ForCausalLM(config).float().eval()
+
+
+def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
+    model.save_pretrained(directory)
+    vocabulary = {f"w{i}": i for i in range(VOCAB_SIZE)}  # SGLang warms up on a text
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(directory)
 
 
 @torch.no_grad()
@@ -144,7 +152,7 @@ def interpreter(kind: str) -> str | None:
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp(request.param)
-    make_model(seed=0).save_pretrained(folder / "model")
+    save_model(make_model(seed=0), folder / "model")
     spec = ServerSpec(
         kind=request.param,
         model_path=str(folder / "model"),
@@ -380,28 +388,28 @@ def test_a_delta_makes_the_model_bitwise_and_a_wrong_base_is_refused(
     async def test() -> None:
         async with joined(server) as (client, trainer):
             versions = [next(_versions) for _ in range(5)]
-            models = [make_model(7)]
-            models += [step_from(models[0], 1)]
-            models += [step_from(models[1], 2)]
-            await trainer.push(make_buckets(models[0], 4), versions[0])
+            steps = [make_model(7)]
+            steps += [step_from(steps[0], 1)]
+            steps += [step_from(steps[1], 2)]
+            await trainer.push(make_buckets(steps[0], 4), versions[0])
             if not client.takes_deltas:
                 assert server.kind == "sglang"
                 return
             for i in (1, 2):
-                deltas = make_deltas(models[i - 1], models[i], versions[i - 1])
-                whole = sum(b.payload.numel() for b in make_buckets(models[i], 4))
+                deltas = make_deltas(steps[i - 1], steps[i], versions[i - 1])
+                whole = sum(b.payload.numel() for b in make_buckets(steps[i], 4))
                 assert sum(d.payload.numel() for d in deltas) < whole / 2
                 await trainer.push(deltas, versions[i])
-                await assert_serves(client, models[i], versions[i])
+                await assert_serves(client, steps[i], versions[i])
             by_delta = await client.prompt_logprobs(PROBE)
             with pytest.raises(ServerError, match="A delta must be against"):
-                await trainer.push(make_deltas(models[1], models[2], versions[1]), versions[3])
+                await trainer.push(make_deltas(steps[1], steps[2], versions[1]), versions[3])
             await client.leave_weight_groups()
             await client.resume()
             assert await client.prompt_logprobs(PROBE) == by_delta
             trainer.destroy()
             await trainer.join()
-            await trainer.push(make_buckets(models[2], 4), versions[4])
+            await trainer.push(make_buckets(steps[2], 4), versions[4])
             assert await client.prompt_logprobs(PROBE) == by_delta
             assert await client.version() == versions[4]
 

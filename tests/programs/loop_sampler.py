@@ -18,7 +18,7 @@ from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
 from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.wire import ServerInfo
-from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.types import Generation, Prompt
 
 _POLL_SECONDS = 0.02
 _REQUEST_SECONDS = 20.0
@@ -96,14 +96,18 @@ class Sampler:
     def _start(self, server: Server) -> None:
         ids = np.array([self._random.randrange(2, VOCAB_SIZE) for _ in range(5)], np.int32)
         prompt = Prompt(next(self._numbers), "", ids, {})
-        task = asyncio.create_task(self._complete(prompt, server))
+        # Submitted here and now: it counts as the server's load from this moment on.
+        completion = self._dispatcher.submit(prompt, server, self._sampling)
+        task = asyncio.create_task(self._report(prompt, server, completion))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _complete(self, prompt: Prompt, server: Server) -> None:
+    async def _report(
+        self, prompt: Prompt, server: Server, completion: asyncio.Task[Generation]
+    ) -> None:
         attested = server.version
         try:
-            generation = await self._dispatcher.submit(prompt, server, self._sampling)
+            generation = await completion
         except ServerError as error:
             self._tell("no_sample", url=server.url, reason=str(error))
             return

@@ -1,84 +1,98 @@
-"""Publishes versions from pipeline stages while the training thread uses its own groups."""
+"""Publishes to a real server while the training thread uses process groups of its own."""
 
+import json
+import time
+import urllib.request
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from build_model import build
 
+from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
-from torchtitan.grpo.weight_sync.connection import Bucket, PushReport
-from torchtitan.grpo.weight_sync.gather import Gatherer
-from torchtitan.grpo.weight_sync.publisher import WeightPublisher
-from torchtitan.grpo.weight_sync.slots import SlotTable
-from torchtitan.grpo.weight_sync.snapshot import Snapshots
+from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.rollout.wire import ServerInfo
+from torchtitan.grpo.weight_sync.build import build_publisher
 
-CPU = torch.device("cpu")
-NUM_VERSIONS = 6
+NUM_VERSIONS = 12
+PUSH_SECONDS = 120.0
 
 
-class RecordingConnection:
-    """Stands in for the connection to a server: keeps what it is given."""
+def post(url: str, route: str, **body: Any) -> Any:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + route, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
-    def __init__(self) -> None:
-        self.client = SimpleNamespace(url="recorder", close=self.close)
-        self.pushed: dict[int, dict[str, torch.Tensor]] = {}
 
-    async def join(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def push(self, version: int, buckets: list[Bucket]) -> PushReport:
-        tensors = {}
-        for bucket in buckets:
-            flat = bucket.payload.clone().view(torch.float32)
-            sizes = [torch.Size(shape).numel() for shape in bucket.spec.shapes]
-            tensors |= dict(zip(bucket.spec.names, flat.split(sizes), strict=True))
-        self.pushed[version] = tensors
-        return PushReport(version, 0, 0.0, 0.0)
+def served(url: str) -> tuple[int, dict[str, str]] | None:
+    """A version and its checksums; None where it changed between the two questions."""
+    before = post(url, "/server_info")["weight_version"]
+    sums = post(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
+    after = post(url, "/server_info")["weight_version"]
+    return (int(after), sums) if before == after and after.isdigit() else None
 
 
 def main(arguments):
+    url = arguments["url"]
     built = build(arguments["model"], seq_len=8, **arguments["layout"])
     parameters = dict(named_parameters(built.parts))
     is_leader = dist.get_rank() == 0
-    connection = RecordingConnection()
-    publisher = WeightPublisher(
-        snapshots=Snapshots(parameters, 2, torch.float32, CPU),
-        slots=SlotTable(2),
-        gatherer=Gatherer(
-            parameters, built.adapter, wire_dtype=torch.float32, bucket_bytes=10_000,
-            backend="gloo", timeout_seconds=60.0, payload_device=CPU, device=CPU,
-        ),
-        make_connections=(lambda: [connection]) if is_leader else None,  # pyright: ignore
-        on_version=lambda url, version: None,
-        on_lost=lambda url, reason: None,
-        command_timeout_seconds=60.0,
+    built.config.weight_sync.bucket_bytes = 10_000
+    built.config.weight_sync.attest_every = 0
+    told: list[int] = []
+    link: Any = SimpleNamespace(
+        notify_version=lambda url, version: told.append(version),
+        notify_lost=lambda url, reason: None,
+        watch=SimpleNamespace(poll=lambda: None),
+    )
+    publisher = build_publisher(
+        built.config, built.parts, built.adapter, torch.device("cpu"),
+        link if is_leader else None, [ServerInfo(url, "embedded")] if is_leader else [], 61,
     )  # fmt: skip
-    expected = {}
+    expected: dict[int, dict[str, str]] = {}
+    seen: dict[int, dict[str, str]] = {}
+    wrong_sums = num_collectives = 0
     for version in range(NUM_VERSIONS):
         slot = torch.tensor(publisher.reserve_slot() if is_leader else 0)
         dist.broadcast(slot, src=0)
         publisher.fence()
         with torch.no_grad():
             for parameter in parameters.values():
-                parameter.add_(1.0)
+                local_tensor(parameter).add_(1.0)
         publisher.publish(version, int(slot))
         # Collectives of the training thread while the publisher's are under way.
         whole = full_hf_tensors(built.parts, built.adapter, torch.float32)
-        expected[version] = {name: tensor.clone().view(-1) for name, tensor in whole}
+        expected[version] = {name: tensor_sha256(tensor) for name, tensor in whole}
+        ends = torch.tensor(time.monotonic() + 0.2)
+        while True:
+            total = torch.ones(1000) * (dist.get_rank() + 1)
+            dist.all_reduce(total)
+            ranks = dist.get_world_size()
+            wrong_sums += int((total != ranks * (ranks + 1) / 2).sum())
+            num_collectives += 1
+            goes_on = torch.tensor(time.monotonic() < float(ends))
+            dist.broadcast(goes_on, src=0)
+            if not goes_on:
+                break
+        if is_leader and (now := served(url)) is not None:
+            seen[now[0]] = now[1]
     if is_leader:
-        publisher.wait_for(NUM_VERSIONS - 1, 60.0, lambda: False)
-    dist.barrier()  # the followers have answered the last command
+        publisher.wait_for(NUM_VERSIONS - 1, PUSH_SECONDS, lambda: False)
+        last = served(url)
+        assert last is not None, "nobody pushes any more"
+        seen[last[0]] = last[1]
+    dist.barrier()  # the other sources have sent their share of the last version
     publisher.raise_if_failed()
+    failures = publisher.num_failures
     publisher.close()
     return {
-        "pushed": sorted(connection.pushed),
-        "unequal": [
-            f"{version} {name}"
-            for version, tensors in connection.pushed.items()
-            for name, tensor in expected[version].items()
-            if not torch.equal(tensor, tensors.pop(name))
-        ],
-        "unexpected": [name for tensors in connection.pushed.values() for name in tensors],
+        "told": told,
+        "seen": sorted(seen),
+        "unequal": [version for version, sums in seen.items() if sums != expected[version]],
+        "failures": failures,
+        "wrong_sums": wrong_sums,
+        "num_collectives": num_collectives,
     }

@@ -1,5 +1,6 @@
 """Loads a directory in several layouts, and takes the weights out again by each way."""
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.hf_weights import export_hf, named_parameters
 from torchtitan.grpo.weight_sync.gather import Gatherer
+from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 CPU = torch.device("cpu")
@@ -35,18 +37,24 @@ def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
     return wrong
 
 
-def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], int]:
+async def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], int]:
+    """What this rank is a source of: names in the order of the bytes, tensors, buckets."""
     parameters = dict(named_parameters(built.parts))
     snapshots = Snapshots(parameters, 2, torch.bfloat16, CPU)
     gatherer = Gatherer(
         parameters, built.adapter, wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
-        backend="gloo", timeout_seconds=60.0, payload_device=CPU, device=CPU,
+        backend="gloo", timeout_seconds=60.0, device=CPU,
     )  # fmt: skip
+    plans = gatherer.own.buckets if gatherer.own is not None else ()
+    pool = PayloadPool([p.spec for p in plans], [p.num_bytes for p in plans], CPU, False)
     tensors, names = {}, []
     for slot in range(2):  # the second time with whatever the first left behind
         snapshots.copy_into(slot)
-        buffers = gatherer.new_buffers() if dist.get_rank() == 0 else None
-        buckets = gatherer.gather(snapshots.read(slot), buffers)
+        payload = pool.take(slot) if plans else None
+        await asyncio.to_thread(gatherer.gather, snapshots.read(slot), payload)
+        if payload is None:
+            continue
+        buckets = [payload.bucket(index) for index in range(len(plans))]
         names = [name for bucket in buckets for name in bucket.spec.names]
         for bucket in buckets:
             flat = bucket.payload.view(torch.bfloat16)
@@ -55,16 +63,17 @@ def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], int]:
             for name, shape, piece in zip(
                 bucket.spec.names, bucket.spec.shapes, pieces, strict=True
             ):
-                tensors[name] = piece.view(shape)
-    return names, tensors, len(gatherer.plans)
+                tensors[name] = piece.view(shape).clone()
+        pool.drop(slot)
+    return names, tensors, len(plans)
 
 
 def run_case(case: dict, folder: Path) -> dict:
     built = build(case["model"], seq_len=8, **case["layout"])
     source = load_file(Path(case["model"]) / "model.safetensors")
-    names, tensors, num_buckets = gathered(built)
+    names, tensors, num_buckets = asyncio.run(gathered(built))
     is_receiver = dist.get_rank() == 0
-    expected = {k: v.bfloat16() for k, v in source.items()} if is_receiver else {}
+    expected = {k: v.bfloat16() for k, v in source.items() if k in names}
     target = folder / case["name"]
     export_hf(
         built.parts, built.adapter, built.hf_model.path, target, torch.float32,

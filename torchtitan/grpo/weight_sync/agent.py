@@ -167,11 +167,17 @@ class LocalAgent:
             await end.leave()
 
     async def write(self, version: int, directory: str) -> None:
-        with self._held().reading(version) as payload:
-            await payload.wait_filled(self.num_buckets - 1, self._settings.timeout_seconds)
-            buckets = [payload.bucket(index) for index in range(self.num_buckets)]
-            write = functools.partial(write_part, Path(directory), self.rank, buckets)
+        pool, last = self._held(), self.num_buckets - 1
+        with pool.reading(version) as payload:
+            await payload.wait_filled(last, self._settings.timeout_seconds)
+            write = functools.partial(self._write, version, Path(directory))
             await asyncio.get_running_loop().run_in_executor(self._working, write)
+
+    def _write(self, version: int, directory: Path) -> None:
+        # Held by the thread itself: a caller that gives up does not stop it.
+        with self._held().reading(version) as payload:
+            buckets = [payload.bucket(index) for index in range(self.num_buckets)]
+            write_part(directory, self.rank, buckets)
 
     async def close(self) -> None:
         """Leaves all groups and ends the threads; one that hangs is left to the process."""

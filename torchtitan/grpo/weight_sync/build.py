@@ -206,12 +206,16 @@ def _leader_parts(
             return DiskConnection(client, disk, sync.timeout_seconds)
         return GroupConnection(client, sources, sync.timeout_seconds)
 
+    async def close() -> None:
+        await agent.close()
+        channel.close()
+
     return LeaderParts(
         agents=agents,
         make_connection=make_connection,
         disk=disk,
         listen=lambda: asyncio.create_task(channel.listen(), name="agents"),
-        close=channel.close,
+        close=close,
     )
 
 

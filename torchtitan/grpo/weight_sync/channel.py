@@ -163,7 +163,10 @@ class RemoteAgent:
 
 
 async def serve_agent(agent: LocalAgent, address: Address) -> None:
-    """Answers the leader's calls until cancelled; each call is a task of its own."""
+    """Answers the leader's calls until cancelled; each call is a task of its own.
+
+    The agent is closed at the end.
+    """
     context = zmq.asyncio.Context()
     channel = context.socket(zmq.DEALER)
     channel.set_hwm(0)
@@ -189,6 +192,7 @@ async def serve_agent(agent: LocalAgent, address: Address) -> None:
     finally:
         channel.close(linger=0)
         context.term()
+        await agent.close()
 
 
 def agents_of_all_ranks(

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
@@ -41,8 +42,11 @@ def write_part(directory: Path, rank: int, buckets: Sequence[Bucket]) -> None:
             # Cloned: a view of another dtype must be aligned.
             tensors[name] = part.clone().view(getattr(torch, dtype)).view(shape)
     file = directory / f"model-rank{rank:05d}.safetensors"
-    save_file(tensors, file, metadata={"format": "pt"})
     checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # the file could not be written: nothing else is wrong
+        raise OSError(f"Writing {file} failed: {error}. Is the disk full?") from error
     (directory / f"checksums-rank{rank:05d}.json").write_text(json.dumps(checksums))
     with file.open("rb") as handle:
         os.fsync(handle.fileno())
@@ -60,9 +64,10 @@ class VersionDirectories:
     def __init__(self, root: Path, source: Path) -> None:
         self._root, self._source = root, source
         root.mkdir(parents=True, exist_ok=True)
-        # What a killed predecessor left half written is nobody's.
-        for partial in root.glob("version-*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)
+        # A killed predecessor's are nobody's: half written, or of another run.
+        for left in root.glob("version-*"):
+            if left.suffix == ".partial" or (left / CHECKSUMS_FILE).is_file():
+                shutil.rmtree(left, ignore_errors=True)
 
     def begin(self, version: int) -> Path:
         """An empty directory for the parts of a version."""

@@ -43,12 +43,15 @@ class DiskVersions:
 
     async def _write(self, version: int) -> Path:
         try:
-            partial = self._directories.begin(version)
+            partial = await asyncio.to_thread(self._directories.begin, version)
             writing = (agent.write(version, str(partial)) for agent in self._agents)
-            await asyncio.gather(*writing)
+            # To the end, also when one fails: the directory belongs to them until then.
+            for result in await asyncio.gather(*writing, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
             return await asyncio.to_thread(self._directories.finish, version)
         except BaseException:
-            del self._writing[version]
+            self._writing.pop(version, None)
             self._directories.remove(version)
             raise
 
@@ -56,6 +59,6 @@ class DiskVersions:
         """Deletes a version that nobody is to read any more."""
         task = self._writing.pop(version, None)
         if task is not None:
-            task.cancel()
+            # Not cancelled: what has begun on the writers' threads could not be.
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.to_thread(self._directories.remove, version)

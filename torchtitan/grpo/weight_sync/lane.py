@@ -160,12 +160,13 @@ class Lane:
 
     async def _bring(self, version: int) -> None:
         """One version, from the join if need be to the attestation."""
+        if self.state is LaneState.JOINING:
+            await self._connection.join()
+            self._take(LaneEvent.JOINED)
+            version = self._versions.newest  # joining may have taken long
+        else:
+            self._take(LaneEvent.NEWER_VERSION)
         with self._versions.sending(version):
-            if self.state is LaneState.JOINING:
-                await self._connection.join()
-                self._take(LaneEvent.JOINED)
-            else:
-                self._take(LaneEvent.NEWER_VERSION)
             report = await self._push(version)
             self._take(LaneEvent.COMMITTED)
             await self._attest(version)

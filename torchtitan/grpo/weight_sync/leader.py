@@ -14,7 +14,7 @@ All of it runs in one event loop, on the publisher's thread.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class LeaderParts:
     make_connection: Callable[[ServerInfo], Connection]
     disk: DiskVersions | None
     listen: Callable[[], "asyncio.Task[None]"]
-    close: Callable[[], None]
+    close: Callable[[], Awaitable[None]]
 
 
 class Leader:
@@ -179,7 +179,7 @@ class Leader:
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
-        self._parts.close()
+        await self._parts.close()
 
 
 def max_alive(setting: int, num_servers: int) -> int:

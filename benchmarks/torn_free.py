@@ -1,0 +1,330 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""No server ever serves a mixture of weights, whatever happens to it.
+
+    python benchmarks/torn_free.py [--publishes 2000] [--seed 0] [--json]
+
+Two training ranks (gloo, FSDP2) publish versions of a tiny model far faster than three
+embedded servers can take them, while completions are in flight. Every parameter of every
+version is tagged: it is multiplied with a factor that follows from its name and the version,
+so every slot, bucket and server can be compared, bit by bit, with what it is said to hold.
+There are random delays in copies, gathering, broadcasts and requests; servers are stopped for
+a while, and killed and started again with their first weights.
+
+Checked all the time, from outside: what the parameters of each server are, by their SHA-256,
+against the version that it names; and the logprobs of each completion against transformers'
+for the versions that it names. Within the ranks: each slot after it was read, on both, and each
+bucket before and after each broadcast. The exit status is 1 where anything is found.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
+
+from loop_driver import Event, PublishingLoop
+from tagged import UNPUSHED, TaggedModel, digest_of, save_model
+
+from torchtitan.grpo.inference.launch import HeldPorts, LaunchedServer, ServerSpec, start_server
+
+NUM_RANKS, NUM_SERVERS = 2, 3
+TOLERANCE = 1e-3
+CHECK_SECONDS = 0.1
+WEIGHT_SYNC = {
+    "checksum": True,
+    "bucket_bytes": 65536,
+    "timeout_seconds": 3.0,
+    "push_timeout_seconds": 8.0,
+    "retry_seconds": 0.1,
+    "max_retry_seconds": 0.5,
+    "attest_every": 7,
+}
+
+
+@dataclass
+class Result:
+    """What the table shows; ``found`` tells of each thing that must not be."""
+
+    publishes: int = 0
+    pushes: int = 0
+    superseded: int = 0
+    kills: int = 0
+    stops: int = 0
+    losses: int = 0
+    parameter_checks: int = 0
+    completions_checked: int = 0
+    completions_over_versions: int = 0
+    mixtures: int = 0
+    slot_or_bucket_errors: int = 0
+    versions_alive: int = 0
+    worst_lag: int = 0
+    seconds: float = 0.0
+    found: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found, and something was looked at."""
+        return not self.found and self.parameter_checks > 0 and self.completions_checked > 0
+
+
+class Server:
+    """One embedded server, and what is known of it.
+
+    Attributes:
+        lives: How often it was started; a check during which it changes is of two servers.
+        is_sick: Stopped, killed, or not yet up again.
+    """
+
+    def __init__(self, spec: ServerSpec, folder: Path) -> None:
+        self._spec, self._folder = spec, folder
+        self.lives, self.is_sick = 0, False
+        self.newest = UNPUSHED
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, with its first weights."""
+        self.lives += 1
+        self.newest = UNPUSHED
+        log = self._folder / f"server-{self._spec.port}-{self.lives}.log"
+        self.process: LaunchedServer = start_server(self._spec, log)
+        self.url = self.process.url
+
+    def signal(self, signum: int) -> None:
+        """To all of its processes."""
+        os.killpg(self.process.process.pid, signum)
+
+
+class Stress:
+    """The whole run, in one event loop on the main thread."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, ports: list[int]) -> None:
+        self.arguments, self.result = arguments, Result()
+        self.random = random.Random(arguments.seed)
+        save_model(folder / "model")
+        self.model = TaggedModel(folder / "model")
+        self.servers = [Server(self._spec(folder, port), folder) for port in ports]
+        self.loop = PublishingLoop(
+            folder / "loop",
+            NUM_RANKS,
+            model=str(folder / "model"),
+            servers=[[server.url, "embedded"] for server in self.servers],
+            pause_seconds=(0.0, 0.06),
+            weight_sync=WEIGHT_SYNC,
+            control_timeout_seconds=2.0,
+            num_requests=3,
+            num_tokens=32,
+            seed=arguments.seed,
+            delays=0.03,
+            inject=arguments.inject,
+            tells_calls=False,
+        )
+        self.num_seen = 0
+        self.num_published = 0
+        self.confirmed: dict[str, int] = {}
+        self.samples: list[Event] = []
+
+    def _spec(self, folder: Path, port: int) -> ServerSpec:
+        return ServerSpec("embedded", str(folder / "model"), port, "cpu", "float32", 256, 16)
+
+    async def run(self) -> Result:
+        """Until there were as many publishes as asked for."""
+        await self._until_loop(lambda: bool(self.loop.of_kind("began", rank=0)), 300)
+        begin = time.monotonic()
+        async with aiohttp.ClientSession() as session:
+            async with asyncio.TaskGroup() as tasks:
+                working = [tasks.create_task(self._check(session, s)) for s in self.servers]
+                working += [tasks.create_task(self._harm()), tasks.create_task(self._rate())]
+                wanted = self.arguments.publishes
+                await self._until_loop(lambda: self._read_events() >= wanted, 60 + wanted)
+                for task in working:
+                    task.cancel()
+        for server in self.servers:  # so that the end is heard of
+            server.signal(signal.SIGCONT)
+        self.result.seconds = time.monotonic() - begin
+        await asyncio.to_thread(self.loop.end)
+        self._read_events()
+        while self.samples:
+            self._check_sample(self.samples.pop())
+        return self.result
+
+    def close(self) -> None:
+        self.loop.close()
+        for server in self.servers:
+            server.process.stop()
+
+    async def _until_loop(self, holds: Any, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while not holds():
+            if self.loop.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"The ranks must publish on:\n{self.loop.log_tail()}")
+            await asyncio.sleep(0.02)
+
+    # -- what the ranks tell -----------------------------------------------------------
+
+    def _read_events(self) -> int:
+        events, self.num_seen = self.loop.events[self.num_seen :], len(self.loop.events)
+        for event in events:
+            self._read_event(event)
+        return self.result.publishes
+
+    def _read_event(self, event: Event) -> None:
+        result, kind = self.result, event["event"]
+        if kind == "publish":
+            result.publishes += 1
+            self.num_published = event["version"]
+            result.superseded, result.pushes = event["superseded"], event["pushes"]
+            result.versions_alive = max(result.versions_alive, int(event["versions_alive"]))
+            if result.versions_alive > NUM_SERVERS + 2:
+                self._find(f"{result.versions_alive} versions are alive")
+        elif kind == "version":
+            former = self.confirmed.get(event["url"], UNPUSHED)
+            if event["version"] <= former:
+                self._find(f"{event['url']} confirmed {event['version']} after {former}")
+            self.confirmed[event["url"]] = event["version"]
+            result.worst_lag = max(result.worst_lag, self.num_published - event["version"])
+        elif kind == "lost":
+            result.losses += 1
+        elif kind == "sample":
+            self.samples.append(event)
+        elif kind == "violation":
+            result.slot_or_bucket_errors += 1
+            self._find(event["what"])
+
+    def _find(self, what: str) -> None:
+        self.result.found.append(what)
+
+    # -- checks ------------------------------------------------------------------------
+
+    async def _check(self, session: aiohttp.ClientSession, server: Server) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            lives = server.lives
+            try:
+                async with asyncio.timeout(5.0):
+                    before = await self._named_version(session, server)
+                    async with session.post(f"{server.url}/weights_checker", json={}) as answer:
+                        ranks = (await answer.json())["ranks"]
+                    after = await self._named_version(session, server)
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                continue  # it is stopped, or killed, or not yet up
+            if server.lives == lives:
+                digest = digest_of(ranks[0]["checksums"].items())
+                self._compare(server, before, digest, after)
+
+    async def _named_version(self, session: aiohttp.ClientSession, server: Server) -> int:
+        async with session.get(f"{server.url}/model_info") as answer:
+            label = (await answer.json())["weight_version"]
+        return UNPUSHED if label == "default" else int(label)
+
+    def _compare(self, server: Server, before: int, digest: str, after: int) -> None:
+        """The parameters must be of a version that was named before, after, or between."""
+        self.result.parameter_checks += 1
+        if not server.newest <= before <= after:
+            self._find(f"{server.url} went from {server.newest} to {before} and {after}")
+        server.newest = after
+        if digest not in (self.model.digest(v) for v in range(before, after + 1)):
+            self.result.mixtures += 1
+            self._find(f"{server.url} names {before} to {after}, and serves neither")
+
+    async def _rate(self) -> None:
+        """The oldest completions that wait for it; what is left is rated at the end."""
+        while True:
+            self._read_events()
+            if self.samples:
+                self._check_sample(self.samples.pop(0))
+            await asyncio.sleep(0.01)
+
+    def _check_sample(self, sample: Event) -> None:
+        self.result.completions_checked += 1
+        self.result.completions_over_versions += len(sample["segments"]) > 1
+        error = self.model.sample_error(sample)
+        if not error <= TOLERANCE:
+            self.result.mixtures += 1
+            self._find(f"a completion of {sample['segments']} is off by {error:.3g}")
+
+    # -- harm --------------------------------------------------------------------------
+
+    async def _harm(self) -> None:
+        """Every so many publishes something happens to a server; one is always left alone."""
+        publishes = self.arguments.publishes
+        every = max(publishes // 30, 40)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, publishes // every + 1):
+                while self.result.publishes < (number - 0.5) * every:
+                    await asyncio.sleep(0.02)
+                well = [server for server in self.servers if not server.is_sick]
+                if len(well) > 1:
+                    kills = number % 2 if number < 3 else self.random.random() < 0.4
+                    harm = self._kill if kills else self._stop
+                    tasks.create_task(harm(self.random.choice(well)))
+
+    async def _kill(self, server: Server) -> None:
+        self.result.kills += 1
+        server.is_sick = True
+        server.lives += 1
+        server.signal(signal.SIGKILL)
+        await asyncio.to_thread(server.process.process.wait, 10)
+        await asyncio.sleep(self.random.uniform(0.0, 1.0))
+        server.start()
+        while server.newest == UNPUSHED:  # until it has been found with pushed weights
+            await asyncio.sleep(0.05)
+        server.is_sick = False
+
+    async def _stop(self, server: Server) -> None:
+        self.result.stops += 1
+        server.is_sick = True
+        server.signal(signal.SIGSTOP)
+        # Some are shorter than the timeouts, and merely slow a push down.
+        await asyncio.sleep(self.random.choice((0.2, 1.0, 5.0)))
+        server.signal(signal.SIGCONT)
+        server.is_sick = False
+
+
+def show(result: Result) -> None:
+    """Prints the table."""
+    rows = {name: value for name, value in asdict(result).items() if name != "found"}
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        shown = f"{value:.1f}" if isinstance(value, float) else value
+        print(f"{name.replace('_', ' '):<{width}}  {shown:>8}")
+    for what in result.found[:20]:
+        print(f"FOUND: {what}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--publishes", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    # What the checks must find: parameters overwritten without the fence, or a slot written
+    # that was not reserved.
+    parser.add_argument("--inject", choices=("fence", "slot"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, HeldPorts(NUM_SERVERS) as held:
+        stress = Stress(arguments, Path(folder), held.ports)
+        try:
+            result = asyncio.run(stress.run())
+        finally:
+            stress.close()
+    if arguments.json:
+        print(json.dumps({"publishes_wanted": arguments.publishes, **asdict(result)}))
+    else:
+        show(result)
+    return 0 if result.is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

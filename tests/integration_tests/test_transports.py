@@ -1,0 +1,538 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What every weight transport must do: whole, with late, slow, stopped and dead servers.
+
+The trainer's own publisher, on one rank in this process, pushes the shipped tiny model to real
+embedded servers. All transports run the same tests; NCCL groups share all but the collective
+with gloo's, and need a GPU.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.device import settle_device
+
+settle_device()
+
+from torchtitan.grpo.config_manager import JobConfig  # noqa: E402
+from torchtitan.grpo.inference.embedded.weights import tensor_sha256  # noqa: E402
+from torchtitan.grpo.inference.factory import make_client  # noqa: E402
+from torchtitan.grpo.inference.launch import (  # noqa: E402
+    LaunchedServer,
+    ServerSpec,
+    free_ports,
+    start_server,
+    wait_until_up,
+)
+from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
+from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
+from torchtitan.grpo.models.spec import hf_train_spec  # noqa: E402
+from torchtitan.grpo.rollout.wire import ServerInfo  # noqa: E402
+from torchtitan.grpo.weight_sync.build import build_publisher  # noqa: E402
+from torchtitan.grpo.weight_sync.lane import Lane  # noqa: E402
+from torchtitan.grpo.weight_sync.lane_state import LaneState  # noqa: E402
+from torchtitan.grpo.weight_sync.leader import max_alive  # noqa: E402
+
+MODEL = Path(__file__).resolve().parents[2] / "assets/reverse_digits/model"
+PATIENCE = 90.0
+TRANSPORTS = {
+    "group": {},
+    "delta": {"delta": True},
+    "disk": {"transport": "disk"},
+}
+T = TypeVar("T")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def wait_until(look: Callable[[], T | None], what: str) -> T:
+    """The first answer that is neither None nor false."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := look()):
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
+        time.sleep(0.01)
+    return found
+
+
+def ask(url: str, route: str, **body: Any) -> Any:
+    """The server's answer; posts where there is a body."""
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + route, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def checksums(url: str) -> dict[str, str]:
+    """SHA-256 of each parameter that the server holds."""
+    return ask(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
+
+
+class Servers:
+    """Two servers that all tests share; one that a test has killed is started anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ports = free_ports(2)
+        self._servers: dict[int, LaunchedServer] = {}
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def start(self, *indices: int) -> None:
+        """Starts those that do not run; returns when they answer."""
+        started = []
+        for index in indices:
+            server = self._servers.get(index)
+            if server is None or server.process.poll() is not None:
+                port = self._ports[index]
+                spec = ServerSpec("embedded", str(MODEL), port, "cpu", "float32", 64, 4)
+                log = self._folder / f"server-{index}.log"
+                self._servers[index] = start_server(spec, log)
+                started.append(self._servers[index])
+        asyncio.run(_wait_until_up(started))
+
+    def signal(self, index: int, signum: signal.Signals) -> None:
+        process = self._servers[index].process
+        if process.poll() is None:
+            os.killpg(process.pid, signum)
+
+    def kill(self, index: int) -> None:
+        self.signal(index, signal.SIGKILL)
+        self._servers[index].process.wait(10)
+
+    def stop(self) -> None:
+        for index, server in self._servers.items():
+            self.signal(index, signal.SIGCONT)
+            server.stop()
+
+
+async def _wait_until_up(servers: list[LaunchedServer]) -> None:
+    clients = [make_client("embedded", server.url) for server in servers]
+    try:
+        if servers:
+            await wait_until_up(clients, servers, timeout_seconds=PATIENCE)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+@pytest.fixture(scope="module")
+def all_servers(tmp_path_factory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    try:
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture
+def servers(all_servers: Servers) -> Iterator[Servers]:
+    """Both up, and both running again after the test."""
+    all_servers.start(0, 1)
+    yield all_servers
+    for index in (0, 1):
+        all_servers.signal(index, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def only_rank() -> Iterator[None]:
+    """This process as a training run's only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Training:
+    """A model, its publisher, and what the rollout process would hear of it."""
+
+    def __init__(self, urls: list[str], disk_path: Path, **sync: Any) -> None:
+        config = JobConfig()
+        config.model.hf_assets_path = str(MODEL)
+        config.training.seq_len = 32
+        config.training.mixed_precision_param = "float32"
+        config.inference.control_timeout_seconds = 2.0
+        settings = {
+            "bucket_bytes": 60_000,
+            "attest_every": 0,
+            "timeout_seconds": 3.0,
+            "push_timeout_seconds": 12.0,
+            "retry_seconds": 0.1,
+            "max_retry_seconds": 0.5,
+        }
+        if sync.get("transport") == "disk":
+            settings["disk_path"] = str(disk_path)
+        for key, value in (settings | sync).items():
+            setattr(config.weight_sync, key, value)
+        hf_model = read_hf_model(str(MODEL))
+        model_args: Any = hf_model.model_args
+        model_args.update_from_config(config)
+        spec = hf_train_spec(hf_model, config)
+        with torch.device("meta"):
+            self.model: Any = spec.model_cls(model_args)
+        self.model.to_empty(device="cpu")
+        with torch.no_grad():
+            self.model.init_weights(buffer_device=None)
+        assert spec.state_dict_adapter is not None
+        self.adapter = spec.state_dict_adapter(model_args, str(MODEL))
+        load_hf_weights([self.model], self.adapter, MODEL)
+        self.version = -1
+        self.expected: dict[int, dict[str, str]] = {}
+        self.told: list[tuple[str, int]] = []
+        self.news: list[list[ServerInfo]] = []
+        link: Any = SimpleNamespace(
+            notify_version=lambda url, version: self.told.append((url, version)),
+            notify_lost=lambda url, reason: self.told.append((url, -1)),
+            watch=SimpleNamespace(poll=lambda: self.news.pop(0) if self.news else None),
+        )
+        infos = [ServerInfo(url, "embedded") for url in urls]
+        self.publisher = build_publisher(
+            config, [self.model], self.adapter, torch.device("cpu"), link, infos, 128
+        )
+
+    def publish(self) -> int:
+        """Changes a few elements of every parameter, and publishes them."""
+        self.version += 1
+        slot = self.publisher.reserve_slot()
+        self.publisher.fence()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.view(-1)[self.version % 7 :: 101] += 0.01
+        self.publisher.publish(self.version, slot)
+        whole = full_hf_tensors([self.model], self.adapter, torch.float32)
+        self.expected[self.version] = {name: tensor_sha256(tensor) for name, tensor in whole}
+        return self.version
+
+    def lane(self, url: str) -> Lane:
+        (lane,) = [lane for lane in self.publisher.lanes if lane.url == url]
+        return lane
+
+    def wait_served(self, url: str, version: int | None = None) -> None:
+        """Returns when the server's lane is at rest with the version, by default the newest."""
+        wanted = self.version if version is None else version
+
+        def is_served() -> bool:
+            self.publisher.raise_if_failed()
+            lane = self.lane(url)
+            return lane.version >= wanted and lane.state is LaneState.READY
+
+        wait_until(is_served, f"{url} serves version {wanted}")
+
+    def wait_lost(self, url: str) -> None:
+        wait_until(lambda: self.lane(url).is_lost, f"{url} is lost")
+
+    def assert_serves_newest(self, url: str) -> None:
+        self.wait_served(url)
+        assert ask(url, "/server_info")["weight_version"] == str(self.version)
+        assert checksums(url) == self.expected[self.version]
+
+    def versions_told(self, url: str) -> list[int]:
+        """In order; -1 for a loss."""
+        return [version for told, version in self.told if told == url]
+
+
+@pytest.fixture
+def train(only_rank: None, tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    """Starts trainings, and ends them."""
+    trainings: list[Training] = []
+
+    def start(urls: list[str], **sync: Any) -> Training:
+        trainings.append(Training(urls, tmp_path / "versions", **sync))
+        return trainings[-1]
+
+    yield start
+    for training in trainings:
+        training.publisher.close(15)
+        assert training.publisher.error is None
+        assert not training.publisher._thread.is_alive()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def sync(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return TRANSPORTS[request.param]
+
+
+def test_every_version_arrives_whole_at_all_servers(sync, servers, train):
+    training = train(servers.urls, **sync)
+    for _ in range(4):
+        training.publish()
+        for url in servers.urls:
+            training.assert_serves_newest(url)
+    for url in servers.urls:
+        assert training.versions_told(url) == [0, 1, 2, 3]
+    assert training.publisher.num_failures == 0
+
+
+def test_a_server_that_comes_late_joins_with_the_newest(sync, servers, train):
+    first, late = servers.urls
+    servers.kill(1)
+    training = train(servers.urls, **sync)
+    for _ in range(3):
+        training.publish()
+        training.wait_served(first)
+    training.wait_lost(late)
+    servers.start(1)
+    training.assert_serves_newest(late)
+    assert [v for v in training.versions_told(late) if v >= 0] == [2]
+    assert training.versions_told(first) == [0, 1, 2]
+
+
+def test_a_slow_server_delays_no_other_and_gets_the_newest(sync, servers, train):
+    first, slow = servers.urls
+    training = train(servers.urls, **sync)
+    training.publish()
+    training.assert_serves_newest(slow)
+    with slowed(servers, 1):
+        training.publish()
+        wait_until(lambda: training.lane(slow).state is LaneState.SYNCING, "a push to the slow one")
+        behind = training.lane(slow).version
+        overtaken = 0
+        while overtaken < 3:
+            training.publish()
+            training.wait_served(first)
+            overtaken += training.lane(slow).version == behind
+            behind = training.lane(slow).version
+    training.assert_serves_newest(slow)
+    assert training.versions_told(first)[-1] == training.version
+    assert len(training.versions_told(slow)) < len(training.versions_told(first))
+
+
+@contextlib.contextmanager
+def slowed(servers: Servers, index: int) -> Iterator[None]:
+    """Lets a server run for a hundredth of the time only."""
+    ended = threading.Event()
+
+    def stop_and_go() -> None:
+        while not ended.is_set():
+            servers.signal(index, signal.SIGSTOP)
+            ended.wait(0.2)
+            servers.signal(index, signal.SIGCONT)
+            ended.wait(0.002)
+
+    thread = threading.Thread(target=stop_and_go, name="slow-down")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_stopped_server_is_lost_while_the_others_go_on_and_rejoins(sync, servers, train):
+    first, stopped = servers.urls
+    training = train(servers.urls, **sync)
+    bound = max_alive(0, 2)
+    training.publish()
+    for url in servers.urls:
+        training.assert_serves_newest(url)
+    servers.signal(1, signal.SIGSTOP)
+    alive = []
+    for _ in range(30):
+        training.publish()
+        training.wait_served(first)
+        alive.append(training.publisher.metrics()["weight_sync/versions_alive"])
+    assert max(alive) <= bound
+    training.wait_lost(stopped)
+    assert training.lane(first).num_failures == 0
+    servers.signal(1, signal.SIGCONT)
+    training.publish()
+    for url in servers.urls:
+        training.assert_serves_newest(url)
+    assert training.publisher.metrics()["weight_sync/versions_alive"] <= bound
+    # Of what it missed, it was told nothing.
+    assert training.versions_told(stopped)[0] == 0
+    assert set(training.versions_told(stopped)[1:]) <= {-1, 30, 31}
+
+
+def test_a_restarted_server_is_sent_everything_before_it_counts(sync, servers, train):
+    first, killed = servers.urls
+    training = train(servers.urls, **sync)
+    for _ in range(3):
+        training.publish()
+        training.assert_serves_newest(first)
+        training.assert_serves_newest(killed)
+    whole = full_size(training)
+    servers.kill(1)
+    training.publish()
+    training.wait_served(first)
+    training.wait_lost(killed)
+    servers.start(1)
+    training.assert_serves_newest(killed)
+    assert training.versions_told(killed)[:3] == [0, 1, 2]
+    assert [v for v in training.versions_told(killed)[3:] if v >= 0] == [3]
+    report = training.lane(killed).last_push
+    assert report is not None
+    assert report.num_bytes == whole
+
+
+def full_size(training: Training) -> int:
+    """Bytes of the model on the wire."""
+    return sum(4 * parameter.numel() for parameter in training.model.parameters())
+
+
+def test_servers_leave_and_come_while_training_goes_on(sync, servers, train):
+    first, second = servers.urls
+    training = train([first], **sync)
+    training.publish()
+    training.assert_serves_newest(first)
+    training.news.append([ServerInfo(url, "embedded") for url in servers.urls])
+    wait_until(lambda: len(training.publisher.lanes) == 2, "a second lane")
+    training.assert_serves_newest(second)
+    training.news.append([ServerInfo(second, "embedded")])
+    wait_until(lambda: len(training.publisher.lanes) == 1, "the first lane's end")
+    wait_until(lambda: not ask(first, "/server_info")["weight_groups"], "no group is left")
+    training.publish()
+    training.assert_serves_newest(second)
+    assert training.versions_told(first) == [0]
+    training.news.append([ServerInfo(url, "embedded") for url in servers.urls])
+    wait_until(lambda: len(training.publisher.lanes) == 2, "the first lane's return")
+    training.assert_serves_newest(first)
+
+
+def test_the_next_trainer_joins_servers_that_one_has_left_amid_a_push(sync, servers, train):
+    training = train(servers.urls, **sync)
+    training.publish()
+    wait_until(lambda: training.lane(servers.urls[0]).state is LaneState.SYNCING, "a push")
+    training.publisher.close(15)
+    following = train(servers.urls, **sync)
+    following.publish()
+    for url in servers.urls:
+        following.assert_serves_newest(url)
+
+
+# -- delta ------------------------------------------------------------------------------
+
+
+def test_twenty_deltas_are_small_and_exact(servers, train):
+    training = train(servers.urls[:1], delta=True)
+    url = servers.urls[0]
+    sizes = []
+    for _ in range(21):
+        training.publish()
+        training.assert_serves_newest(url)
+        report = training.lane(url).last_push
+        assert report is not None
+        sizes.append(report.num_bytes)
+    assert sizes[0] == full_size(training)
+    # A hundredth of the elements changes; each costs its four bytes and where it is.
+    assert max(sizes[1:]) < sizes[0] / 20
+    assert training.publisher.num_failures == 0
+
+
+# -- disk -------------------------------------------------------------------------------
+
+
+def test_a_full_disk_loses_no_version_but_the_one_it_stopped(servers, train):
+    training = train(servers.urls, transport="disk")
+    training.publish()
+    for url in servers.urls:
+        training.assert_serves_newest(url)
+    with file_size_limit(full_size(training) // 2):
+        training.publish()
+        for url in servers.urls:
+            training.wait_lost(url)
+            assert "Is the disk full?" in training.lane(url).last_error
+            assert ask(url, "/server_info")["weight_version"] == "0"
+            assert checksums(url) == training.expected[0]
+    for url in servers.urls:
+        training.assert_serves_newest(url)
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Makes the kernel refuse files of this process beyond a size, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_versions_on_disk_are_few_and_a_killed_predecessors_are_gone(servers, train, tmp_path):
+    folder = tmp_path / "versions"
+    half, whole = folder / "version-2.partial", folder / "version-90"
+    theirs = folder / "version-of-somebody-else"
+    for directory in (half, whole, theirs):
+        directory.mkdir(parents=True)
+    (half / "model-rank00000.safetensors").write_bytes(b"half")
+    (whole / "checksums.json").write_text("{}")
+    training = train(servers.urls, transport="disk")
+    for _ in range(6):
+        training.publish()
+        for url in servers.urls:
+            training.assert_serves_newest(url)
+    left = lambda: {path.name for path in folder.iterdir()} == {"version-5", theirs.name}  # noqa: E731
+    wait_until(left, "the newest version alone is left")
+    names = {path.name for path in (folder / "version-5").iterdir()}
+    assert {"checksums.json", "config.json", "model-rank00000.safetensors"} <= names
+
+
+def test_a_file_damaged_after_it_was_written_is_refused(servers, train, tmp_path):
+    url = servers.urls[0]
+    training = train([url], transport="disk")
+    training.publish()
+    training.assert_serves_newest(url)
+    file = tmp_path / "versions" / "version-0" / "model-rank00000.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-7] ^= 1
+    file.write_bytes(damaged)
+
+    async def push() -> None:
+        client = make_client("embedded", url)
+        try:
+            await client.update_from_disk(str(file.parent), 1)
+        finally:
+            await client.close()
+
+    with pytest.raises(RuntimeError, match="must have checksum"):
+        asyncio.run(push())
+    assert ask(url, "/server_info")["weight_version"] == "0"
+    assert checksums(url) == training.expected[0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "embedded",
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow]),
+    ],
+)
+def test_a_whole_run_pushes_through_a_directory(kind, make_run, tmp_path, repository):
+    more = []
+    if kind != "embedded":
+        python = repository / f".venv-{kind}" / "bin" / "python"
+        more = [f"--inference.kind={kind}", f"--inference.python={python}"]
+    run = make_run(
+        "--weight_sync.transport=disk",
+        f"--weight_sync.disk_path={tmp_path / 'versions'}",
+        "--weight_sync.attest_every=2",
+        "--training.steps=4",
+        "--grpo.prompts_per_step=4",
+        "--evaluation.num_prompts=8",
+        *more,
+    )
+    run.succeed()
+    last = run.metrics[-1]
+    assert last["weight_sync/failures"] == 0
+    assert last["weight_sync/attested"] > 0
+    assert all(record["mismatch/kl"] < 0.01 for record in run.metrics)
+    assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["version-4"]
