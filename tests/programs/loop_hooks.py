@@ -33,6 +33,7 @@ _METHODS = (
 )  # fmt: skip
 _POLL_SECONDS = 0.01
 _LONGEST_STOP_SECONDS = 60.0
+_OVERTAKEN_SECONDS = 0.06
 
 
 @dataclass
@@ -144,7 +145,7 @@ class HookedClient:
                 hooks.wrong_shape_for, arguments = None, (changed,)
                 hooks.tell("wrong_shape", url=url)
         begin, error = time.monotonic(), None
-        if name in ("begin_update", "join_weight_group"):
+        if name in ("join_weight_group", "update_from_disk"):
             hooks.tell("begun", url=url, method=name)
         try:
             result = await method(*arguments, **options)
@@ -228,13 +229,18 @@ def corrupted(payload: torch.Tensor) -> torch.Tensor:
 
 
 def slow_down_copies(hooks: Hooks) -> None:
-    """Copies into slots are made in two parts, with time between them."""
+    """Copies into slots are made in two parts, with time between them.
+
+    Where the fence is left out, so much time that the next overwriting falls into it.
+    """
     copy_all = torch._foreach_copy_
+    least = _OVERTAKEN_SECONDS if hooks.settings.inject == "fence" else 0.0
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         assert threading.current_thread().name == "snapshot-copy"
         half = len(targets) // 2
         copy_all(targets[:half], sources[:half])
+        time.sleep(least)
         hooks.sleep()
         copy_all(targets[half:], sources[half:])
 

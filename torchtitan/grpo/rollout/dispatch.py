@@ -13,6 +13,10 @@ A server gets work only while the weight pusher has attested which version it se
 All rollouts of a group start on one server, which then computes the prompt once. What a
 server was writing when it left READY is written by another, or by the same one once it is
 READY again: from the beginning, and never under weights older than it was first given to.
+
+A server names new weights as soon as it has them, a little before they are attested. What
+was written under them is held back until then: if they turn out to be wrong, it is lost
+with the server.
 """
 
 import asyncio
@@ -66,6 +70,7 @@ class Server:
     last_failure_at: float = 0.0
     failures_in_a_row: int = 0
     _left: asyncio.Future[None] | None = None
+    _attested: asyncio.Future[None] | None = None
 
     @property
     def url(self) -> str:
@@ -80,6 +85,20 @@ class Server:
         if self._left is None:
             self._left = asyncio.get_running_loop().create_future()
         return self._left
+
+    def attest(self, version: int) -> None:
+        """It serves ``version``, and is READY."""
+        self.version = version
+        self.retry_at = 0.0
+        former, self._attested = self._attested, None
+        if former is not None:
+            former.set_result(None)
+
+    def next_attestation(self) -> asyncio.Future[None]:
+        """Done once a further version was attested."""
+        if self._attested is None:
+            self._attested = asyncio.get_running_loop().create_future()
+        return self._attested
 
     def leave(self) -> None:
         """Leaves READY. Those who wait for a request are told at once: to cancel it takes as
@@ -173,8 +192,7 @@ class Dispatcher:
         server = self.servers.get(url)
         if server is None or server.is_down:
             return
-        server.version = version
-        server.retry_at = 0.0
+        server.attest(version)
         self._changed()
 
     def set_lost(self, url: str, reason: str) -> None:
@@ -285,12 +303,38 @@ class Dispatcher:
             raise
         self._consecutive_failures = 0
         server.failures_in_a_row = 0
+        newest = max(segment.version for segment in generation.segments)
+        if newest > attested:
+            await self._until_attested(server, newest, left)
         self.num_tokens += len(generation.token_ids)
         oldest = min(segment.version for segment in generation.segments)
         if server.version is not None and oldest < attested:
             # It was restarted: no more work until its weights are attested again.
             self.set_lost(server.url, f"it answered with version {oldest}, not {attested}")
         return generation
+
+    async def _until_attested(
+        self, server: Server, newest: int, left: asyncio.Future[None]
+    ) -> None:
+        """Returns when ``newest``, which the server names, was attested.
+
+        Raises:
+            _GivenBack: The server left READY before that.
+            ServerError: It was neither attested nor lost in time.
+        """
+        deadline = time.monotonic() + self._request_timeout
+        while not left.done() and (server.version is None or server.version < newest):
+            news = {left, server.next_attestation()}
+            seconds = deadline - time.monotonic()
+            done, _ = await asyncio.wait(news, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise ServerError(
+                    f"{server.url} wrote under version {newest}, which was not attested within "
+                    f"rollout.request_timeout_seconds = {self._request_timeout:g}."
+                )
+        if left.done():
+            self.num_failed_requests += 1
+            raise _GivenBack(f"{server.url} was lost before version {newest} was attested")
 
     async def _request(self, server: Server, request: GenerateRequest) -> Generation:
         try:

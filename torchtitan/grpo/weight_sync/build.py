@@ -84,6 +84,7 @@ def build_publisher(
         backend=backend,
         timeout_seconds=sync.timeout_seconds,
         device=device if backend == "nccl" else torch.device("cpu"),
+        deltas=sync.delta,
     )
     filled, probes = FilledSlots(), Probes()
     agent = _own_agent(sync, gatherer, snapshots, filled, settings)

@@ -80,9 +80,10 @@ class LeaderChannel:
     async def listen(self) -> None:
         """Takes in answers until cancelled."""
         while True:
-            peer, secret, body = await self._socket.recv_multipart()
-            if not secrets.compare_digest(secret, self.address.secret):
-                continue
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 3 or not secrets.compare_digest(frames[1], self.address.secret):
+                continue  # not one of ours
+            peer, _, body = frames
             answer = msgspec.msgpack.decode(body, type=_Answer | int)
             if isinstance(answer, int):  # a rank says that it is there
                 self._peers[answer] = peer

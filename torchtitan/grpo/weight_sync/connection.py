@@ -8,16 +8,17 @@
     waits for       this server and the gathering, each time with a bound
     unblocked by    the server's answer, its death, or a timeout
 
-A connection is joined or it is not. Whatever fails takes its groups down, since a
-collective that one side has given up cannot be completed: join again, then push again.
+A connection is joined or it is not. Whatever fails, :meth:`Connection.recover` takes its
+groups down, since a collective that one side has given up cannot be completed: join again,
+then push again.
 """
 
 import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import BucketSpec, InferenceClient, ServerError
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # How long our side's failure waits for the server's own words, which say more.
 _GRACE_SECONDS = 2.0
+# Buckets that the server is told of while it receives one.
+_NUM_AHEAD = 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Connection(ABC):
 
     @abstractmethod
     async def join(self) -> None:
-        """Gets ready to push, after taking down what there was before.
+        """Gets ready to push.
 
         Raises:
             ServerError: The server cannot join, or did not in time.
@@ -71,9 +74,6 @@ class Connection(ABC):
     @abstractmethod
     async def push(self, version: int, base: int | None) -> PushReport:
         """Sends one version to the server and makes it serve it.
-
-        The server is resumed whatever happens. After a failure the connection is no longer
-        joined.
 
         Args:
             version: Policy version, which the agents hold or are gathering.
@@ -86,16 +86,25 @@ class Connection(ABC):
         """
 
     @abstractmethod
+    async def recover(self) -> None:
+        """After a failure: gives up on both sides what is under way; the server goes on.
+
+        Bounded in time, whatever the server does. The connection is no longer joined.
+        """
+
+    @abstractmethod
     async def close(self) -> None:
         """Leaves; the server is told, and forgets us too."""
 
-    async def _resume_after(self, error: BaseException, timeout_seconds: float) -> None:
-        """Lets the server go on; what fails in this is added to the error."""
+    async def _let_go(self, timeout_seconds: float) -> None:
+        """Makes the server drop what was ours and write on, if it answers."""
         try:
             async with asyncio.timeout(timeout_seconds):
+                await self.client.leave_weight_groups()
                 await self.client.resume()
-        except (ServerError, TimeoutError) as further:
-            error.add_note(f"Resuming the server failed, too: {further!r}")
+        except (ServerError, TimeoutError) as error:
+            # The next join does both again.
+            logger.info("%s was not told that it is given up: %s", self.client.url, error)
 
 
 class GroupConnection(Connection):
@@ -115,32 +124,19 @@ class GroupConnection(Connection):
         self._group_of: dict[int, str] = {}
 
     async def join(self) -> None:
-        if self._group_of:
-            await self._take_down()
         # A predecessor that was killed may have left an update open or the server paused.
         await self.client.leave_weight_groups()
         await self.client.resume()
         world_size = 1 + await self.client.num_workers()
-        try:
-            for agent in self._agents:
-                info = await agent.open(self.client.url, world_size)
-                self._group_of[agent.rank] = info.group_name
-                await self._beside(agent.join(self.client.url), self.client.join_weight_group(info))
-        except BaseException:
-            await asyncio.shield(self._take_down())
-            raise
+        for agent in self._agents:
+            info = await agent.open(self.client.url, world_size)
+            self._group_of[agent.rank] = info.group_name
+            await self._beside(agent.join(self.client.url), self.client.join_weight_group(info))
 
     async def push(self, version: int, base: int | None) -> PushReport:
-        if not self._group_of:
-            raise RuntimeError(f"Not in a weight group with {self.client.url}: join before push.")
-        try:
-            return await self._push(version, base)
-        except BaseException as error:
-            await asyncio.shield(self._recover(error))
-            raise
-
-    async def _push(self, version: int, base: int | None) -> PushReport:
         client = self.client
+        if not self._group_of:
+            raise RuntimeError(f"Not in a weight group with {client.url}: join before push.")
         # At hand before the server is stopped for it.
         await self._agents[0].prepare(version, 0, base)
         started = time.monotonic()
@@ -162,15 +158,31 @@ class GroupConnection(Connection):
         return PushReport(version, num_bytes, done - started, sent - sending, stood_still)
 
     async def _transfer(self, version: int, base: int | None) -> int:
+        """Sends all buckets; returns their bytes.
+
+        While one travels, the server is told of the next, so that it need not wait for a
+        request between the two. Broadcasts and requests both go out in the buckets' order.
+        """
         buckets = [(agent, i) for agent in self._agents for i in range(agent.num_buckets)]
         num_bytes = 0
-        for position, (agent, index) in enumerate(buckets):
-            spec = await agent.prepare(version, index, base)
-            num_bytes += payload_bytes(spec)
-            await self._beside(
-                agent.send(self.client.url, version, index, base),
-                self._receive(agent, spec, position + 1 == len(buckets), version),
-            )
+        under_way: deque[asyncio.Task[None]] = deque()
+        try:
+            for position, (agent, index) in enumerate(buckets):
+                spec = await agent.prepare(version, index, base)
+                num_bytes += payload_bytes(spec)
+                if len(under_way) > _NUM_AHEAD:
+                    await under_way.popleft()
+                exchange = self._beside(
+                    agent.send(self.client.url, version, index, base),
+                    self._receive(agent, spec, position + 1 == len(buckets), version),
+                )
+                under_way.append(asyncio.create_task(exchange))
+            while under_way:
+                await under_way.popleft()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
         return num_bytes
 
     async def _receive(self, agent: Agent, spec: BucketSpec, last: bool, version: int) -> None:
@@ -178,13 +190,14 @@ class GroupConnection(Connection):
             spec, group_name=self._group_of[agent.rank], last=last, version=version
         )
 
+    async def recover(self) -> None:
+        # At the same time: the server's end closes the sockets that our broadcast waits on,
+        # and ours aborts what NCCL's watchdog would end this process for.
+        await asyncio.gather(self._let_go(self._timeout_seconds), self._take_down())
+
     async def close(self) -> None:
         if self._group_of:
-            try:
-                await self.client.leave_weight_groups()
-            except ServerError as error:
-                logger.warning("%s was not told that the trainer left: %s", self.client.url, error)
-        await self._take_down()
+            await self.recover()
 
     async def _beside(self, ours, theirs) -> None:
         """Our side of a collective, and the request for the server's, at the same time.
@@ -205,19 +218,6 @@ class GroupConnection(Connection):
             for task in tasks:
                 task.cancel()
                 task.add_done_callback(_retrieve)
-
-    async def _recover(self, error: BaseException) -> None:
-        """Ends the update and the groups on both sides, then lets the server go on."""
-        leaving = asyncio.ensure_future(self._take_down())
-        # At the same time: the server's end closes the sockets that our broadcast waits on,
-        # and ours aborts what NCCL's watchdog would end this process for.
-        try:
-            async with asyncio.timeout(self._timeout_seconds):
-                await self.client.leave_weight_groups()
-        except (ServerError, TimeoutError) as further:
-            error.add_note(f"Leaving the server's groups failed, too: {further!r}")
-        await self._resume_after(error, self._timeout_seconds)
-        await leaving
 
     async def _take_down(self) -> None:
         """Leaves the groups on our side; harmless when there are none."""
@@ -249,25 +249,18 @@ class DiskConnection(Connection):
         started = time.monotonic()
         path, num_bytes = await self._versions.written(version, self._timeout_seconds)
         written = time.monotonic()
-        async with self._stopped():
-            stood_still = await self.client.update_from_disk(str(path), version)
-        done = time.monotonic()
-        if self.client.stops_for != "nothing":
-            stood_still = done - written
-        return PushReport(version, num_bytes, done - started, done - started, stood_still)
-
-    @asynccontextmanager
-    async def _stopped(self) -> AsyncIterator[None]:
-        if self.client.stops_for == "nothing":
-            yield
-            return
-        try:
+        stops = self.client.stops_for != "nothing"
+        if stops:
             await self.client.pause()
-            yield
-        except BaseException as error:
-            await asyncio.shield(self._resume_after(error, self._timeout_seconds))
-            raise
-        await self.client.resume()
+        stood_still = await self.client.update_from_disk(str(path), version)
+        if stops:
+            await self.client.resume()
+            stood_still = time.monotonic() - written
+        seconds = time.monotonic() - started
+        return PushReport(version, num_bytes, seconds, seconds, stood_still)
+
+    async def recover(self) -> None:
+        await self._let_go(self._timeout_seconds)
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -43,12 +43,14 @@ class GroupSettings:
         backend: ``gloo`` or ``nccl``.
         timeout_seconds: Bound of the rendezvous, and of each bucket.
         device: Where payloads are broadcast from. CPU for gloo.
+        deltas: ``weight_sync.delta``.
     """
 
     master_address: str
     backend: str
     timeout_seconds: float
     device: torch.device
+    deltas: bool = False
 
 
 class GroupEnd:
@@ -81,6 +83,7 @@ class GroupEnd:
             group_name=f"torchtitan_grpo_{uuid.uuid4().hex}",
             backend=settings.backend,
             timeout_seconds=settings.timeout_seconds,
+            deltas=settings.deltas,
         )
 
     async def join(self) -> None:

@@ -142,7 +142,9 @@ class Lane:
                 elif self.state is LaneState.READY:
                     await self._check_idle()
             except _LOSSES as error:
+                # Told first, since clearing up may take as long as the server lets it.
                 self._lose(error)
+                await self._connection.recover()
                 await asyncio.sleep(self._backoff.seconds_after_failure())
                 self._take(LaneEvent.RETRY_DUE)
 

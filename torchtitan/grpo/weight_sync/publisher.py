@@ -50,9 +50,13 @@ class FilledSlots:
         self._versions: dict[int, int] = {}
 
     def put(self, slot: int, version: int) -> None:
-        """The training thread has started the copy."""
+        """The training thread is about to start the copy; nobody is woken up."""
         with self._changed:
             self._versions[slot] = version
+
+    def wake(self) -> None:
+        """Lets whoever waits look again."""
+        with self._changed:
             self._changed.notify_all()
 
     def wait_for(self, slot: int, version: int, timeout_seconds: float) -> None:
@@ -121,11 +125,15 @@ class WeightPublisher:
 
     def publish(self, version: int, slot: int) -> None:
         """After the optimizer step: starts the copy, hands it over, and returns."""
-        self.snapshots.copy_into(slot)
         self._filled.put(slot, version)
         self._published = version
         if self.is_leader:
             self.slots.filled(slot, version)
+        self.snapshots.copy_into(slot, self._wake_readers)
+
+    def _wake_readers(self) -> None:
+        self._filled.wake()
+        self.slots.wake()
 
     def is_attested(self, version: int) -> bool:
         """Whether servers are to be asked for log-probabilities under ``version``."""
@@ -136,20 +144,28 @@ class WeightPublisher:
     ) -> None:
         """Leader: waits until the servers serve ``version`` or something newer.
 
-        Lost servers are not waited for, as long as one that is not lost is there.
+        Lost servers are not waited for, as long as one that is not lost is there: its lane
+        has bounds of its own.
+
+        Args:
+            version: Policy version.
+            timeout_seconds: How long all servers may be lost.
+            should_stop: Ends the wait.
 
         Raises:
-            TimeoutError: Not in time; names the servers that lag.
+            TimeoutError: They were, for longer; says why.
             PublisherFailed: Its thread died.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while not self._are_served(version) and not should_stop():
                 self.raise_if_failed()
-                if time.monotonic() > deadline:
+                if any(not lane.is_lost for lane in self.lanes):
+                    deadline = time.monotonic() + timeout_seconds
+                elif time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"Pushing policy_version {version} must end within {timeout_seconds:.0f} s, "
-                        f"but these servers lag: {self._describe_lag(version)}. Check their "
+                        f"A server must take policy_version {version}, but for {timeout_seconds:.0f} s "
+                        f"none was there that could: {self._describe_lag(version)}. Check their "
                         "logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)

@@ -136,9 +136,17 @@ class SlotTable:
             return slot
 
     def filled(self, slot: int, version: int) -> None:
-        """The copy of ``version`` into the reserved slot has been started."""
+        """The copy of ``version`` into the reserved slot is about to be started.
+
+        Nobody is woken up: on a busy machine a thread that the training thread wakes takes
+        its core. See :meth:`wake`.
+        """
         with self._changed:
             self._slots = self._slots.filled(slot, version)
+
+    def wake(self) -> None:
+        """Lets whoever waits for a filled slot look again."""
+        with self._changed:
             self._changed.notify_all()
 
     def take_newest(self, timeout_seconds: float) -> tuple[int, int] | None:

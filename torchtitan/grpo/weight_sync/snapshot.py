@@ -16,8 +16,10 @@ without an optimizer step needs no fence. That nobody writes what is still read 
 business of `slots.py`.
 """
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Literal
 
@@ -29,6 +31,10 @@ Staging = Literal["device", "host"]
 _WAIT_SECONDS = 120.0
 # How often a reader asks a device whether it is done; an event has no wait with a bound.
 _POLL_SECONDS = 0.0005
+
+
+def _nobody() -> None:
+    """Nobody waits."""
 
 
 class Snapshots:
@@ -67,13 +73,16 @@ class Snapshots:
         """Memory of all slots on this rank."""
         return sum(t.nbytes for slot in self._slots for t in slot.values())
 
-    def copy_into(self, slot: int) -> None:
+    def copy_into(self, slot: int, wake: Callable[[], None] = _nobody) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
+
+        ``wake`` is called when the copy can be waited for: on CPU by the copying thread
+        once it is done, so that the training thread wakes up no other thread than that.
 
         Between this and the next change of the parameters there must be a :meth:`fence`.
         Nobody may read the slot any more, or hold on to it.
         """
-        self._copies.start(slot)
+        self._copies.start(slot, wake)
 
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
         """Orders what the training thread does next after all copies that were started.
@@ -116,8 +125,8 @@ def _room_for(source: torch.Tensor, dtype: torch.dtype, is_pinned: bool) -> torc
 class _Copy:
     """One copy on the copy thread. ``error`` is what ended it, if something did."""
 
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
+    def __init__(self, slot: int, wake: Callable[[], None]) -> None:
+        self.slot, self.wake = slot, wake
         self.ended = threading.Event()
         self.error: BaseException | None = None
 
@@ -168,10 +177,10 @@ class _ThreadCopies:
             raise TimeoutError(f"The thread snapshot-copy did not start in {_WAIT_SECONDS:g} s.")
         torch.set_num_threads(num_threads)
 
-    def start(self, slot: int) -> None:
+    def start(self, slot: int, wake: Callable[[], None]) -> None:
         if self._is_closed:
             raise RuntimeError("No copy can be started: the snapshots are closed.")
-        copy = _Copy(slot)
+        copy = _Copy(slot, wake)
         self._last_of_slot[slot] = self._last = copy
         self._queue.put(copy)
 
@@ -202,6 +211,7 @@ def _copy_all(
     # thread is enough for a copy that has a whole step's time. Asking makes it stay.
     torch.get_num_threads()
     torch.set_num_threads(1)
+    _yield_to_training()
     is_settled.set()
     with torch.no_grad():  # a thread's own setting
         while (copy := queue.get()) is not None:
@@ -211,6 +221,13 @@ def _copy_all(
             except BaseException as error:  # the thread's boundary: kept for who waits
                 copy.error = error
             copy.ended.set()
+            copy.wake()
+
+
+def _yield_to_training() -> None:
+    """On a busy machine the thread that is woken up must not take the waker's core."""
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _StreamCopies:
@@ -225,7 +242,7 @@ class _StreamCopies:
         self._last: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def start(self, slot: int) -> None:
+    def start(self, slot: int, wake: Callable[[], None]) -> None:
         targets = self._slots[slot]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -241,6 +258,7 @@ class _StreamCopies:
             copied = torch.cuda.Event()
             copied.record(self._stream)
         self._last = self._copied[slot] = copied
+        wake()
 
     def fence(self, timeout_seconds: float) -> None:
         if self._last is not None:

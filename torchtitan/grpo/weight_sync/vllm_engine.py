@@ -192,6 +192,10 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
     def finish_weight_update(self) -> None:
         """Loads what was verified, and finishes the layers that vLLM treats last."""
         verified, self._verified = self._verified, None
+        if verified is None and self._staging is not None and not self._loading:
+            # A commit that was given up arrives after a later update was begun: vLLM must not
+            # put its label on the old weights.
+            raise RuntimeError("Nothing was received and verified in this update.")
         if verified is not None:
             self._load(verified[1].items())
         if self._loading:

@@ -52,7 +52,8 @@ def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(str(file), framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+            # Copied: else they are maps of the file, and change or fail with it while served.
+            tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
     _compare_checksums(Path(directory), tensors)
     return tensors
 

@@ -352,6 +352,57 @@ def test_request_without_an_answer_fails_at_its_timeout():
     asyncio.run(run())
 
 
+async def written_ahead(server: LocalServer, dispatcher: Dispatcher) -> asyncio.Task[Generation]:
+    """A completion that was written under version 4 of a server that is attested with 3."""
+
+    async def answer(request: GenerateRequest) -> Generation:
+        return generation(4 if len(server.requests) == 1 else 5)
+
+    server.answer = answer
+    dispatcher.set_version(server.url, 3)
+    task = dispatcher.submit(PROMPT, dispatcher.servers[server.url], SAMPLING)
+    await asyncio.sleep(0.05)
+    assert server.requests
+    assert not task.done()
+    return task
+
+
+def test_completion_under_weights_not_yet_attested_waits_for_that():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server)
+        task = await written_ahead(server, dispatcher)
+        dispatcher.set_version("http://a", 4)
+        assert (await task).segments[0].version == 4
+        assert len(server.requests) == 1
+
+    asyncio.run(run())
+
+
+def test_completion_under_weights_that_turn_out_wrong_is_written_anew():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server)
+        task = await written_ahead(server, dispatcher)
+        dispatcher.set_lost("http://a", "its logprobs are not the trainer's")
+        dispatcher.set_version("http://a", 5)
+        assert (await task).segments[0].version == 5
+        assert len(server.requests) == 2
+
+    asyncio.run(run())
+
+
+def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server, request_timeout_seconds=0.5)
+        task = await written_ahead(server, dispatcher)
+        with pytest.raises(ServerError, match="version 5, which was not attested within"):
+            await task
+
+    asyncio.run(run())
+
+
 def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
     async def run() -> None:
         server = LocalServer("http://a")

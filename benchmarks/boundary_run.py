@@ -1,0 +1,291 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ranks of `boundary_stall.py`: the real trainer, on one batch of made-up rollouts.
+
+    torchrun --nproc_per_node=2 benchmarks/boundary_run.py JOB.json
+
+Model, loss, optimizer and weight push are the trainer's own, the servers are real; only the
+rollouts are the same in every step, so that nothing is waited for but what is measured.
+"""
+
+# ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.child import die_with_parent
+from torchtitan.grpo.device import settle_device
+
+settle_device()
+
+import numpy as np
+import torch.distributed as dist
+
+from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.data.planner import NextStep, StepPlanner
+from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.rollout.link import ServerInfo
+from torchtitan.grpo.rollout.metrics import group_metrics
+from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo_train import GRPOTrainer
+
+_PROMPT_TOKENS = 8
+_PARTS = ("reserve_slot", "publish", "fence")
+"""What the training thread asks of the publisher in every step."""
+_FLOOR_NANOSECONDS = 100_000
+
+
+class RecordingLink:
+    """Stands where the link to the rollout process does; keeps what the publisher says."""
+
+    def __init__(self) -> None:
+        self.confirmed: list[tuple[float, str, int]] = []
+        self.lost: list[tuple[float, str, str]] = []
+
+    def notify_version(self, url: str, version: int) -> None:
+        self.confirmed.append((time.monotonic(), url, version))
+
+    def notify_lost(self, url: str, reason: str) -> None:
+        self.lost.append((time.monotonic(), url, reason))
+
+    def raise_if_ended(self) -> None:
+        """There is no process that could end."""
+
+
+class CannedRollouts:
+    """Stands where `controller.RolloutController` does: every step is the same batch.
+
+    Each rollout fills a row, and each rank gets ``grpo.prompts_per_step`` of them.
+    """
+
+    is_exhausted = False
+    prompt_position = 0
+
+    def __init__(self, config: JobConfig, model: HFModel) -> None:
+        self.link = RecordingLink()
+        self.servers = [ServerInfo(url, config.inference.kind) for url in config.inference.urls]
+        self._planner = StepPlanner(config, model)
+        self._groups = random_groups(config, model.vocab_size)
+        self._step: NextStep | None = None
+
+    def next_step(self, version: int, num_ranks: int) -> NextStep:
+        if self._step is None:
+            plan = self._planner.plan(self._groups, step=0, version=0, num_ranks=num_ranks)
+            self._step = NextStep(plan, group_metrics(self._groups) | plan.metrics)
+        return self._step
+
+    def evaluate(self, version: int) -> None:
+        """Nothing is generated."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def random_groups(config: JobConfig, vocab_size: int) -> list[RolloutGroup]:
+    """Groups of two rollouts, each as long as a row, as likely as a random model finds them."""
+    random = np.random.default_rng(0)
+    length = config.training.seq_len - _PROMPT_TOKENS
+
+    def tokens(count: int) -> np.ndarray:
+        return random.integers(1, vocab_size, count).astype(np.int32)
+
+    groups = []
+    for group_id in range(config.grpo.prompts_per_step):
+        prompt = tokens(_PROMPT_TOKENS)
+        rollouts = [
+            Rollout(
+                prompt_ids=prompt,
+                completion_ids=tokens(length),
+                generator_logprobs=np.full(length, -np.log(vocab_size), np.float32),
+                segments=(VersionSegment(0, 0, length),),
+                finish_reason="length",
+                completion="",
+                reward=float(reward),
+            )
+            for reward in range(config.grpo.group_size)
+        ]
+        groups.append(RolloutGroup(group_id, "", tuple(rollouts), "http://127.0.0.1:1"))
+    return groups
+
+
+class SchedulerClock:
+    """How long this thread has computed, and how long it has waited for a core.
+
+    What is left of a duration was spent asleep: in a lock, or waiting for the interpreter.
+    """
+
+    def __init__(self) -> None:
+        path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self._file = os.open(path, os.O_RDONLY)
+
+    def read(self) -> tuple[int, int]:
+        """Both in nanoseconds; takes a few microseconds."""
+        queued = int(os.pread(self._file, 64, 0).split()[1])
+        return time.thread_time_ns(), queued
+
+
+class KeepingClock(StepClock):
+    """Keeps the times of the step that ended last.
+
+    Attributes:
+        times: See :meth:`StepClock.end_step`.
+        computed, queued: Of the boundary's stall in the current step, in nanoseconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[str, float] = {}
+        self.computed = self.queued = 0
+        self._scheduler = SchedulerClock()
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        if part != "boundary_stall":
+            with super().measure(part):
+                yield
+            return
+        # Asked outside of what is measured: it takes some microseconds itself.
+        computed, queued = self._scheduler.read()
+        with super().measure(part):
+            yield
+        computed_now, queued_now = self._scheduler.read()
+        self.computed += computed_now - computed
+        self.queued += queued_now - queued
+
+    def end_step(self) -> dict[str, float]:
+        self.times = super().end_step()
+        return self.times
+
+    def take_scheduling(self) -> dict[str, float]:
+        """Seconds computed and queued since the last call."""
+        taken = {"computed": self.computed / 1e9, "queued": self.queued / 1e9}
+        self.computed = self.queued = 0
+        return taken
+
+
+class BoundaryTrainer(GRPOTrainer):
+    """Trains on canned rollouts and records what the boundary cost.
+
+    Attributes:
+        records: For each step its number, times in seconds and, on rank 0, the last push to
+            each server.
+    """
+
+    controller: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    clock: KeepingClock
+
+    def __init__(self, config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
+        super().__init__(config, hf_model, stop)
+        self.clock = KeepingClock()
+        self.records: list[dict[str, Any]] = []
+        self.parts: dict[str, float] = {}
+        self.published_at = self.floor = 0.0
+
+    def _start_rollouts(self) -> None:
+        self.controller = CannedRollouts(self.config, self.hf_model)
+
+    def _build_publisher(self):
+        publisher = super()._build_publisher()
+        for name in _PARTS:
+            setattr(publisher, name, self._timed(name, getattr(publisher, name)))
+        return publisher
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds = (time.perf_counter_ns() - begin) / 1e9
+                self.parts[name] = self.parts.get(name, 0.0) + seconds
+                if name == "publish":
+                    self.published_at = time.monotonic()
+
+        return timed
+
+    def _update(self, *args: Any) -> float:
+        grad_norm = super()._update(*args)
+        # Where publishing comes next: after the same work, with the same time slice left.
+        self.floor = computing_seconds(_FLOOR_NANOSECONDS)
+        return grad_norm
+
+    def _log_step(self, *args: Any) -> None:
+        super()._log_step(*args)
+        times = self.clock.times
+        self.records.append(
+            {
+                "step": self.step,
+                "published_at": self.published_at,
+                "step_seconds": times["time/step_seconds"],
+                # The clock of the metrics file does not count the slot with the boundary.
+                "stall_seconds": times["time/boundary_stall_seconds"]
+                + self.parts.get("reserve_slot", 0.0),
+                **{name: self.parts.get(name, 0.0) for name in _PARTS},
+                **self.clock.take_scheduling(),
+                "floor": self.floor,
+            }
+        )
+        self.parts.clear()
+        if self.is_rank_zero:
+            self.records[-1] |= {"push_seconds": push_seconds(self.publisher)}
+            os.write(_steps_pipe(), f"{self.step}\n".encode())
+
+    def _finish(self) -> None:
+        """Nothing is exported or evaluated; what was recorded is written."""
+        result: dict[str, Any] = {"records": self.records}
+        if self.controller is not None:
+            link = self.controller.link
+            result |= {"confirmed": link.confirmed, "lost": link.lost}
+            result["metrics"] = self.publisher.metrics()
+        folder = Path(self.config.job.dump_folder)
+        (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
+
+
+def computing_seconds(nanoseconds: int) -> float:
+    """How long it takes this thread to compute for that long: longer where it is interrupted."""
+    begin, computed = time.perf_counter_ns(), time.thread_time_ns()
+    while time.thread_time_ns() - computed < nanoseconds:
+        pass
+    return (time.perf_counter_ns() - begin) / 1e9
+
+
+def push_seconds(publisher: Any) -> dict[str, list[float]]:
+    """Version and seconds of the last push to each server; the publisher's innards end here."""
+    return {
+        lane.url: [lane.last_push.version, lane.last_push.push_seconds]
+        for lane in publisher.lanes
+        if lane.last_push is not None
+    }
+
+
+def _steps_pipe() -> int:
+    """Where the driver reads which step has ended."""
+    global _pipe
+    if _pipe is None:
+        _pipe = os.open(_job["steps_pipe"], os.O_WRONLY)
+    return _pipe
+
+
+_pipe: int | None = None
+_job: dict[str, Any] = {}
+
+
+def main() -> int:
+    die_with_parent()
+    _job.update(json.loads(Path(sys.argv[1]).read_text()))
+    return run(BoundaryTrainer, _job["args"])
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -1,0 +1,549 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the weight push costs the training thread between two steps.
+
+    python benchmarks/boundary_stall.py [--json] [--steps N] [--sizes 1M 30M 120M]
+                                        [--conditions healthy slow stopped killed]
+                                        [--modes async foreground] [--keep FOLDER]
+
+Two training ranks (FSDP2, gloo, CPU) run the real trainer on canned rollouts and push every
+step's weights to three embedded servers, in the background and in the foreground, while the
+servers are
+
+    healthy
+    slow      one of them runs a tenth of the time (SIGSTOP 90 ms, SIGCONT 10 ms, ...), so
+              that whatever it does, receiving weights included, takes about ten times as long
+    stopped   one of them gets SIGSTOP and never goes on
+    killed    one of them gets SIGKILL
+
+The stall of a step is all the time that the training thread spends on weight sync: asking for
+a slot, the fence before the optimizer step, the publishing after it; on the rank where it is
+longer. How busy the machine is can be seen from two columns: "no queue" is the stall's 99th
+percentile without the time for which the thread could have run and had no core, and "floor" is
+that of 0.1 ms of plain computing right before each version is published. The lag of a server is
+how many versions it is behind at the moment when one has been published. Training computes in
+float32; weights travel in the dtype of the table's last column. Prints a row a condition, then
+what must hold; the exit status is 1 where something does not.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from random_models import make_model
+
+from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NUM_SERVERS = 3
+SICK = NUM_SERVERS - 1
+"""The server that something happens to."""
+WARM_UP = 10
+"""Steps before anything is counted."""
+FAULT_AT = 20
+"""Step after which a server is stopped or killed; a slow one is slow from the warm-up on."""
+STOPPED_SECONDS, RUNNING_SECONDS = 0.09, 0.01
+STARTUP_SECONDS = 240.0
+STEP_TIMEOUT_SECONDS = 300.0
+ASYNC_SHARE, ASYNC_FLOOR_MS = 0.01, 2.0
+FAULT_FACTOR, FAULT_SLACK_MS = 1.5, 0.5
+THROUGHPUT_FACTOR = 1.25
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and how much of a step it gets to do.
+
+    Attributes:
+        rows: Of each rank, all of them in one microbatch.
+        seq_len: Tokens of a row.
+        wire: Dtype in which the weights travel.
+    """
+
+    name: str
+    rows: int
+    seq_len: int
+    wire: str
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("1M", rows=2, seq_len=64, wire="float32"),
+        Size("30M", rows=1, seq_len=64, wire="float32"),
+        Size("120M", rows=1, seq_len=32, wire="bfloat16"),
+    )
+}
+CONDITIONS = ("healthy", "slow", "stopped", "killed")
+MODES = ("async", "foreground")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One run of the trainer."""
+
+    size: Size
+    fault: str
+    mode: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.size.name}/{self.fault}/{self.mode}"
+
+
+@dataclass
+class Outcome:
+    """What one run showed; milliseconds where not said otherwise.
+
+    Attributes:
+        stall: p50, p99 and maximum.
+        parts: 99th percentile of each part of the stall on each rank, and the maximum.
+        queued: Of a stall's time, how much the thread waited for a core, 99th percentile.
+        undisturbed: 99th percentile of stalls without that.
+        floor: 99th percentile of what 0.1 ms of computing takes before publishing.
+        step: p50.
+        steps_per_second: From the warm-up to the end.
+        lag: Of each server p50 and maximum, in versions; the sick one's while it lasts.
+        push: p50 of the healthy servers' pushes and of the sick one's.
+        latency: p50 from publishing a version to a healthy server's confirming it.
+        pushes_per_second: Of all servers together.
+        failures: How often a server was lost.
+    """
+
+    stall: tuple[float, float, float]
+    parts: dict[str, tuple[float, float]]
+    queued: float
+    undisturbed: float
+    floor: float
+    step: float
+    steps_per_second: float
+    lag: list[tuple[float, float]]
+    push: tuple[float, float]
+    latency: float
+    pushes_per_second: float
+    failures: int
+
+
+# -- servers and what happens to them ------------------------------------------------
+
+
+class Throttle:
+    """Lets a process run a tenth of the time, from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="throttle", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(10)
+        signal_process(self._pid, signal.SIGCONT)
+
+    def _run(self) -> None:
+        while not self._ending.is_set() and signal_process(self._pid, signal.SIGSTOP):
+            self._ending.wait(STOPPED_SECONDS)
+            signal_process(self._pid, signal.SIGCONT)
+            self._ending.wait(RUNNING_SECONDS)
+
+
+def signal_process(pid: int, signum: int) -> bool:
+    """False where there is no such process any more."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextmanager
+def running_servers(model: Path, folder: Path) -> Iterator[list[LaunchedServer]]:
+    """Embedded servers that are up; ended with the block, stopped ones too."""
+    servers = []
+    try:
+        for index, port in enumerate(free_ports(NUM_SERVERS)):
+            spec = ServerSpec("embedded", str(model), port, "cpu", "float32", 128, 4)
+            servers.append(start_server(spec, folder / f"server-{index}.log"))
+        for server in servers:
+            wait_for_server(server, STARTUP_SECONDS)
+        yield servers
+    finally:
+        stop_children([server.process for server in servers])
+
+
+def wait_for_server(server: LaunchedServer, timeout_seconds: float) -> None:
+    """Returns when it answers that it is up.
+
+    Raises:
+        RuntimeError: It has ended, or did not come up in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while not asyncio.run(_is_up(server)):
+        if time.monotonic() > deadline or server.process.poll() is not None:
+            raise RuntimeError(f"The {server.kind} server did not start:\n{server.log_tail()}")
+        time.sleep(0.2)
+
+
+async def _is_up(server: LaunchedServer) -> bool:
+    client = make_client(server.kind, server.url, control_timeout_seconds=2.0)
+    try:
+        await client.health()
+    except ServerError:
+        return False
+    finally:
+        await client.close()
+    return True
+
+
+# -- one condition --------------------------------------------------------------------
+
+
+def run_condition(condition: Condition, model: Path, steps: int, keep: Path | None) -> Outcome:
+    """Starts servers and ranks, brings the fault about, and reads what was recorded."""
+    with tempfile.TemporaryDirectory(prefix="boundary-") as name, ExitStack() as stack:
+        folder = Path(name)
+        servers = stack.enter_context(running_servers(model, folder))
+        throttle = Throttle(servers[SICK].process.pid)
+        stack.callback(throttle.stop)
+        # Started last, ended first: a server that is gone would be one more failure.
+        pipe = folder / "steps"
+        os.mkfifo(pipe)
+        ranks = start_ranks(condition, model, [s.url for s in servers], steps, folder, pipe)
+        stack.callback(stop_children, [ranks])
+        bring_about = {
+            "healthy": (steps + WARM_UP + 1, lambda: None),
+            "slow": (WARM_UP // 2, throttle.start),
+            "stopped": (
+                FAULT_AT,
+                lambda: signal_process(servers[SICK].process.pid, signal.SIGSTOP),
+            ),
+            "killed": (FAULT_AT, lambda: signal_process(servers[SICK].process.pid, signal.SIGKILL)),
+        }[condition.fault]
+        watch_steps(pipe, ranks, folder / "ranks.log", *bring_about)
+        if keep is not None:
+            target = keep / condition.name.replace("/", "-")
+            shutil.copytree(folder, target, dirs_exist_ok=True, ignore=only_results)
+        results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return read_outcome(results, [s.url for s in servers])
+
+
+def only_results(_: str, names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith((".json", ".log", ".jsonl"))]
+
+
+def start_ranks(
+    condition: Condition, model: Path, urls: list[str], steps: int, folder: Path, pipe: Path
+) -> subprocess.Popen:
+    size, is_sick = condition.size, condition.fault in ("stopped", "killed")
+    settings = {
+        "job.dump_folder": folder,
+        "model.hf_assets_path": model,
+        "training.steps": steps + WARM_UP,
+        "training.seq_len": size.seq_len,
+        "training.local_batch_size": size.rows,
+        "training.mixed_precision_param": "float32",
+        "optimizer.lr": 1e-6,
+        "optimizer.implementation": "foreach",
+        "lr_scheduler.warmup_steps": 0,
+        "activation_checkpoint.mode": "none",
+        "prompts.path": REPOSITORY / "assets/reverse_digits/train.jsonl",
+        "reward.functions": "exact_match",
+        "rollout.max_new_tokens": size.seq_len - 8,
+        "grpo.prompts_per_step": size.rows,
+        "grpo.group_size": 2,
+        "inference.urls": ",".join(urls),
+        # A server that is stopped is waited for no longer than this. Giving it up takes a few
+        # control requests, which together must be less than twice the other bound.
+        "inference.control_timeout_seconds": 5 if is_sick else 120,
+        "weight_sync.timeout_seconds": 10 if is_sick else 120,
+        "weight_sync.dtype": size.wire,
+        "observe.progress": "none",
+        "observe.log_level": "warning",
+        "observe.samples_per_step": 0,
+        "debug.seed": 0,
+    }
+    args = ["--grpo.async_weight_update" if condition.mode == "async" else
+            "--grpo.no-async-weight-update"]  # fmt: skip
+    args += [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    job = folder / "job.json"
+    job.write_text(json.dumps({"args": args, "steps_pipe": str(pipe)}))
+    return start_child(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", "2", str(Path(__file__).with_name("boundary_run.py")), str(job)),
+        ],
+        env=rank_environment(),
+        log_file=folder / "ranks.log",
+    )
+
+
+def rank_environment() -> dict[str, str]:
+    """One thread a rank, on the CPU."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    # Without bytecode files, every start would compile torch's sources anew.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
+
+
+def watch_steps(
+    pipe: Path, ranks: subprocess.Popen, log: Path, fault_at: int, fault: Callable[[], object]
+) -> None:
+    """Reads which step has ended until the ranks have; the fault comes after its step."""
+    source = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        is_due, last_news = True, time.monotonic()
+        while ranks.poll() is None:
+            if time.monotonic() - last_news > STEP_TIMEOUT_SECONDS:
+                raise SystemExit(f"No step in {STEP_TIMEOUT_SECONDS:.0f} s:\n{tail(log)}")
+            if not select.select([source], [], [], 0.5)[0]:
+                continue
+            text = os.read(source, 4096).decode()
+            if not text:  # nobody has opened it yet, or all have closed it
+                time.sleep(0.05)
+                continue
+            last_news = time.monotonic()
+            if is_due and int(text.split()[-1]) >= fault_at:
+                is_due = False
+                fault()
+    finally:
+        os.close(source)
+    if ranks.returncode != 0:
+        raise SystemExit(f"The ranks ended with status {ranks.returncode}:\n{tail(log)}")
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-6000:]
+
+
+def read_outcome(results: list[dict[str, Any]], urls: list[str]) -> Outcome:
+    """Percentiles over the steps after the warm-up."""
+    ranks = [[r for r in result["records"] if r["step"] > WARM_UP] for result in results]
+    steps_of_ranks = list(zip(*ranks, strict=True))
+    stalls = [1e3 * max(r["stall_seconds"] for r in pair) for pair in steps_of_ranks]
+    parts = {}
+    for rank, records in enumerate(ranks):
+        for part in ("fence", "publish", "reserve_slot"):
+            values = [1e3 * r[part] for r in records]
+            parts[f"{part}/{rank}"] = (percentile(values, 99), max(values))
+    leader = ranks[0]
+    published = {r["step"]: r["published_at"] for r in leader}
+    confirmed = results[0]["confirmed"]
+    lags = [lag_of(url, published, confirmed, results[0]["lost"]) for url in urls]
+    latencies = [
+        at - published[version]
+        for at, url, version in confirmed
+        if version in published and url in urls[:SICK]
+    ]
+    seconds = leader[-1]["published_at"] - leader[0]["published_at"]
+    begin = leader[0]["published_at"]
+    return Outcome(
+        stall=(percentile(stalls, 50), percentile(stalls, 99), max(stalls)),
+        parts=parts,
+        queued=percentile([1e3 * max(r["queued"] for r in pair) for pair in steps_of_ranks], 99),
+        undisturbed=percentile(
+            [1e3 * max(r["stall_seconds"] - r["queued"] for r in pair) for pair in steps_of_ranks],
+            99,
+        ),
+        floor=percentile([1e3 * max(r["floor"] for r in pair) for pair in steps_of_ranks], 99),
+        step=1e3 * percentile([r["step_seconds"] for r in leader], 50),
+        steps_per_second=(len(leader) - 1) / seconds,
+        lag=[(percentile(lag, 50), max(lag, default=float("nan"))) for lag in lags],
+        push=(push_of(urls[:SICK], leader), push_of(urls[SICK:], leader)),
+        latency=1e3 * percentile(latencies, 50),
+        pushes_per_second=sum(at >= begin for at, _, _ in confirmed) / seconds,
+        failures=len(results[0]["lost"]),
+    )
+
+
+def lag_of(
+    url: str,
+    published: dict[int, float],
+    confirmed: list[tuple[float, str, int]],
+    lost: list[tuple[float, str, str]],
+) -> list[int]:
+    """Versions that a server is behind as each one is published, as long as it is not lost."""
+    news = [(at, version) for at, u, version in confirmed if u == url]
+    news = sorted(news + [(at, None) for at, u, _ in lost if u == url], key=lambda n: n[0])
+    lags = []
+    for version, at in published.items():
+        state = next((v for when, v in reversed(news) if when <= at), None)
+        if state is not None:
+            lags.append(version - state)
+    return lags
+
+
+def push_of(urls: list[str], records: list[dict[str, Any]]) -> float:
+    pushes = {
+        (url, version): seconds
+        for record in records
+        for url, (version, seconds) in record["push_seconds"].items()
+        if url in urls and version > WARM_UP
+    }
+    return 1e3 * percentile(list(pushes.values()), 50)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else float("nan")
+
+
+# -- what must hold ---------------------------------------------------------------------
+
+
+@dataclass
+class Verdicts:
+    """Bounds, each with what was measured."""
+
+    lines: list[tuple[bool, str]] = field(default_factory=list)
+
+    def check(self, what: str, value: float, bound: float, *, at_least: bool = False) -> None:
+        ok = value >= bound if at_least else value <= bound
+        sign = ">=" if at_least else "<="
+        self.lines.append((ok, f"{what}: {value:.3g}, must be {sign} {bound:.3g}"))
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.lines) and all(ok for ok, _ in self.lines)
+
+
+def judge(outcomes: dict[str, Outcome]) -> Verdicts:
+    """Every bound of which both sides were measured."""
+    verdicts = Verdicts()
+    for name, outcome in outcomes.items():
+        size, fault, mode = name.split("/")
+        if mode == "foreground":
+            continue
+        limit = max(ASYNC_SHARE * outcome.step, ASYNC_FLOOR_MS)
+        noise = f"(no queue {outcome.undisturbed:.3g}, floor {outcome.floor:.3g})"
+        verdicts.check(f"{name} stall p99 ms {noise}", outcome.stall[1], limit)
+        healthy = outcomes.get(f"{size}/healthy/async")
+        if healthy is None:
+            continue
+        if fault in ("stopped", "killed"):
+            p99 = healthy.stall[1]
+            limit = max(FAULT_FACTOR * p99, p99 + FAULT_SLACK_MS)
+            verdicts.check(f"{name} stall p99 ms against healthy", outcome.stall[1], limit)
+        if healthy.latency < healthy.step:
+            lag = max(lag for _, lag in outcome.lag[:SICK])
+            verdicts.check(f"{name} healthy servers' largest lag", lag, 1)
+        foreground = outcomes.get(f"{size}/slow/foreground")
+        if fault == "slow" and foreground is not None:
+            ratio = outcome.steps_per_second / foreground.steps_per_second
+            verdicts.check(
+                f"{size} slow: throughput over foreground", ratio, THROUGHPUT_FACTOR, at_least=True
+            )
+    return verdicts
+
+
+def figures_of(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name, o in outcomes.items():
+        figures |= {
+            f"{name}/stall_p50_ms": o.stall[0],
+            f"{name}/stall_p99_ms": o.stall[1],
+            f"{name}/stall_max_ms": o.stall[2],
+            f"{name}/waited_for_core_p99_ms": o.queued,
+            f"{name}/stall_without_that_p99_ms": o.undisturbed,
+            f"{name}/floor_p99_ms": o.floor,
+            f"{name}/step_p50_ms": o.step,
+            f"{name}/steps_per_second": o.steps_per_second,
+            f"{name}/push_healthy_p50_ms": o.push[0],
+            f"{name}/push_sick_p50_ms": o.push[1],
+            f"{name}/publish_to_confirmed_p50_ms": o.latency,
+            f"{name}/pushes_per_second": o.pushes_per_second,
+            f"{name}/failures": o.failures,
+        }
+        for index, (p50, largest) in enumerate(o.lag):
+            figures[f"{name}/lag_p50/{index}"], figures[f"{name}/lag_max/{index}"] = p50, largest
+        for part, (p99, largest) in o.parts.items():
+            figures[f"{name}/{part}/p99_ms"], figures[f"{name}/{part}/max_ms"] = p99, largest
+    # Not a number is not JSON.
+    return {key: value if np.isfinite(value) else None for key, value in figures.items()}
+
+
+# -- the table ------------------------------------------------------------------------------
+
+HEADER = (
+    f"{'condition':26}{'stall ms p50':>13}{'p99':>11}{'max':>11}{'no queue':>11}{'floor':>9}"
+    f"{'step ms':>9}{'steps/s':>9}"
+    f"{'lag p50/max of each server':>30}{'push ms':>9}{'sick':>9}{'pushes/s':>9}{'lost':>5}"
+    "  wire"
+)
+
+
+def row(condition: Condition, o: Outcome) -> str:
+    lags = " ".join(f"{p50:.0f}/{largest:.0f}" for p50, largest in o.lag)
+    worst = max(o.parts, key=lambda part: o.parts[part][0])
+    return (
+        f"{condition.name:26}{o.stall[0]:13.3f}{o.stall[1]:11.3f}{o.stall[2]:11.2f}"
+        f"{o.undisturbed:11.3f}{o.floor:9.3f}{o.step:9.1f}"
+        f"{o.steps_per_second:9.2f}{lags:>30}{o.push[0]:9.1f}{o.push[1]:9.1f}"
+        f"{o.pushes_per_second:9.1f}{o.failures:5}  {condition.size.wire}"
+        f"  (longest part: {worst} p99 {o.parts[worst][0]:.2f} ms)"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--steps", type=int, default=200, help="counted steps a condition")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--keep", type=Path, help="folder for what was recorded of each step")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    # As Ctrl-C: everything that was started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    outcomes: dict[str, Outcome] = {}
+    print(HEADER, flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        for size in (SIZES[size] for size in options.sizes):
+            model, _ = make_model(Path(name), size.name)
+            for fault in options.conditions:
+                for mode in options.modes:
+                    condition = Condition(size, fault, mode)
+                    outcome = run_condition(condition, model, options.steps, options.keep)
+                    outcomes[condition.name] = outcome
+                    print(row(condition, outcome), flush=True)
+            shutil.rmtree(model)
+    verdicts = judge(outcomes)
+    for ok, line in verdicts.lines:
+        print(f"{'ok  ' if ok else 'FAIL'} {line}")
+    if options.json:
+        figures = figures_of(outcomes)
+        print(json.dumps({"benchmark": "boundary_stall", "ok": verdicts.ok, "figures": figures}))
+    return 0 if verdicts.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What may happen to a real server or a trainer amid a push, for each kind of server.
+
+A loop publishes tagged versions about five times a second and keeps completions in flight
+(`programs/publishing_loop.py`), over the server of each kind and a healthy embedded one. The
+loop stops at a named point of a push, something is done, and it goes on. After each fault
+(`FaultRig.assert_recovered`): publishing went on and waited for nobody; the healthy server
+followed; no completion was taken that is not, by transformers, of just the versions that it
+names; the server confirmed a version by the second push after it was back; no request lasted
+longer than its bound; no thread was left.
+"""
+
+# ruff: noqa: E402  (the programs' folder must be importable first)
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "tests" / "programs"))
+
+from fault_rig import FaultRig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def interpreter(kind: str) -> str | None:
+    if kind == "embedded":
+        return None
+    default = REPOSITORY / f".venv-{kind}" / "bin" / "python"
+    python = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(default))
+    if not Path(python).exists():
+        pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
+    return python
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "embedded",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
+)
+def rig(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[FaultRig]:
+    """The tests leave the server pushed to, and the loop publishing."""
+    folder = tmp_path_factory.mktemp(request.param)
+    rig = FaultRig(request.param, interpreter(request.param), folder)
+    try:
+        rig.begin()
+        yield rig
+        rig.end()
+    finally:
+        rig.close()
+
+
+def test_a_wrong_shape_is_refused(rig: FaultRig) -> None:
+    mark = rig.loop.mark()
+    rig.loop.command("wrong_shape", url=rig.url)
+    lost = rig.wait_for_loss(mark)
+    assert rig.loop.of_kind("wrong_shape", mark)
+    rig.assert_recovered(mark, lost["at"])
+
+
+def test_a_corrupted_bucket_is_found_out(rig: FaultRig) -> None:
+    """By its checksum; by the logprobs of the attestation where the server compares none."""
+    mark = rig.loop.mark()
+    rig.loop.command("corrupt", url=rig.url)
+    lost = rig.wait_for_loss(mark)
+    corrupted = rig.loop.of_kind("corrupted", mark)[0]["version"]
+    found_by = "log-probabilities" if rig.kind == "sglang" else "must have checksum"
+    assert found_by in lost["reason"]
+    confirmed = rig.loop.of_kind("version", mark, url=rig.url, version=corrupted)
+    assert all(event["at"] > lost["at"] for event in confirmed), "it was sent anew after that"
+    rig.assert_recovered(mark, lost["at"])
+
+
+def test_a_server_that_stands_still_amid_the_transfer_rejoins_when_it_goes_on(
+    rig: FaultRig,
+) -> None:
+    with rig.stopped_at("receive_bucket", "after", 1) as mark:
+        rig.signal_server(signal.SIGSTOP)
+    try:
+        rig.wait_for_loss(mark)
+        rig.wait_for_others()
+    finally:
+        rig.signal_server(signal.SIGCONT)
+    rig.assert_recovered(mark, time.monotonic())
+
+
+def test_a_half_closed_socket_of_the_weight_group_costs_no_more_than_the_push(
+    rig: FaultRig,
+) -> None:
+    """Our ends of the group's connections are really shut down for writing."""
+    with rig.stopped_at("receive_bucket", "after", 1) as mark:
+        rig.loop.command("half_close", ports=rig.group_ports())
+        assert rig.loop.wait_for("half_closed", mark)["count"] > 0
+    lost = rig.wait_for_loss(mark)
+    rig.assert_recovered(mark, lost["at"])
+
+
+def test_a_full_disk_costs_the_versions_that_do_not_fit(rig: FaultRig, tmp_path: Path) -> None:
+    """The kernel refuses to let files grow beyond half of the model's, amid the writing."""
+    mark = rig.loop.mark()
+    rig.loop.command("rebuild", weight_sync={"transport": "disk", "disk_path": str(tmp_path)})
+    rig.loop.wait_for("rebuilt", mark)
+    rig.wait_for_push(rig.loop.mark())
+    mark = rig.loop.mark()
+    rig.loop.command("file_limit", bytes=200_000)
+    lost = rig.loop.wait_for("lost", mark, 60, url=rig.url)
+    assert "File too large" in lost["reason"] or "disk full" in lost["reason"]
+    for _ in range(5):
+        rig.loop.wait_for("publish", rig.loop.mark())
+    assert not list(tmp_path.glob("version-*/model*"))[1:], "what failed must be removed"
+    rig.loop.command("file_limit", bytes=-1)
+    unhindered = rig.loop.wait_for("file_limit", mark, bytes=-1)["at"]
+    rig.assert_recovered(mark, unhindered)
+    mark = rig.loop.mark()
+    rig.loop.command("rebuild", weight_sync={"transport": "group", "disk_path": None})
+    rig.loop.wait_for("rebuilt", mark)
+    rig.wait_for_push(mark)
+    shutil.rmtree(tmp_path)
+
+
+def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) -> None:
+    """vLLM is paused from the transfer on, SGLang from the beginning."""
+    where = ("commit_update", "before", 0) if rig.kind == "vllm" else ("receive_bucket", "after", 1)
+    with rig.stopped_at(*where):
+        rig.loop.kill()
+    rig.loop.close()
+    rig.loop, old = rig.next_loop, rig.loop
+    rig.next_loop = old
+    rig.loop.wait_for("loaded")
+    rig.loop.command("go", start_version=5000)
+    began = rig.loop.wait_for("began")
+    assert rig.server.process.poll() is None, rig.server.log_tail()
+    rig.assert_recovered(0, began["at"])
+
+
+@pytest.mark.parametrize(
+    ("method", "when", "index"),
+    [("begin_update", "before", 0), ("receive_bucket", "after", 1), ("commit_update", "after", 0)],
+    ids=["before", "during", "after"],
+)
+def test_a_server_killed_around_the_transfer_comes_back_with_old_weights_and_rejoins(
+    rig: FaultRig, method: str, when: str, index: int
+) -> None:
+    with rig.stopped_at(method, when, index) as mark:
+        rig.kill_server()
+    rig.wait_for_loss(mark)
+    rig.wait_for_others()
+    back_at = rig.restart_server()
+    rig.assert_recovered(mark, back_at)

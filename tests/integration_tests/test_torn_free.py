@@ -1,0 +1,48 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""`benchmarks/torn_free.py` with few publishes: it finds nothing, unless there is something."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was printed."""
+    command = [sys.executable, str(REPOSITORY / "benchmarks/torn_free.py"), "--json", *arguments]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.stdout, done.stderr[-6000:]
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_no_mixture_is_served_while_servers_are_killed_and_stopped() -> None:
+    status, result = run("--publishes", "150")
+    assert result["found"] == []
+    assert status == 0
+    assert result["publishes"] >= 150
+    assert min(result["kills"], result["stops"], result["superseded"], result["losses"]) > 0
+    assert min(result["pushes"], result["parameter_checks"], result["completions_checked"]) > 10
+
+
+@pytest.mark.parametrize("inject", ["fence", "slot"])
+def test_a_torn_write_is_found(inject: str) -> None:
+    status, result = run("--publishes", "60", "--inject", inject)
+    assert status == 1
+    assert result["slot_or_bucket_errors"] > 0
+    assert result["mixtures"] > 0, "and it is seen from outside, too"

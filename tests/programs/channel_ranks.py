@@ -1,0 +1,141 @@
+"""The leader's calls to another rank's agent, over the channel that a run makes."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+import zmq
+import zmq.asyncio
+
+from torchtitan.grpo.inference.client import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_sync.channel import (
+    Address,
+    AgentFailed,
+    LeaderChannel,
+    RemoteAgent,
+    serve_agent,
+)
+
+SPEC = BucketSpec(("a.weight",), ("bfloat16",), ((3, 4),), (2**64 - 1,), (-1,), 6)
+INFO = WeightGroupInfo("127.0.0.1", 4711, 1, 3, "group", "gloo", 2.5)
+
+
+class SomeAgent:
+    """Rank 1's: answers in its own time, and keeps what it is asked."""
+
+    rank, num_buckets = 1, 2
+
+    def __init__(self) -> None:
+        self.calls: list[list[Any]] = []
+        self.released = asyncio.Event()
+
+    async def gather(self, slot: int, version: int) -> None:
+        self.calls.append(["gather", slot, version])
+        await self.released.wait()
+
+    async def drop(self, version: int) -> None:
+        self.calls.append(["drop", version])
+        self.released.set()
+
+    async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
+        self.calls.append(["prepare", version, index, base])
+        return SPEC
+
+    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
+        self.calls.append(["open", server_url, world_size])
+        return INFO
+
+    async def join(self, server_url: str) -> None:
+        raise RuntimeError(f"{server_url} did not come")
+
+    async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
+        self.calls.append(["send", server_url, version, index, base])
+        await asyncio.Event().wait()
+
+    async def leave(self, server_url: str) -> None:
+        self.calls.append(["leave", server_url])
+
+    async def write(self, version: int, directory: str) -> None:
+        raise OSError(28, "No space left on device", directory)
+
+
+async def lead(channel: LeaderChannel) -> dict[str, Any]:
+    listening = asyncio.create_task(channel.listen())
+    agent = RemoteAgent(channel, 1, 2)
+    # The first call comes before the rank has said that it is there.
+    gathering = asyncio.create_task(agent.gather(1, 7))
+    await asyncio.sleep(0)  # called first, and so to arrive first
+    results = {
+        "prepared": await agent.prepare(7, 0, 6) == SPEC,
+        "opened": await agent.open("http://server", 3) == INFO,
+        # Later calls are answered while the first is under way.
+        "gathering_waits": not gathering.done(),
+    }
+    await agent.drop(5)
+    await gathering
+    for name, call in (
+        ("join", lambda: agent.join("http://server")),
+        ("write", lambda: agent.write(7, "/full")),
+    ):
+        try:
+            await call()
+        except (AgentFailed, OSError) as error:
+            results[name] = [type(error).__name__, str(error)]
+    try:
+        async with asyncio.timeout(0.5):
+            await agent.send("http://server", 7, 0, None)
+    except TimeoutError:
+        results["send"] = "given up"
+    # A stranger who knows the address, but not the secret, is not heard.
+    results["stranger"] = await deceive(channel)
+    await agent.leave("http://server")
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+    channel.close()
+    return results
+
+
+async def deceive(channel: LeaderChannel) -> str:
+    context = zmq.asyncio.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(channel.address.endpoint)
+    for secret in (b"", b"x" * 16, b"x" * 400):
+        await stranger.send_multipart([secret, msgspec.msgpack.encode(9)])
+    await stranger.send_multipart([b"one frame"])
+    await stranger.send_multipart([channel.address.secret])
+    # What is on its way arrives before the answer to a call that is made after it.
+    await asyncio.sleep(0.2)
+    stranger.close(linger=0)
+    context.term()
+    return "heard" if 9 in channel._peers else "not heard"
+
+
+async def follow(agent: SomeAgent, address: Address) -> None:
+    serving = asyncio.create_task(serve_agent(agent, address))  # pyright: ignore[reportArgumentType]
+    while not agent.calls or agent.calls[-1][0] != "leave":
+        await asyncio.sleep(0.01)
+        if serving.done():
+            serving.result()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+def main(arguments):
+    dist.init_process_group("gloo")
+    channel = LeaderChannel() if dist.get_rank() == 0 else None
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, channel.address if channel is not None else None)
+    if channel is not None:
+        results = asyncio.run(lead(channel))
+        dist.barrier()
+        return results
+
+    async def serve() -> list[list[Any]]:
+        agent = SomeAgent()
+        await follow(agent, addresses[0])
+        return agent.calls
+
+    calls = asyncio.run(serve())
+    dist.barrier()
+    return {"calls": calls}

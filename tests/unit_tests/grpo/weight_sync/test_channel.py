@@ -1,0 +1,25 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The leader calls another rank's agent as if it were its own."""
+
+
+def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ranks):
+    leader, follower = run_ranks("channel_ranks", 2)
+    assert leader["prepared"]
+    assert leader["opened"]
+    assert leader["gathering_waits"]
+    assert leader["join"] == ["AgentFailed", "rank 1: RuntimeError: http://server did not come"]
+    kind, message = leader["write"]
+    assert kind == "OSError"
+    assert message.startswith("rank 1: OSError: [Errno 28] No space left on device")
+    assert leader["send"] == "given up"
+    assert leader["stranger"] == "not heard"
+    assert follower["calls"] == [
+        ["gather", 1, 7],
+        ["prepare", 7, 0, 6],
+        ["open", "http://server", 3],
+        ["drop", 5],
+        ["send", "http://server", 7, 0, None],
+        ["leave", "http://server"],
+    ]

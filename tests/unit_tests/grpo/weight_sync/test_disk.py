@@ -1,0 +1,186 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Versions on disk: whole under their name, or not there."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan.grpo.inference.client import BucketSpec
+from torchtitan.grpo.weight_sync.checksum import tensor_checksum
+from torchtitan.grpo.weight_sync.disk import VersionDirectories, write_part
+from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
+from torchtitan.grpo.weight_sync.payloads import Bucket
+from torchtitan.grpo.weight_sync.wire import read_safetensors
+
+SHAPES = ((3,), (2, 5))  # the second begins at an odd place
+
+
+def make_bucket(*names: str) -> Bucket:
+    tensors = [torch.randn(shape).bfloat16() for shape in SHAPES]
+    payload = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
+    return Bucket(BucketSpec(names, ("bfloat16",) * 2, SHAPES), payload)
+
+
+class Writer:
+    """A source rank's agent, which writes when it is let."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.bucket = make_bucket(f"a{rank}", f"b{rank}")
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.error: OSError | None = None
+        self.num_written = 0
+
+    async def write(self, version: int, directory: str) -> None:
+        await self.may_write.wait()
+        if self.error is not None:
+            raise self.error
+        await asyncio.to_thread(write_part, Path(directory), self.rank, [self.bucket])
+        self.num_written += 1
+
+
+def make_versions(folder: Path, writers: list[Writer]) -> DiskVersions:
+    source = folder / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "model.safetensors.index.json").write_text("{}")
+    directories = VersionDirectories(folder / "versions", source)
+    return DiskVersions(directories, writers, 52)  # pyright: ignore[reportArgumentType]
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
+    async def body() -> None:
+        writers = [Writer(0), Writer(2)]
+        versions = make_versions(tmp_path, writers)
+        path, num_bytes = await versions.written(4, 10)
+        assert num_bytes == 52
+        assert path == tmp_path / "versions" / "version-4"
+        assert names_in(path) == {
+            "config.json",
+            "checksums.json",
+            "model-rank00000.safetensors",
+            "model-rank00002.safetensors",
+        }
+        found = read_safetensors(str(path))  # compares the checksums, too
+        assert set(found) == {"a0", "b0", "a2", "b2"}
+        for writer in writers:
+            first, second = writer.bucket.payload.split([6, 20])
+            assert torch.equal(found[f"a{writer.rank}"].view(torch.uint8), first)
+            assert torch.equal(found[f"b{writer.rank}"].view(torch.uint8).view(-1), second)
+        sums = json.loads((path / "checksums.json").read_text())
+        assert sums == {name: tensor_checksum(tensor) for name, tensor in found.items()}
+
+    asyncio.run(body())
+
+
+def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path):
+    async def body() -> None:
+        writer = Writer(0)
+        versions = make_versions(tmp_path, [writer])
+        writer.may_write.clear()
+        asking = [asyncio.create_task(versions.written(1, 10)) for _ in range(3)]
+        with pytest.raises(TimeoutError):
+            await versions.written(1, 0.01)
+        # Nobody sees a directory that is not whole.
+        assert names_in(tmp_path / "versions") == {"version-1.partial"}
+        writer.may_write.set()
+        assert len({path for path, _ in await asyncio.gather(*asking)}) == 1
+        assert writer.num_written == 1
+        await versions.remove(1)
+        await versions.remove(1)
+        assert names_in(tmp_path / "versions") == set()
+
+    asyncio.run(body())
+
+
+def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
+    async def body() -> None:
+        writers = [Writer(0), Writer(1)]
+        versions = make_versions(tmp_path, writers)
+        writers[1].may_write.clear()
+        asking = asyncio.create_task(versions.written(1, 10))
+        while not writers[0].num_written:
+            await asyncio.sleep(0.01)
+        removing = asyncio.create_task(versions.remove(1))
+        asking.cancel()
+        writers[1].may_write.set()
+        await removing
+        assert names_in(tmp_path / "versions") == set()
+
+    asyncio.run(body())
+
+
+def test_what_one_source_cannot_write_is_tried_anew_once_the_others_are_done(tmp_path):
+    async def body() -> None:
+        writers = [Writer(0), Writer(1)]
+        versions = make_versions(tmp_path, writers)
+        writers[0].error = OSError(28, "No space left on device")
+        writers[1].may_write.clear()
+        asking = asyncio.create_task(versions.written(1, 10))
+        await asyncio.sleep(0.05)
+        assert not asking.done(), "the directory still belongs to a writer"
+        writers[1].may_write.set()
+        with pytest.raises(OSError, match="No space left"):
+            await asking
+        assert names_in(tmp_path / "versions") == set()
+        writers[0].error = None
+        path, _ = await versions.written(1, 10)
+        assert set(read_safetensors(str(path))) == {"a0", "b0", "a1", "b1"}
+
+    asyncio.run(body())
+
+
+def test_a_part_that_cannot_be_written_is_an_os_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Is the disk full"):
+        write_part(tmp_path / "file", 0, [make_bucket("a", "b")])
+
+
+def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
+    async def body() -> None:
+        versions = make_versions(tmp_path, [Writer(0), Writer(1)])
+        path, _ = await versions.written(1, 10)
+        (path / "model-rank00001.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"must name the tensors beside it; \['a1', 'b1'\]"):
+            read_safetensors(str(path))
+        path, _ = await versions.written(2, 10)
+        file = path / "model-rank00000.safetensors"
+        damaged = bytearray(file.read_bytes())
+        damaged[-1] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="must have checksum"):
+            read_safetensors(str(path))
+
+    asyncio.run(body())
+
+
+def test_tensors_read_are_copies_of_the_file(tmp_path):
+    async def body() -> None:
+        versions = make_versions(tmp_path, [Writer(0)])
+        path, _ = await versions.written(1, 10)
+        tensors = read_safetensors(str(path))
+        before = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+        file = path / "model-rank00000.safetensors"
+        file.write_bytes(bytes(file.stat().st_size))  # in place
+        assert {name: tensor_checksum(tensor) for name, tensor in tensors.items()} == before
+
+    asyncio.run(body())
+
+
+def test_a_predecessors_versions_are_removed_and_nothing_else(tmp_path):
+    root = tmp_path / "versions"
+    for name in ("version-3.partial", "version-2", "version-1", "other"):
+        (root / name).mkdir(parents=True)
+    (root / "version-2" / "checksums.json").write_text("{}")
+    VersionDirectories(root, tmp_path)
+    assert names_in(root) == {"version-1", "other"}

@@ -1,0 +1,139 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A source's end of a group, with a real peer that comes, stays away, stops or dies."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.inference.client import WeightGroupInfo
+from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings, route_address
+
+URL = "http://127.0.0.1:9"
+PEER = """
+import json, sys
+import torch, torch.distributed as dist
+from torchtitan.grpo.weight_sync.process_group import create_weight_group
+info = json.loads(sys.argv[1])
+group = create_weight_group(
+    info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
+    info["group_name"], info["backend"], 30.0,
+)
+print("joined", flush=True)
+for line in sys.stdin:
+    tensor = torch.empty(int(line), dtype=torch.uint8)
+    dist.broadcast(tensor, src=0, group=group)
+    print(int(tensor.long().sum()), flush=True)
+"""
+
+
+def settings(timeout_seconds: float) -> GroupSettings:
+    return GroupSettings("auto", "gloo", timeout_seconds, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def peer(info: WeightGroupInfo) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER, json.dumps(asdict(info))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+async def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return (await asyncio.to_thread(process.stdout.readline)).strip()
+
+
+def ask_for(process: subprocess.Popen[str], num_bytes: int) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{num_bytes}\n")
+    process.stdin.flush()
+
+
+async def send(end: GroupEnd, payload: torch.Tensor) -> None:
+    await end.send(lambda broadcast: broadcast(payload))
+
+
+def test_a_peer_joins_and_is_sent_payloads():
+    async def body() -> None:
+        end = GroupEnd(URL, 2, settings(60.0))
+        assert (end.info.rank_offset, end.info.world_size) == (1, 2)
+        assert end.info.master_address == "127.0.0.1"
+        with peer(end.info) as process:
+            await end.join()
+            assert await line_of(process) == "joined"
+            for value in (1, 2):
+                ask_for(process, 1000)
+                await send(end, torch.full((1000,), value, dtype=torch.uint8))
+                assert await line_of(process) == str(1000 * value)
+            await end.leave()
+            await end.leave()
+            with pytest.raises(RuntimeError):
+                await send(end, torch.zeros(1, dtype=torch.uint8))
+
+    asyncio.run(body())
+
+
+def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
+    async def body() -> None:
+        end = GroupEnd(URL, 2, settings(0.5))
+        with pytest.raises(dist.DistError):
+            await end.join()
+        await end.leave()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_short(signum):
+    async def body() -> None:
+        end = GroupEnd(URL, 2, settings(60.0))
+        with peer(end.info) as process:
+            await end.join()
+            assert await line_of(process) == "joined"
+            process.send_signal(signum)
+            # More than sockets hold, so that it cannot end without the peer.
+            payload = torch.zeros(64 * 1024**2, dtype=torch.uint8)
+            sending = asyncio.create_task(send(end, payload))
+            if signum == signal.SIGKILL:
+                with pytest.raises(RuntimeError):
+                    await sending
+            else:
+                await asyncio.wait({sending}, timeout=0.2)
+                assert not sending.done()
+            begin = time.monotonic()
+            await end.leave()
+            # Far from the group's 60 s, which the stopped peer would take.
+            assert time.monotonic() - begin < 20
+            process.kill()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    asyncio.run(body())
+
+
+def test_the_address_is_that_on_the_way_to_the_server():
+    assert route_address("auto", "http://127.0.0.1:30000") == "127.0.0.1"
+    assert route_address("10.1.2.3", "http://127.0.0.1:30000") == "10.1.2.3"
+
+
+def test_an_address_of_another_host_is_refused():
+    elsewhere = GroupSettings("192.0.2.1", "gloo", 5.0, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"weight_sync\.master_address must be an address of this"):
+        GroupEnd(URL, 2, elsewhere)
