@@ -70,13 +70,13 @@ def main() -> int:
         record_batch(folder / "batch.jsonl", steps=1)
         with running_servers(models, folder) as urls:
             rows = run_layouts(models, urls, folder, options.quick)
-    print(f"{'model':11}{'layout':42}{'ranks':>5}  {'source ranks':13}{'pushes':>7}  at")
+    print(f"{'model':11}{'layout':46}{'ranks':>5}  {'source ranks':13}{'pushes':>7}  at")
     for row in rows:
         at = "receiver" if row["model"] == "qwen3_moe" else "embedded server"
         told = "ok" if row["ok"] else f"DIFFERS: {row['problems'][:4]}"
         sources = " ".join(map(str, row["sources"]))
         print(
-            f"{row['model']:11}{row['layout']:42}{row['ranks']:>5}  {sources:13}"
+            f"{row['model']:11}{row['layout']:46}{row['ranks']:>5}  {sources:13}"
             f"{row['pushes']:>7}  {at:16} {told}"
         )
     ok = bool(rows) and all(row["ok"] for row in rows)

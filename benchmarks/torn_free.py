@@ -20,6 +20,7 @@ bucket before and after each broadcast. The exit status is 1 where anything is f
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -43,6 +44,8 @@ from torchtitan.grpo.inference.launch import HeldPorts, LaunchedServer, ServerSp
 NUM_RANKS, NUM_SERVERS = 2, 3
 TOLERANCE = 1e-3
 CHECK_SECONDS = 0.1
+PUBLISHES_A_PUSH = 10
+"""At least one push in so many publishes, or the run goes on."""
 WEIGHT_SYNC = {
     "checksum": True,
     "bucket_bytes": 65536,
@@ -140,17 +143,17 @@ class Stress:
         return ServerSpec("embedded", str(folder / "model"), port, "cpu", "float32", 256, 16)
 
     async def run(self) -> Result:
-        """Until there were as many publishes as asked for."""
-        await self._until_loop(lambda: bool(self.loop.of_kind("began", rank=0)), 300)
+        """Until there were as many publishes as asked for, and pushes enough."""
+        wanted = self.arguments.publishes
+        # Before that no server is told apart from one that was restarted.
+        await self._until_loop(lambda: self._all_confirmed(), 400)
         begin = time.monotonic()
-        async with aiohttp.ClientSession() as session:
-            async with asyncio.TaskGroup() as tasks:
-                working = [tasks.create_task(self._check(session, s)) for s in self.servers]
-                working += [tasks.create_task(self._harm()), tasks.create_task(self._rate())]
-                wanted = self.arguments.publishes
-                await self._until_loop(lambda: self._read_events() >= wanted, 60 + wanted)
-                for task in working:
-                    task.cancel()
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+            working = [tasks.create_task(self._check(session, s)) for s in self.servers]
+            working += [tasks.create_task(self._harm()), tasks.create_task(self._rate())]
+            await self._until_loop(lambda: self._is_enough(wanted), 300 + wanted)
+            for task in working:
+                task.cancel()
         for server in self.servers:  # so that the end is heard of
             server.signal(signal.SIGCONT)
         self.result.seconds = time.monotonic() - begin
@@ -174,11 +177,20 @@ class Stress:
 
     # -- what the ranks tell -----------------------------------------------------------
 
-    def _read_events(self) -> int:
-        events, self.num_seen = self.loop.events[self.num_seen :], len(self.loop.events)
+    def _all_confirmed(self) -> bool:
+        self._read_events()
+        return len(self.confirmed) == NUM_SERVERS
+
+    def _is_enough(self, wanted: int) -> bool:
+        """Where starting a server takes long, one publishes more than was asked for."""
+        self._read_events()
+        return self.result.publishes >= wanted and self.result.pushes >= wanted // PUBLISHES_A_PUSH
+
+    def _read_events(self) -> None:
+        events = self.loop.events[self.num_seen :]
+        self.num_seen += len(events)
         for event in events:
             self._read_event(event)
-        return self.result.publishes
 
     def _read_event(self, event: Event) -> None:
         result, kind = self.result, event["event"]
@@ -258,18 +270,24 @@ class Stress:
     # -- harm --------------------------------------------------------------------------
 
     async def _harm(self) -> None:
-        """Every so many publishes something happens to a server; one is always left alone."""
-        publishes = self.arguments.publishes
-        every = max(publishes // 30, 40)
+        """Every so many publishes something happens to a server; one is always left alone.
+
+        A server is killed only while none is being started, for that may take long.
+        """
+        every = max(self.arguments.publishes // 40, 30)
         async with asyncio.TaskGroup() as tasks:
-            for number in range(1, publishes // every + 1):
-                while self.result.publishes < (number - 0.5) * every:
+            starting: asyncio.Task[None] | None = None
+            for number in itertools.count(1):
+                while self.result.publishes < number * every:
                     await asyncio.sleep(0.02)
                 well = [server for server in self.servers if not server.is_sick]
-                if len(well) > 1:
-                    kills = number % 2 if number < 3 else self.random.random() < 0.4
-                    harm = self._kill if kills else self._stop
-                    tasks.create_task(harm(self.random.choice(well)))
+                if len(well) < 2:
+                    continue
+                server, none_starts = self.random.choice(well), starting is None or starting.done()
+                if none_starts and (number == 1 or self.random.random() < 0.5):
+                    starting = tasks.create_task(self._kill(server))
+                else:
+                    tasks.create_task(self._stop(server))
 
     async def _kill(self, server: Server) -> None:
         self.result.kills += 1

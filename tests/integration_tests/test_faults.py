@@ -107,6 +107,18 @@ def test_a_half_closed_socket_of_the_weight_group_costs_no_more_than_the_push(
     rig.assert_recovered(mark, lost["at"])
 
 
+def test_half_closed_http_connections_cost_no_more_than_their_requests(rig: FaultRig) -> None:
+    """Generation is always in flight; what there is of control requests is hit, too."""
+    first, closed = rig.loop.mark(), 0
+    for _ in range(8):
+        mark = rig.loop.mark()
+        rig.loop.command("half_close", ports=[rig.server.spec.port])
+        event = rig.loop.wait_for("half_closed", mark)
+        closed += event["count"]
+    assert closed > 0
+    rig.assert_recovered(first, event["at"])
+
+
 def test_a_full_disk_costs_the_versions_that_do_not_fit(rig: FaultRig, tmp_path: Path) -> None:
     """The kernel refuses to let files grow beyond half of the model's, amid the writing."""
     mark = rig.loop.mark()

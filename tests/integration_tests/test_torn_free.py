@@ -42,7 +42,7 @@ def test_no_mixture_is_served_while_servers_are_killed_and_stopped() -> None:
 
 @pytest.mark.parametrize("inject", ["fence", "slot"])
 def test_a_torn_write_is_found(inject: str) -> None:
-    status, result = run("--publishes", "60", "--inject", inject)
+    status, result = run("--publishes", "100", "--inject", inject)
     assert status == 1
     assert result["slot_or_bucket_errors"] > 0
     assert result["mixtures"] > 0, "and it is seen from outside, too"

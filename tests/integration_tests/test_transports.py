@@ -525,6 +525,7 @@ def test_a_whole_run_pushes_through_a_directory(kind, make_run, tmp_path, reposi
         "--weight_sync.transport=disk",
         f"--weight_sync.disk_path={tmp_path / 'versions'}",
         "--weight_sync.attest_every=2",
+        "--rollout.max_head_offpolicyness=0",
         "--training.steps=4",
         "--grpo.prompts_per_step=4",
         "--evaluation.num_prompts=8",
@@ -534,5 +535,8 @@ def test_a_whole_run_pushes_through_a_directory(kind, make_run, tmp_path, reposi
     last = run.metrics[-1]
     assert last["weight_sync/failures"] == 0
     assert last["weight_sync/attested"] > 0
-    assert all(record["mismatch/kl"] < 0.01 for record in run.metrics)
-    assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["version-4"]
+    # Without staleness the trainer scores what was sampled from the version pushed last.
+    assert all(record["mismatch/kl"] < 1e-4 for record in run.metrics)
+    left = {path.name for path in (tmp_path / "versions").iterdir()}
+    assert "version-4" in left
+    assert left <= {"version-3", "version-4"}

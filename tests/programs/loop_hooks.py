@@ -7,6 +7,7 @@ Only the loop's process is changed: its clients are wrapped, and its agent's met
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -89,9 +90,13 @@ class Hooks:
         closed = 0
         for connection in psutil.Process().net_connections("tcp"):
             if connection.raddr and connection.raddr.port in ports:
-                with socket.socket(fileno=os.dup(connection.fd)) as end:
+                # It may have ended in between.
+                with (
+                    contextlib.suppress(OSError),
+                    socket.socket(fileno=os.dup(connection.fd)) as end,
+                ):
                     end.shutdown(socket.SHUT_WR)
-                closed += 1
+                    closed += 1
         self.tell("half_closed", count=closed)
 
     def random_delay(self) -> float:
@@ -177,9 +182,7 @@ def install(
     build.client_for = lambda inference, server: HookedClient(client_for(inference, server), hooks)  # pyright: ignore
     gather = LocalAgent._gather
 
-    def checked_gather(
-        self: LocalAgent, slot: int, version: int, payload: Payload | None
-    ) -> None:
+    def checked_gather(self: LocalAgent, slot: int, version: int, payload: Payload | None) -> None:
         hooks.sleep()
         gather(self, slot, version, payload)
         hooks.sleep()

@@ -322,11 +322,17 @@ def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[
         ServerError: The answer is of other tokens, or lacks some.
     """
     try:
-        entries = [(e[0], e[1]) for e in body["meta_info"]["input_token_logprobs"]]
-    except (KeyError, TypeError, IndexError) as error:
+        # SGLang names the last id of the vocabulary 0 here; its logprob is right.
+        entries = [
+            (entry[0], sent if entry[1] == 0 else entry[1])
+            for entry, sent in zip(
+                body["meta_info"]["input_token_logprobs"], token_ids, strict=True
+            )
+        ]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ServerError(
-            f"{source}: the answer must hold meta_info.input_token_logprobs "
-            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+            f"{source}: the answer must hold meta_info.input_token_logprobs of the "
+            f"{len(token_ids)} tokens sent ({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
     return checked_prompt_logprobs(source, token_ids, entries)
 

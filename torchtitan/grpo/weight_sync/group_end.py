@@ -69,6 +69,7 @@ class GroupEnd:
         address = route_address(settings.master_address, server_url)
         self._store = _listening_store(address, world_size, settings.timeout_seconds)
         self._group: dist.ProcessGroup | None = None
+        self._is_left = False
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"weight-push-{server_url}",
@@ -122,7 +123,10 @@ class GroupEnd:
             torch.cuda.current_stream(payload.device).synchronize()
 
     async def leave(self) -> None:
-        """Takes the group down; never waits longer than a short grace."""
+        """Takes the group down; never waits longer than a short grace. Idempotent."""
+        if self._is_left:
+            return
+        self._is_left = True
         group, self._group = self._group, None
         if group is not None:
             destroy_weight_group(group)

@@ -216,6 +216,12 @@ def test_prompt_logprobs_are_of_all_tokens_but_the_first(kind: str) -> None:
         parse("url", [5, 6, 8], answer([None, -1.0, -2.0]))
 
 
+def test_sglang_may_call_the_last_token_of_the_vocabulary_0() -> None:
+    entries = [[None, 5, None], [-1.0, 0, None], [-2.0, 7, None]]
+    body = {"meta_info": {"input_token_logprobs": entries}}
+    assert sglang.parse_prompt_logprobs("url", [5, 319, 7], body) == [-1.0, -2.0]
+
+
 def test_no_request_id_is_a_prefix_of_another_on_sglang() -> None:
     # SGLang aborts every request whose id begins with the one given.
     ids = ["1", "12", "1:2", "2:1", "12:1", "g-1", "g-11"]

@@ -84,7 +84,7 @@ def test_a_peer_joins_and_is_sent_payloads():
                 await send(end, torch.full((1000,), value, dtype=torch.uint8))
                 assert await line_of(process) == str(1000 * value)
             await end.leave()
-            await end.leave()
+            await end.leave()  # harmless
             with pytest.raises(RuntimeError):
                 await send(end, torch.zeros(1, dtype=torch.uint8))
 

@@ -1,0 +1,144 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a source rank does for the leader: what it holds, for how long, and as changes."""
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan.grpo.inference.client import BucketSpec
+from torchtitan.grpo.weight_sync import agent as agent_module
+from torchtitan.grpo.weight_sync import sparse
+from torchtitan.grpo.weight_sync.agent import LocalAgent
+from torchtitan.grpo.weight_sync.group_end import GroupSettings
+from torchtitan.grpo.weight_sync.payloads import Payload, PayloadFailed, PayloadPool
+
+CPU = torch.device("cpu")
+NUMEL = 1000
+SPECS = [BucketSpec((name,), ("float32",), ((NUMEL,),)) for name in ("a", "b")]
+
+
+class FillingGatherer:
+    """Fills buckets with what the snapshot holds: one rank gathers nothing from others."""
+
+    own = SimpleNamespace(buckets=SPECS)
+
+    def gather(self, shards: dict[str, torch.Tensor], payload: Payload) -> None:
+        for index, spec in enumerate(SPECS):
+            if shards[spec.names[0]].isnan().any():
+                raise RuntimeError("rank 3 is gone")
+            payload.buffers[index].copy_(shards[spec.names[0]].view(torch.uint8))
+            payload.filled(index)
+
+
+def snapshot(version: int) -> dict[str, torch.Tensor]:
+    """An element of each tensor differs from one version to the next."""
+    tensors = {name: torch.zeros(NUMEL) for name in ("a", "b")}
+    for tensor in tensors.values():
+        tensor[: version + 1] = torch.arange(1.0, version + 2)
+    return tensors
+
+
+def make_agent(read: Any = lambda slot, version: snapshot(version)) -> LocalAgent:
+    gatherer: Any = FillingGatherer()
+    pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=True)
+    return LocalAgent(0, gatherer, read, pool, GroupSettings("auto", "gloo", 5.0, CPU))
+
+
+def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
+    async def body() -> None:
+        agent = make_agent()
+        assert agent.num_buckets == 2
+        for version in (3, 4):
+            await agent.gather(0, version)
+        whole = await agent.prepare(4, 1, None)
+        assert (whole.names, whole.num_changed, whole.base_version) == (("b",), None, None)
+        assert whole.checksums is not None
+        delta = await agent.prepare(4, 1, 3)
+        assert (delta.num_changed, delta.base_version) == ((1,), 3)
+        # Of the whole tensor, once the changes are in it.
+        assert delta.checksums == whole.checksums
+        await agent.close()
+
+    asyncio.run(body())
+
+
+def test_a_delta_makes_the_new_bucket_of_the_old_one():
+    async def body() -> None:
+        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=False)
+        for version in (3, 9):
+            payload = pool.take(version)
+            FillingGatherer().gather(snapshot(version), payload)
+        with pool.reading(3) as old, pool.reading(9) as new:
+            bucket = agent_module.encode_delta(new, old, 0)
+            spec = bucket.spec
+            assert spec.num_changed == (6,)
+            held = old.bucket(0).payload.clone()
+            (changes,) = sparse.decode(bucket.payload, [NUMEL], spec.num_changed, 4)
+            sparse.apply(held.view(torch.float32), changes)
+            assert torch.equal(held, new.bucket(0).payload)
+
+    asyncio.run(body())
+
+
+def test_what_was_dropped_or_could_not_be_gathered_says_so():
+    async def body() -> None:
+        def read(slot: int, version: int) -> dict[str, torch.Tensor]:
+            tensors = snapshot(version)
+            if version == 2:
+                tensors["b"][7] = float("nan")
+            return tensors
+
+        agent = make_agent(read)
+        await agent.gather(0, 1)
+        with pytest.raises(RuntimeError, match="rank 3 is gone"):
+            await agent.gather(0, 2)
+        assert (await agent.prepare(2, 0, None)).names == ("a",)
+        with pytest.raises(PayloadFailed, match=r"Bucket 1 .* rank 3 is gone"):
+            await agent.prepare(2, 1, None)
+        await agent.drop(1)
+        with pytest.raises(PayloadFailed, match="Version 1 is no longer held"):
+            await agent.prepare(1, 0, None)
+        with pytest.raises(RuntimeError, match="no group with http://server: open one first"):
+            await agent.send("http://server", 2, 0, None)
+        await agent.leave("http://server")
+        await agent.close()
+
+    asyncio.run(body())
+
+
+def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
+    monkeypatch, tmp_path
+):
+    begun, may_end = threading.Event(), threading.Event()
+    write_part = agent_module.write_part
+
+    def slow_write(directory: Path, rank: int, buckets: Any) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        write_part(directory, rank, buckets)
+
+    monkeypatch.setattr(agent_module, "write_part", slow_write)
+
+    async def body() -> None:
+        agent = make_agent()
+        await agent.gather(0, 1)
+        writing = asyncio.create_task(agent.write(1, str(tmp_path)))
+        await asyncio.to_thread(begun.wait, 30)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        dropping = asyncio.create_task(agent.drop(1))
+        await asyncio.wait({dropping}, timeout=0.1)
+        assert not dropping.done(), "another version would be written into the buffers"
+        may_end.set()
+        await dropping
+        assert (tmp_path / "model-rank00000.safetensors").is_file()
+        await agent.close()
+
+    asyncio.run(body())
