@@ -231,7 +231,7 @@ class DiskConnection(Connection):
     Args:
         client: The server.
         versions: Writes each version once, for all servers.
-        timeout_seconds: Bound of writing a version.
+        timeout_seconds: Bound of writing a version, and of the server's loading it.
     """
 
     def __init__(
@@ -252,7 +252,8 @@ class DiskConnection(Connection):
         stops = self.client.stops_for != "nothing"
         if stops:
             await self.client.pause()
-        stood_still = await self.client.update_from_disk(str(path), version)
+        async with asyncio.timeout(self._timeout_seconds):
+            stood_still = await self.client.update_from_disk(str(path), version)
         if stops:
             await self.client.resume()
             stood_still = time.monotonic() - written

@@ -188,8 +188,8 @@ class Lane:
             if str(error):  # a bound within the push, which says so itself
                 raise
             raise TimeoutError(
-                f"{self.url} must take a version within weight_sync.push_timeout_seconds = "
-                f"{timeout_seconds:g}; it did not take version {version}."
+                f"{self.url} did not take version {version} within weight_sync.push_timeout_seconds "
+                f"= {timeout_seconds:g} (from disk: weight_sync.timeout_seconds)."
             ) from error
 
     async def _attest(self, version: int) -> None:
