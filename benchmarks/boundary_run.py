@@ -46,10 +46,18 @@ _PARTS = ("reserve_slot", "publish", "fence")
 _FLOOR_NANOSECONDS = 100_000
 
 
+class SameServers:
+    """Stands where `rollout/server_watch.py`'s watch does."""
+
+    def poll(self) -> None:
+        """The servers never change."""
+
+
 class RecordingLink:
     """Stands where the link to the rollout process does; keeps what the publisher says."""
 
     def __init__(self) -> None:
+        self.watch = SameServers()
         self.confirmed: list[tuple[float, str, int]] = []
         self.lost: list[tuple[float, str, str]] = []
 
