@@ -142,7 +142,8 @@ class HookedClient:
         index = self._num_calls.get(name, 0)
         self._num_calls[name] = index + 1
         await hooks.reach(url, name, "before", index)
-        if hooks.settings.delays:
+        # Not before this one: the order of the calls is that of the broadcasts.
+        if hooks.settings.delays and name != "receive_bucket":
             await asyncio.sleep(hooks.random_delay())
         if name == "receive_bucket" and hooks.wrong_shape_for == url:
             changed = with_wrong_shape(arguments[0])
@@ -162,6 +163,8 @@ class HookedClient:
                 seconds = time.monotonic() - begin
                 hooks.tell("call", url=url, method=name, seconds=seconds, error=error)
         await hooks.reach(url, name, "after", index)
+        if hooks.settings.delays:
+            await asyncio.sleep(hooks.random_delay())
         return result
 
 

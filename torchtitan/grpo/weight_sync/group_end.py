@@ -94,7 +94,7 @@ class GroupEnd:
     def _create(self) -> dist.ProcessGroup:
         info = self.info
         patience = _NCCL_PATIENCE if info.backend == "nccl" else 1
-        return create_weight_group(
+        group = create_weight_group(
             info.master_address,
             info.master_port,
             0,
@@ -104,6 +104,10 @@ class GroupEnd:
             info.timeout_seconds * patience,
             store=self._store,
         )
+        if self._is_left:  # while the server was waited for
+            destroy_weight_group(group)
+            raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
+        return group
 
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
         """Broadcasts one payload.
