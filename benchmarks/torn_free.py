@@ -20,6 +20,7 @@ bucket before and after each broadcast. The exit status is 1 where anything is f
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -155,7 +156,8 @@ class Stress:
             for task in working:
                 task.cancel()
         for server in self.servers:  # so that the end is heard of
-            server.signal(signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # killed, and not yet started again
+                server.signal(signal.SIGCONT)
         self.result.seconds = time.monotonic() - begin
         await asyncio.to_thread(self.loop.end)
         self._read_events()

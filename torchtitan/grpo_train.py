@@ -196,11 +196,16 @@ class GRPOTrainer(Trainer):
             self.hf_model,
             start_version=self.step,
             prompt_position=self.prompt_position,
-            should_stop=lambda: self.stop.requested,
+            should_stop=self._should_stop,
         )
         if isinstance(controller, RolloutController) and self.config.inference.urls_file:
             self.stop.on_hangup(controller.link.reread_urls)
         controller.start()
+
+    def _should_stop(self) -> bool:
+        """Whether a wait for rollouts is in vain: asked to stop, or nothing is pushed any more."""
+        has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
+        return self.stop.requested or has_failed
 
     def _next_batch(self) -> TrainBatch | None:
         """This rank's share of the next step; None when the run is to end."""
@@ -213,6 +218,7 @@ class GRPOTrainer(Trainer):
             with self._failing_others():
                 self.publisher.raise_if_failed()
                 step = self.controller.next_step(self.step, self.num_batch_ranks)
+                self.publisher.raise_if_failed()
             if step is None or self.stop.requested:
                 self.stopped = not self.controller.is_exhausted
                 self.feed.send_signal(Signal.STOP if self.stopped else Signal.END)

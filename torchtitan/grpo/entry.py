@@ -10,6 +10,7 @@ mistake of ours shows a traceback.
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -134,8 +135,8 @@ def _say(
 def leave(main: Callable[[], int]) -> None:
     """Runs ``main`` and ends the process with its status.
 
-    Everything is closed by then. After a failure a thread may still be inside a collective
-    with a rank that is gone, and must not hold up the end.
+    Everything is closed by then. A thread may still be inside a collective with a rank that
+    is gone, or a broadcast to a server that is stopped, and must not hold up the end.
     """
     try:
         status = main()
@@ -144,5 +145,5 @@ def leave(main: Callable[[], int]) -> None:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    if status != 0:
+    if status != 0 or any(thread.name.startswith("weight-") for thread in threading.enumerate()):
         os._exit(status)

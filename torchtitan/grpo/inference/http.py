@@ -105,7 +105,7 @@ class HttpConnection:
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout),
             ) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
                 status = response.status
         except TimeoutError as error:
             raise RouteError(

@@ -115,7 +115,12 @@ class SGLangClient(InferenceClient):
                     f"{self.url}: weights can be pushed to SGLang with {size} = 1 only, "
                     f"got {info[size]}. Start one server for each replica, with --tp alone."
                 )
-        return int(info.get("tp_size", 1))
+        tp_size = info.get("tp_size", 1)
+        if not isinstance(tp_size, int):
+            raise ServerError(
+                f"{self.url}/server_info must give tp_size as a number, got {tp_size}."
+            )
+        return tp_size
 
     async def pause(self) -> None:
         await self._http.post("/pause_generation", {"mode": "retract"})
@@ -340,7 +345,8 @@ def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[
 def checksum_names(body: Any) -> frozenset[str]:
     """Parameter names of all ranks in the answer of ``/weights_checker``; empty if none."""
     ranks = body.get("ranks") if isinstance(body, dict) else None
-    return frozenset(name for rank in ranks or () for name in rank.get("checksums", ()))
+    named = (rank.get("checksums", ()) for rank in ranks or () if isinstance(rank, dict))
+    return frozenset(name for names in named for name in names)
 
 
 def release_number(version: Any) -> tuple[int, int, int] | None:

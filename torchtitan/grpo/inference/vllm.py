@@ -149,7 +149,10 @@ class VLLMClient(InferenceClient):
         for include_dp in ("true", "false"):
             route = f"/get_world_size?include_dp={include_dp}"
             answer = await self._http.get(route)
-            sizes.append(int(_field(answer.body, "world_size", f"{self.url}{route}")))
+            size = _field(answer.body, "world_size", f"{self.url}{route}")
+            if not isinstance(size, int):
+                raise ServerError(f"{self.url}{route} must answer a number, got {excerpt(size)}")
+            sizes.append(size)
         if sizes[0] != sizes[1]:
             raise ServerError(
                 f"{self.url}: weights can be pushed to vLLM without data parallelism only, got "

@@ -5,6 +5,7 @@
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,8 +80,10 @@ def build_publisher(
         timeout_seconds=_patience_seconds(sync),
         device=snapshot_device,
     )
+    # The setting is an address of rank 0's host; sources on others find their own.
+    is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(
-        master_address=sync.master_address,
+        master_address=sync.master_address if is_on_first_host else "auto",
         backend=backend,
         timeout_seconds=sync.timeout_seconds,
         device=device if backend == "nccl" else torch.device("cpu"),
@@ -88,7 +91,7 @@ def build_publisher(
     )
     filled, probes = FilledSlots(), Probes()
     agent = _own_agent(sync, gatherer, snapshots, filled, settings)
-    channel, address = _channel()
+    channel, address = _channel(sync)
     slots = SlotTable(sync.num_slots)
     make_leader = None
     if link is not None:
@@ -146,9 +149,9 @@ def _own_agent(
     return LocalAgent(dist.get_rank(), gatherer, read, pool, settings)
 
 
-def _channel() -> tuple[LeaderChannel | None, Address]:
+def _channel(sync: WeightSync) -> tuple[LeaderChannel | None, Address]:
     """Rank 0's end, and what every rank must know to reach it. Collective."""
-    channel = LeaderChannel() if dist.get_rank() == 0 else None
+    channel = LeaderChannel(2 * _patience_seconds(sync)) if dist.get_rank() == 0 else None
     addresses: list[Address | None] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, channel.address if channel is not None else None)
     assert addresses[0] is not None
@@ -226,7 +229,7 @@ def _log_memory(
     gib = 1024**3
     largest = max(source.num_bytes for source in gatherer.sources)
     total = sum(source.num_bytes for source in gatherer.sources)
-    alive = max_alive(sync.max_versions, num_servers)
+    alive = max_alive(sync.max_versions, num_servers, sync.delta)
     logger.info(
         f"Weight sync: {how}; a version has {total / gib:.3f} GiB in "
         f"{sum(len(source.buckets) for source in gatherer.sources)} buckets from "

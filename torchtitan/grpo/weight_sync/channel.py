@@ -62,9 +62,14 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class LeaderChannel:
-    """The leader's end. Made on the training thread, used in the publisher's event loop."""
+    """The leader's end. Made on the training thread, used in the publisher's event loop.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_seconds: Bound of one call: more than any may take by its own bounds.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
         self._context = zmq.asyncio.Context()
         # Bound at once, so that its port can be told to the others.
         self._socket = self._context.socket(zmq.ROUTER)
@@ -72,53 +77,69 @@ class LeaderChannel:
         port = self._socket.bind_to_random_port(f"tcp://{_own_address()}")
         self.address = Address(f"tcp://{_own_address()}:{port}", secrets.token_bytes(16))
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._results: dict[int, Any] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}
+        self._is_closed = False
         self._peers: dict[int, bytes] = {}
         self._arrived = asyncio.Event()
 
     async def listen(self) -> None:
         """Takes in answers until cancelled."""
-        while True:
-            frames = await self._socket.recv_multipart()
-            if len(frames) != 3 or not secrets.compare_digest(frames[1], self.address.secret):
-                continue  # not one of ours
-            peer, _, body = frames
-            answer = msgspec.msgpack.decode(body, type=_Answer | int)
-            if isinstance(answer, int):  # a rank says that it is there
-                self._peers[answer] = peer
-                self._arrived.set()
-                continue
-            future = self._waiting.pop(answer.number, None)
-            result_type = self._results.pop(answer.number, None)
-            if future is None or future.done():
-                continue  # given up
-            if answer.error is not None:
-                kind = OSError if answer.is_os_error else AgentFailed
-                future.set_exception(kind(answer.error))
-            else:
-                future.set_result(msgspec.convert(answer.result, result_type))
+        try:
+            while True:
+                frames = await self._socket.recv_multipart()
+                if len(frames) != 3 or not secrets.compare_digest(frames[1], self.address.secret):
+                    continue  # not one of ours
+                peer, _, body = frames
+                answer = msgspec.msgpack.decode(body, type=_Answer | int)
+                if isinstance(answer, int):  # a rank says that it is there
+                    self._peers[answer] = peer
+                    self._arrived.set()
+                else:
+                    self._settle(answer)
+        finally:
+            self._is_closed = True
+            self._arrived.set()
+            for future, _ in self._waiting.values():
+                if not future.done():
+                    future.set_exception(AgentFailed("Nobody listens for the answer any more."))
+
+    def _settle(self, answer: _Answer) -> None:
+        future, result_type = self._waiting.pop(answer.number, (None, None))
+        if future is None or future.done():
+            return  # given up
+        if answer.error is not None:
+            kind = OSError if answer.is_os_error else AgentFailed
+            future.set_exception(kind(answer.error))
+        else:
+            future.set_result(msgspec.convert(answer.result, result_type))
 
     async def call(self, rank: int, method: str, *arguments: Any) -> Any:
         """Calls a method of a rank's agent.
 
         Raises:
-            AgentFailed: It failed there.
+            AgentFailed: It failed there, or nobody hears its answer.
             OSError: It failed there with one.
+            TimeoutError: It did not answer in time.
         """
-        while rank not in self._peers:
-            self._arrived.clear()
-            await self._arrived.wait()
         number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._results[number] = _RESULTS[method]
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future, _RESULTS[method]
         body = msgspec.msgpack.encode(_Call(number, method, list(arguments)))
         try:
-            await self._socket.send_multipart([self._peers[rank], self.address.secret, body])
-            return await future
+            async with asyncio.timeout(self._timeout_seconds):
+                while rank not in self._peers and not self._is_closed:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                if self._is_closed:
+                    raise AgentFailed(f"Rank {rank} cannot be asked to {method}: nobody listens.")
+                await self._socket.send_multipart([self._peers[rank], self.address.secret, body])
+                return await future
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"Rank {rank} must {method} within {self._timeout_seconds:g} s; it did not answer."
+            ) from error
         finally:
             self._waiting.pop(number, None)
-            self._results.pop(number, None)
 
     def close(self) -> None:
         """Closes the socket."""

@@ -98,13 +98,13 @@ class Connection(ABC):
 
     async def _let_go(self, timeout_seconds: float) -> None:
         """Makes the server drop what was ours and write on, if it answers."""
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self.client.leave_weight_groups()
-                await self.client.resume()
-        except (ServerError, TimeoutError) as error:
-            # The next join does both again.
-            logger.info("%s was not told that it is given up: %s", self.client.url, error)
+        for step in (self.client.leave_weight_groups, self.client.resume):
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await step()
+            except (ServerError, TimeoutError) as error:
+                # The next join does both again.
+                logger.info("%s was not told that it is given up: %s", self.client.url, error)
 
 
 class GroupConnection(Connection):
@@ -193,7 +193,12 @@ class GroupConnection(Connection):
     async def recover(self) -> None:
         # At the same time: the server's end closes the sockets that our broadcast waits on,
         # and ours aborts what NCCL's watchdog would end this process for.
-        await asyncio.gather(self._let_go(self._timeout_seconds), self._take_down())
+        _, taken_down = await asyncio.gather(
+            self._let_go(self._timeout_seconds), self._take_down(), return_exceptions=True
+        )
+        if isinstance(taken_down, Exception):
+            # Of a communicator that broke; there is nothing left to keep.
+            logger.warning("Leaving the groups with %s: %s", self.client.url, taken_down)
 
     async def close(self) -> None:
         if self._group_of:
@@ -264,7 +269,8 @@ class DiskConnection(Connection):
         await self._let_go(self._timeout_seconds)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        # It may have been stopped for an update that was broken off.
+        await self._let_go(self._timeout_seconds)
 
 
 def _retrieve(task: asyncio.Future) -> None:

@@ -212,6 +212,8 @@ class Lane:
             # A pause that was given up on a stopped server may have reached it since.
             await self._client.resume()
         await self._check_version(self.version)
+        # The dispatcher may have lost it on its own account.
+        self.announce()
 
     async def _check_version(self, version: int) -> None:
         served = await self._client.version()

@@ -66,6 +66,7 @@ class Leader:
     Attributes:
         lanes: One for each server that belongs to the run.
         gather_seconds: Of the last version.
+        error: What has ended :meth:`run`, while it still clears up, too.
         num_versions: Versions that have buffers now.
     """
 
@@ -81,13 +82,14 @@ class Leader:
     ) -> None:
         self.lanes: list[Lane] = []
         self.gather_seconds = 0.0
+        self.error: BaseException | None = None
         self._slots, self._parts = slots, parts
         self._settings, self._listeners = settings, listeners
         self._max_versions = max_versions
         self._servers, self._changed_servers = servers, changed_servers
-        self._versions = Versions(max_alive(max_versions, len(servers)), self._drop)
+        self._versions = Versions(max_alive(max_versions, len(servers), settings.delta), self._drop)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[str, asyncio.Task[None]] = {}
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="weight-slots")
 
     @property
@@ -106,6 +108,9 @@ class Leader:
                 if servers is not None:
                     self._set_servers(servers)
                 await self._gather_next()
+        except BaseException as error:
+            self.error = error
+            raise
         finally:
             await self._end(listening)
 
@@ -152,9 +157,9 @@ class Leader:
         for lane in [lane for lane in self.lanes if lane.url not in wanted]:
             logger.info("%s has left the run.", lane.url)
             self.lanes = [other for other in self.lanes if other is not lane]
-            task = asyncio.create_task(_close_lane(lane, self._tasks.pop(lane.url)))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing[lane.url] = asyncio.create_task(
+                _close_lane(lane, self._tasks.pop(lane.url))
+            )
         known = {lane.url: lane for lane in self.lanes}
         for server in servers:
             if server.url in known and server not in former:
@@ -163,18 +168,22 @@ class Leader:
                 connection = self._parts.make_connection(server)
                 lane = Lane(connection, self._versions, self._settings, self._listeners)
                 self.lanes = [*self.lanes, lane]
-                self._tasks[lane.url] = asyncio.create_task(lane.run(), name=lane.url)
-        self._versions.max_alive = max_alive(self._max_versions, len(self.lanes))
+                running = _run_after(self._closing.pop(lane.url, None), lane)
+                self._tasks[lane.url] = asyncio.create_task(running, name=lane.url)
+        self._versions.max_alive = max_alive(
+            self._max_versions, len(self.lanes), self._settings.delta
+        )
         self._listeners.on_change()
 
     def _raise_what_ended(self, listening: "asyncio.Task[None]") -> None:
+        self._versions.raise_if_failed()
         for task in (listening, *self._tasks.values()):
             if task.done():
                 task.result()
 
     async def _end(self, listening: "asyncio.Task[None]") -> None:
         closing = [_close_lane(lane, self._tasks[lane.url]) for lane in self.lanes]
-        await asyncio.gather(*closing, *self._closing)
+        await asyncio.gather(*closing, *self._closing.values())
         await self._versions.close()
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
@@ -182,10 +191,18 @@ class Leader:
         await self._parts.close()
 
 
-def max_alive(setting: int, num_servers: int) -> int:
+def max_alive(setting: int, num_servers: int, delta: bool) -> int:
     """Resolves ``weight_sync.max_versions``: how many versions may have buffers at once."""
-    # The newest, one that is being gathered, and for each server one that it still receives.
-    return setting or num_servers + 2
+    # The newest, one that is being gathered, and for each server one that it still receives,
+    # with the version that its changes are against.
+    return setting or num_servers * (2 if delta else 1) + 2
+
+
+async def _run_after(former: "asyncio.Task[None] | None", lane: Lane) -> None:
+    """Serves a lane once a former one of the same server has left its groups."""
+    if former is not None:
+        await former
+    await lane.run()
 
 
 async def _close_lane(lane: Lane, running: "asyncio.Task[None]") -> None:

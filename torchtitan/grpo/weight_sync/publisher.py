@@ -125,11 +125,14 @@ class WeightPublisher:
 
     def publish(self, version: int, slot: int) -> None:
         """After the optimizer step: starts the copy, hands it over, and returns."""
-        self._filled.put(slot, version)
+
+        def announce() -> None:
+            self._filled.put(slot, version)
+            if self.is_leader:
+                self.slots.filled(slot, version)
+
         self._published = version
-        if self.is_leader:
-            self.slots.filled(slot, version)
-        self.snapshots.copy_into(slot, self._wake_readers)
+        self.snapshots.copy_into(slot, announce, self._wake_readers)
 
     def _wake_readers(self) -> None:
         self._filled.wake()
@@ -206,19 +209,30 @@ class WeightPublisher:
 
     def raise_if_failed(self) -> None:
         """Raises what ended the publisher's thread, if anything did."""
-        if self.error is not None:
-            raise PublisherFailed(f"The weight publisher failed: {self.error}") from self.error
+        error = self.failure
+        if error is not None:
+            raise PublisherFailed(f"The weight publisher failed: {error}") from error
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What has ended this rank's part of the push, if anything has."""
+        if self.error is None and self._leader is not None:
+            return self._leader.error  # it may still be clearing up
+        return self.error
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Ends the threads; a push under way is given up after the timeout."""
         self._closing.set()
         self._thread.join(timeout_seconds)
-        self.snapshots.close(timeout_seconds)
         if self._thread.is_alive():
             logger.warning(
                 "The weight publisher did not end within %.1f s; it is left to the process's end.",
                 timeout_seconds,
             )
+        try:
+            self.snapshots.close(timeout_seconds)
+        except TimeoutError as error:  # others are still to be closed
+            logger.warning("%s It is left to the process's end.", error)
 
     def _are_served(self, version: int) -> bool:
         present = [lane for lane in self.lanes if not lane.is_lost]

@@ -16,6 +16,7 @@ without an optimizer step needs no fence. That nobody writes what is still read 
 business of `slots.py`.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -73,16 +74,26 @@ class Snapshots:
         """Memory of all slots on this rank."""
         return sum(t.nbytes for slot in self._slots for t in slot.values())
 
-    def copy_into(self, slot: int, wake: Callable[[], None] = _nobody) -> None:
+    def copy_into(
+        self,
+        slot: int,
+        announce: Callable[[], None] = _nobody,
+        wake: Callable[[], None] = _nobody,
+    ) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
 
-        ``wake`` is called when the copy can be waited for: on CPU by the copying thread
-        once it is done, so that the training thread wakes up no other thread than that.
+        Args:
+            slot: Where to.
+            announce: Called here, once :meth:`read` waits for this copy and no longer for a
+                former one: only then may a reader be told of the slot.
+            wake: Called when readers may look: on CPU by the copying thread, once it is
+                done, so that the training thread wakes up no other thread than that.
+
 
         Between this and the next change of the parameters there must be a :meth:`fence`.
         Nobody may read the slot any more, or hold on to it.
         """
-        self._copies.start(slot, wake)
+        self._copies.start(slot, announce, wake)
 
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
         """Orders what the training thread does next after all copies that were started.
@@ -177,11 +188,12 @@ class _ThreadCopies:
             raise TimeoutError(f"The thread snapshot-copy did not start in {_WAIT_SECONDS:g} s.")
         torch.set_num_threads(num_threads)
 
-    def start(self, slot: int, wake: Callable[[], None]) -> None:
+    def start(self, slot: int, announce: Callable[[], None], wake: Callable[[], None]) -> None:
         if self._is_closed:
             raise RuntimeError("No copy can be started: the snapshots are closed.")
         copy = _Copy(slot, wake)
         self._last_of_slot[slot] = self._last = copy
+        announce()
         self._queue.put(copy)
 
     def fence(self, timeout_seconds: float) -> None:
@@ -227,7 +239,8 @@ def _copy_all(
 def _yield_to_training() -> None:
     """On a busy machine the thread that is woken up must not take the waker's core."""
     if hasattr(os, "SCHED_BATCH"):  # Linux
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and it is only a hint
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _StreamCopies:
@@ -242,7 +255,7 @@ class _StreamCopies:
         self._last: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def start(self, slot: int, wake: Callable[[], None]) -> None:
+    def start(self, slot: int, announce: Callable[[], None], wake: Callable[[], None]) -> None:
         targets = self._slots[slot]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -258,6 +271,7 @@ class _StreamCopies:
             copied = torch.cuda.Event()
             copied.record(self._stream)
         self._last = self._copied[slot] = copied
+        announce()
         wake()
 
     def fence(self, timeout_seconds: float) -> None:

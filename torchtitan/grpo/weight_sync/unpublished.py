@@ -12,6 +12,7 @@ class Unpublished:
     """A replayed run's publisher: its weights go nowhere."""
 
     num_failures = 0
+    failure = None
 
     def __init__(self) -> None:
         self.probes = Probes()

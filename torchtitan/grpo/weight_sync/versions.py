@@ -35,6 +35,7 @@ class Versions:
         self._bases: Counter[int] = Counter()
         self._dropping: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
+        self._error: Exception | None = None
 
     @property
     def num_alive(self) -> int:
@@ -54,12 +55,12 @@ class Versions:
     def _has_room(self) -> bool:
         if len(self._alive) < self.max_alive:
             return True
-        if not self._dropping:
-            # The oldest of those that are only bases gives way.
-            for version in sorted(self._alive):
-                if version != self.newest and not self._sending[version]:
-                    self._start_dropping(version)
-                    break
+        # The oldest of those that are only bases give way; some may be on their way out.
+        for version in sorted(self._alive - self._dropping.keys()):
+            if len(self._alive) - len(self._dropping) < self.max_alive:
+                break
+            if version != self.newest and not self._sending[version]:
+                self._start_dropping(version)
         return False
 
     async def begin(self, version: int) -> None:
@@ -117,8 +118,17 @@ class Versions:
     def _start_dropping(self, version: int) -> None:
         self._dropping[version] = asyncio.create_task(self._finish_dropping(version))
 
+    def raise_if_failed(self) -> None:
+        """Raises what kept a version from being dropped: its place would be lost for good."""
+        if self._error is not None:
+            raise self._error
+
     async def _finish_dropping(self, version: int) -> None:
-        await self._drop(version)
+        try:
+            await self._drop(version)
+        except Exception as error:  # the task's boundary: the leader raises it
+            self._error = error
+            return
         async with self._changed:
             self._alive.discard(version)
             del self._dropping[version]

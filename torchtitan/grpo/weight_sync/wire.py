@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 
@@ -51,9 +51,12 @@ def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
         raise ValueError(f"model_path must hold safetensors files, found none in {directory}.")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        with safe_open(str(file), framework="pt") as opened:
-            # Copied: else they are maps of the file, and change or fail with it while served.
-            tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                # Copied: else they are maps of the file, and change or fail with it while served.
+                tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{file} must be a whole safetensors file: {error}") from error
     _compare_checksums(Path(directory), tensors)
     return tensors
 
