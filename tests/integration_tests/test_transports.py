@@ -230,6 +230,8 @@ class Training:
 
         def is_served() -> bool:
             self.publisher.raise_if_failed()
+            if not self.publisher.lanes:
+                return False  # its thread has only just been started
             lane = self.lane(url)
             return lane.version >= wanted and lane.state is LaneState.READY
 
@@ -290,8 +292,9 @@ def test_a_server_that_comes_late_joins_with_the_newest(sync, servers, train):
     training.wait_lost(late)
     servers.start(1)
     training.assert_serves_newest(late)
-    assert [v for v in training.versions_told(late) if v >= 0] == [2]
-    assert training.versions_told(first) == [0, 1, 2]
+    # An idle lane says again what its server has.
+    assert {v for v in training.versions_told(late) if v >= 0} == {2}
+    assert sorted(set(training.versions_told(first))) == [0, 1, 2]
 
 
 def test_a_slow_server_delays_no_other_and_gets_the_newest(sync, servers, train):
@@ -338,7 +341,7 @@ def slowed(servers: Servers, index: int) -> Iterator[None]:
 def test_a_stopped_server_is_lost_while_the_others_go_on_and_rejoins(sync, servers, train):
     first, stopped = servers.urls
     training = train(servers.urls, **sync)
-    bound = max_alive(0, 2)
+    bound = max_alive(0, 2, sync.get("delta", False))
     training.publish()
     for url in servers.urls:
         training.assert_serves_newest(url)

@@ -123,7 +123,7 @@ async def follow(agent: SomeAgent, address: Address) -> None:
 
 def main(arguments):
     dist.init_process_group("gloo")
-    channel = LeaderChannel() if dist.get_rank() == 0 else None
+    channel = LeaderChannel(60.0) if dist.get_rank() == 0 else None
     addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, channel.address if channel is not None else None)
     if channel is not None:
