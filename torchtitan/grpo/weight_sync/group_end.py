@@ -70,6 +70,7 @@ class GroupEnd:
         self._store = _listening_store(address, world_size, settings.timeout_seconds)
         self._group: dist.ProcessGroup | None = None
         self._is_left = False
+        self._num_queued = self._num_sent = 0
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix=f"weight-push-{server_url}",
@@ -116,7 +117,19 @@ class GroupEnd:
             read: Calls its argument with the payload, and keeps that alive meanwhile. It
                 runs on the group's thread, maybe beyond this call if that is cancelled.
         """
-        await self._on_thread(functools.partial(read, self._broadcast))
+        number, self._num_queued = self._num_queued, self._num_queued + 1
+        await self._on_thread(functools.partial(self._send, number, read))
+
+    def _send(self, number: int, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
+        # One that was given up before its turn leaves a gap. Whatever comes after it would be
+        # taken for it by the server, which gloo ends the process for.
+        if number != self._num_sent:
+            raise RuntimeError(
+                f"Broadcast {number} in group {self.info.group_name} must follow broadcast "
+                f"{number - 1}, which was given up."
+            )
+        read(self._broadcast)
+        self._num_sent += 1
 
     def _broadcast(self, payload: torch.Tensor) -> None:
         if self._group is None:
