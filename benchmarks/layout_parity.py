@@ -17,7 +17,6 @@ a moving reference. Prints a row a layout; the exit status is 1 where one differ
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ranks import run_ranks
 
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
@@ -244,7 +244,7 @@ def run_layouts(
         for begin in range(0, len(jobs), JOBS_PER_START):
             file = folder / f"jobs-{ranks}-{begin}.json"
             file.write_text(json.dumps(jobs[begin : begin + JOBS_PER_START]))
-            _torchrun(ranks, file)
+            run_ranks(ranks, "layout_run.py", file, timeout_seconds=TIMEOUT_SECONDS)
         for key, out in keys:
             results[key] = torch.load(out)
     return results
@@ -280,24 +280,6 @@ def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[s
     }
     plain = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     return plain + layout.arguments
-
-
-def _torchrun(ranks: int, jobs: Path) -> None:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    program = Path(__file__).with_name("layout_run.py")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc_per_node", str(ranks), str(program), str(jobs)),
-    ]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{ranks} ranks failed:\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}")
 
 
 def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:

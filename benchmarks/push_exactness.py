@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 from layout_parity import Layout, layouts_of, make_models, record_batch
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo.child import start_child
@@ -190,21 +190,7 @@ def _torchrun(
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     file, out = folder / "jobs.json", folder / "results.json"
     file.write_text(json.dumps(jobs))
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    program = Path(__file__).with_name("push_run.py")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc_per_node", str(ranks), str(program), str(file), str(out)),
-    ]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{ranks} ranks failed:\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}")
+    run_ranks(ranks, "push_run.py", file, out, timeout_seconds=TIMEOUT_SECONDS)
     return list(zip(jobs, json.loads(out.read_text()), strict=True))
 
 

@@ -22,6 +22,7 @@ from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
 from torchtitan.grpo.rollout.link import RolloutLink
+from torchtitan.grpo.types import ServerKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
@@ -147,6 +148,26 @@ def _has_words(process: psutil.Process, words: tuple[str, ...]) -> bool:
     with contextlib.suppress(psutil.Error):
         return all(word in " ".join(process.cmdline()) for word in words)
     return False
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "embedded",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
+)
+def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]:
+    """Each kind of real server, and the interpreter that has it; None is this one."""
+    kind = request.param
+    if kind == "embedded":
+        return kind, None
+    default = REPOSITORY / f".venv-{kind}" / "bin" / "python"
+    python = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(default))
+    if not Path(python).exists():
+        pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
+    return kind, python
 
 
 @pytest.fixture

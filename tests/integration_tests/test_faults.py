@@ -14,7 +14,6 @@ longer than its bound; no thread was left.
 
 # ruff: noqa: E402  (the programs' folder must be importable first)
 
-import os
 import shutil
 import signal
 import sys
@@ -29,31 +28,17 @@ sys.path.append(str(REPOSITORY / "tests" / "programs"))
 
 from fault_rig import FaultRig
 
+from torchtitan.grpo.types import ServerKind
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def interpreter(kind: str) -> str | None:
-    if kind == "embedded":
-        return None
-    default = REPOSITORY / f".venv-{kind}" / "bin" / "python"
-    python = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(default))
-    if not Path(python).exists():
-        pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
-    return python
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "embedded",
-        pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("sglang", marks=pytest.mark.sglang),
-    ],
-)
-def rig(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[FaultRig]:
+@pytest.fixture(scope="module")
+def rig(server_kind: tuple[ServerKind, str | None], tmp_path_factory) -> Iterator[FaultRig]:
     """The tests leave the server pushed to, and the loop publishing."""
-    folder = tmp_path_factory.mktemp(request.param)
-    rig = FaultRig(request.param, interpreter(request.param), folder)
+    kind, python = server_kind
+    folder = tmp_path_factory.mktemp(kind)
+    rig = FaultRig(kind, python, folder)
     try:
         rig.begin()
         yield rig

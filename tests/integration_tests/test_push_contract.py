@@ -10,7 +10,6 @@ of the weights and a group of its own.
 import asyncio
 import itertools
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -132,40 +131,24 @@ class RunningServer:
         return make_client(self.kind, self.launched.url, request_timeout_seconds=120, **KEYS)
 
 
-def interpreter(kind: str) -> str | None:
-    if kind == "embedded":
-        return None
-    default = REPOSITORY / f".venv-{kind}" / "bin" / "python"
-    python = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(default))
-    if not Path(python).exists():
-        pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
-    return python
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "embedded",
-        pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("sglang", marks=pytest.mark.sglang),
-    ],
-)
-def server(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def server(server_kind: tuple[ServerKind, str | None], tmp_path_factory) -> Iterator[RunningServer]:
+    kind, python = server_kind
+    folder = tmp_path_factory.mktemp(kind)
     save_model(make_model(seed=0), folder / "model")
     spec = ServerSpec(
-        kind=request.param,
+        kind=kind,
         model_path=str(folder / "model"),
         port=free_ports(1)[0],
         device="cpu",
         dtype="float32",
         max_model_len=1024,
         max_running_requests=16,
-        python=interpreter(request.param),
+        python=python,
         **KEYS,
     )
     launched = start_server(spec, folder / "server.log")
-    running = RunningServer(request.param, launched)
+    running = RunningServer(kind, launched)
 
     async def wait() -> None:
         client = running.client()

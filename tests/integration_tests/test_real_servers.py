@@ -4,7 +4,6 @@
 """Real servers of every kind through the clients: generation, and weights in flight."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -100,42 +99,26 @@ class RunningServer:
         return make_client(self.kind, self.launched.url, request_timeout_seconds=120, **KEYS)
 
 
-def interpreter(kind: str) -> str | None:
-    if kind == "embedded":
-        return None
-    default = REPOSITORY / f".venv-{kind}" / "bin" / "python"
-    python = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(default))
-    if not Path(python).exists():
-        pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
-    return python
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "embedded",
-        pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("sglang", marks=pytest.mark.sglang),
-    ],
-)
-def server(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[RunningServer]:
+@pytest.fixture(scope="module")
+def server(server_kind: tuple[ServerKind, str | None], tmp_path_factory) -> Iterator[RunningServer]:
     """One server for the tests of its kind: they leave it pushed, resumed and idle."""
-    folder = tmp_path_factory.mktemp(request.param)
+    kind, python = server_kind
+    folder = tmp_path_factory.mktemp(kind)
     model = make_model(seed=0)
     save_model(model, folder / "model")
     spec = ServerSpec(
-        kind=request.param,
+        kind=kind,
         model_path=str(folder / "model"),
         port=free_ports(1)[0],
         device="cpu",
         dtype="float32",
         max_model_len=768,
         max_running_requests=16,
-        python=interpreter(request.param),
+        python=python,
         **KEYS,
     )
     launched = start_server(spec, folder / "server.log")
-    running = RunningServer(request.param, launched, model)
+    running = RunningServer(kind, launched, model)
     try:
         asyncio.run(_wait_until_up(running))
         yield running

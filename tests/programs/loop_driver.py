@@ -45,13 +45,12 @@ class PublishingLoop:
         self.events: list[Event] = []
         self._told = threading.Condition()
         self._connections: dict[int, Connection] = {}
-        # A Unix socket's path must be short.
-        self._socket = f"/tmp/loop-{os.getpid()}-{time.monotonic_ns()}"
-        self._listener = Listener(self._socket, "AF_UNIX")
+        # In a private folder of its own choice, since a Unix socket's path must be short.
+        self._listener = Listener(family="AF_UNIX")
         self._num_ranks = num_ranks
         self.log_file = folder / "loop.log"
         self._record = (folder / "events.jsonl").open("w")
-        self.process = self._start(json.dumps({"socket": self._socket, **settings}))
+        self.process = self._start(json.dumps({"socket": self._listener.address, **settings}))
         threading.Thread(target=self._accept, name="loop-accept", daemon=True).start()
 
     def _start(self, settings: str) -> subprocess.Popen:

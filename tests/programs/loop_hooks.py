@@ -25,7 +25,8 @@ from torchtitan.grpo.inference.client import BucketSpec, InferenceClient
 from torchtitan.grpo.weight_sync import build
 from torchtitan.grpo.weight_sync.agent import LocalAgent
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
-from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, tensor_sizes
+from torchtitan.grpo.weight_sync.payloads import Bucket, Payload
+from torchtitan.grpo.weight_sync.wire import tensor_bytes
 
 _METHODS = (
     "num_workers", "pause", "resume", "join_weight_group", "leave_weight_groups",
@@ -217,7 +218,7 @@ def install(
         if not is_whole:
             return
         expected = model.checksums(version)
-        parts = bucket.payload.split(tensor_sizes(bucket.spec))
+        parts = bucket.payload.split(tensor_bytes(bucket.spec.dtypes, bucket.spec.shapes))
         for name, part in zip(bucket.spec.names, parts, strict=True):
             if tensor_checksum(part) != expected[name]:
                 hooks.tell("violation", what=f"a bucket must be of {version}, {name} is not")

@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.device import default_backend, gpus_for_servers
+from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink, ServerInfo
@@ -251,7 +252,7 @@ def weight_backend(config: JobConfig, device_type: str) -> str:
     return "gloo" if config.inference.launch and not are_their_own else "nccl"
 
 
-def client_for(inference: Inference, server: ServerInfo):
+def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
     """A client with the configured keys and timeouts."""
     return make_client(
         server.kind,

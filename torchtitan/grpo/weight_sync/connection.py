@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torchtitan.grpo.inference.client import BucketSpec, InferenceClient, ServerError
 from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
-from torchtitan.grpo.weight_sync.payloads import payload_bytes
+from torchtitan.grpo.weight_sync.wire import bucket_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class GroupConnection(Connection):
         try:
             for position, (agent, index) in enumerate(buckets):
                 spec = await agent.prepare(version, index, base)
-                num_bytes += payload_bytes(spec)
+                num_bytes += bucket_bytes(spec)
                 if len(under_way) > _NUM_AHEAD:
                     await under_way.popleft()
                 exchange = self._beside(

@@ -16,14 +16,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
-from torchtitan.grpo.weight_sync.payloads import Bucket, tensor_sizes
-
-CHECKSUMS_FILE = "checksums.json"
+from torchtitan.grpo.weight_sync.payloads import Bucket
+from torchtitan.grpo.weight_sync.wire import CHECKSUMS_FILE, split_bucket
 
 
 def write_part(directory: Path, rank: int, buckets: Sequence[Bucket]) -> None:
@@ -34,13 +32,9 @@ def write_part(directory: Path, rank: int, buckets: Sequence[Bucket]) -> None:
     """
     tensors = {}
     for bucket in buckets:
-        spec = bucket.spec
-        parts = bucket.payload.cpu().split(tensor_sizes(spec))
-        for name, dtype, shape, part in zip(
-            spec.names, spec.dtypes, spec.shapes, parts, strict=True
-        ):
-            # Cloned: a view of another dtype must be aligned.
-            tensors[name] = part.clone().view(getattr(torch, dtype)).view(shape)
+        parts = split_bucket(bucket.payload.cpu(), bucket.spec)
+        # Cloned: safetensors takes no tensors that share memory.
+        tensors |= {n: p.clone() for n, p in zip(bucket.spec.names, parts, strict=True)}
     file = directory / f"model-rank{rank:05d}.safetensors"
     checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
     try:

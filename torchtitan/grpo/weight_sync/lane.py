@@ -237,7 +237,7 @@ class Lane:
         )  # fmt: skip
 
     def _lose(self, error: BaseException) -> None:
-        reason = "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
+        reason = str(error) or type(error).__name__
         self.num_failures += 1
         self.last_error = reason
         self.version = -1

@@ -23,7 +23,7 @@ import torch
 
 from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
-from torchtitan.grpo.weight_sync.sparse import delta_bytes
+from torchtitan.grpo.weight_sync.wire import tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -106,25 +106,8 @@ class Payload:
 
 def with_checksums(spec: BucketSpec, payload: torch.Tensor) -> BucketSpec:
     """The spec with a checksum of each tensor of a bucket that holds them whole."""
-    parts = payload.split(tensor_sizes(spec))
+    parts = payload.split(tensor_bytes(spec.dtypes, spec.shapes))
     return replace(spec, checksums=tuple(tensor_checksum(part) for part in parts))
-
-
-def tensor_sizes(spec: BucketSpec) -> list[int]:
-    """Bytes of each tensor of a bucket, whole."""
-    return [
-        torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    ]
-
-
-def payload_bytes(spec: BucketSpec) -> int:
-    """Bytes of a bucket as it travels."""
-    sizes = tensor_sizes(spec)
-    if spec.num_changed is None:
-        return sum(sizes)
-    itemsize = getattr(torch, spec.dtypes[0]).itemsize
-    return delta_bytes([size // itemsize for size in sizes], spec.num_changed, itemsize)
 
 
 class PayloadPool:
@@ -151,11 +134,6 @@ class PayloadPool:
         self._readers: dict[int, int] = {}
         self._dropped: set[int] = set()
         self._lock = threading.Lock()
-
-    @property
-    def num_alive(self) -> int:
-        """Versions that hold buffers."""
-        return len(self._payloads)
 
     def take(self, version: int) -> Payload:
         """Buffers for a new version: used ones where there are some, else new ones.

@@ -29,12 +29,16 @@ from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.weight_sync.buffers import BufferPool, storage_of
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 from torchtitan.grpo.weight_sync.receiving import WeightGroup
-from torchtitan.grpo.weight_sync.sparse import apply, decode, delta_bytes
-from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, tensor_bytes
+from torchtitan.grpo.weight_sync.sparse import apply, decode
+from torchtitan.grpo.weight_sync.wire import (
+    WIRE_DTYPES,
+    aligned,
+    bucket_bytes,
+    element_counts,
+    split_bucket,
+)
 
 _LEAVE_SECONDS = 5.0
-# Vector instructions want it, and allocators give it.
-_ALIGNMENT = 64
 
 
 class StagingError(RuntimeError):
@@ -295,7 +299,7 @@ class Staging:
 
     def _with_changes(self, payload: torch.Tensor, bucket: BucketSpec) -> list[torch.Tensor]:
         assert bucket.num_changed is not None
-        numels, itemsize = _element_counts(bucket)
+        numels, itemsize = element_counts(bucket)
         tensors = []
         for name, dtype, shape, changes in zip(
             bucket.names,
@@ -311,53 +315,3 @@ class Staging:
                 apply(tensor, changes)
             tensors.append(tensor)
         return tensors
-
-
-def bucket_bytes(bucket: BucketSpec) -> int:
-    """Length of the payload that a bucket travels as.
-
-    Raises:
-        ValueError: A delta's counts are impossible, or its tensors differ in item size.
-    """
-    if bucket.num_changed is None:
-        return sum(tensor_bytes(bucket.dtypes, bucket.shapes))
-    numels, itemsize = _element_counts(bucket)
-    return delta_bytes(numels, bucket.num_changed, itemsize)
-
-
-def check_lengths(bucket: BucketSpec) -> None:
-    """Raises ValueError unless a bucket's lists are of one length, at least 1."""
-    lists = (bucket.dtypes, bucket.shapes, bucket.checksums, bucket.num_changed)
-    lengths = [len(bucket.names)] + [len(entries) for entries in lists if entries is not None]
-    if min(lengths) != max(lengths) or not lengths[0]:
-        raise ValueError(
-            "names, dtypes, shapes, and checksums and num_changed where given, must be lists of "
-            f"one length, at least 1, got {lengths}."
-        )
-
-
-def _element_counts(bucket: BucketSpec) -> tuple[list[int], int]:
-    itemsizes = {WIRE_DTYPES[dtype].itemsize for dtype in bucket.dtypes}
-    if len(itemsizes) != 1:
-        raise ValueError(f"The tensors of a delta must be of one item size, got {bucket.dtypes}.")
-    return [torch.Size(shape).numel() for shape in bucket.shapes], itemsizes.pop()
-
-
-def split_bucket(buffer: torch.Tensor, bucket: BucketSpec) -> list[torch.Tensor]:
-    """The tensors that follow one another in a buffer, as views where they are aligned."""
-    sizes = tensor_bytes(bucket.dtypes, bucket.shapes)
-    return [
-        _typed(part, WIRE_DTYPES[dtype]).view(shape)
-        for part, dtype, shape in zip(
-            buffer.split(sizes), bucket.dtypes, bucket.shapes, strict=True
-        )
-    ]
-
-
-def _typed(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return aligned(octets).view(dtype)
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where computing with it would be slow."""
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

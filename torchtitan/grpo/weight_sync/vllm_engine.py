@@ -42,19 +42,22 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.weight_sync.buffers import BufferPool
 from torchtitan.grpo.weight_sync.receiving import WeightGroup
-from torchtitan.grpo.weight_sync.staging import (
-    Staging,
-    StagingPlace,
+from torchtitan.grpo.weight_sync.staging import Staging, StagingPlace
+from torchtitan.grpo.weight_sync.wire import (
+    WIRE_DTYPES,
     bucket_bytes,
     check_lengths,
+    read_safetensors,
     split_bucket,
 )
-from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, read_safetensors
 
 logger = init_logger(__name__)
 
 # Staging on the device needs the weights once more, and some room to work.
 _ROOM_FACTOR = 1.2
+# Bound of reading a version from disk where no group says another.
+_DISK_SECONDS = 600.0
+_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass
@@ -384,11 +387,6 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
                 info.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
         self._loading = False
-
-
-# Bound of reading a version from disk where no group says another.
-_DISK_SECONDS = 600.0
-_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

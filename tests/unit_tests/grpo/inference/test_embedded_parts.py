@@ -12,7 +12,7 @@ from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.inference.embedded.protocol import ModelFacts, parse_generate
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
 from torchtitan.grpo.inference.embedded.weights import WeightTable, tensor_sha256
-from torchtitan.grpo.weight_sync.staging import split_bucket
+from torchtitan.grpo.weight_sync.wire import split_bucket
 
 CPU = torch.device("cpu")
 FACTS = ModelFacts(vocab_size=10, max_model_len=20, eos_ids=frozenset({9}), tokenizer=None)

@@ -10,9 +10,8 @@ from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.weight_sync.payloads import (
     PayloadFailed,
     PayloadPool,
-    payload_bytes,
-    tensor_sizes,
 )
+from torchtitan.grpo.weight_sync.wire import bucket_bytes, tensor_bytes
 
 SPECS = [
     BucketSpec(("a", "b"), ("float32", "float32"), ((1,), (2,))),
@@ -91,7 +90,7 @@ def test_checksums_are_of_each_tensor():
 def test_a_delta_counts_as_long_as_it_travels():
     from dataclasses import replace
 
-    assert tensor_sizes(SPECS[0]) == [4, 8]
-    assert payload_bytes(SPECS[0]) == 12
+    assert tensor_bytes(SPECS[0].dtypes, SPECS[0].shapes) == [4, 8]
+    assert bucket_bytes(SPECS[0]) == 12
     delta = replace(SPECS[0], num_changed=(0, -1), base_version=3)
-    assert payload_bytes(delta) == 8
+    assert bucket_bytes(delta) == 8

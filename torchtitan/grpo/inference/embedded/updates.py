@@ -33,14 +33,13 @@ from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.weight_sync.buffers import BufferPool
 from torchtitan.grpo.weight_sync.receiving import WeightGroup
-from torchtitan.grpo.weight_sync.staging import (
-    Staging,
-    StagingError,
-    StagingPlace,
+from torchtitan.grpo.weight_sync.staging import Staging, StagingError, StagingPlace
+from torchtitan.grpo.weight_sync.wire import (
+    WIRE_DTYPES,
     bucket_bytes,
     check_lengths,
+    read_safetensors,
 )
-from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, read_safetensors
 
 logger = logging.getLogger(__name__)
 

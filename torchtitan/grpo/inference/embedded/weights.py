@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from torchtitan.grpo.weight_sync.staging import aligned
-from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, is_exact_in
+from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, aligned, is_exact_in
 
 
 class WeightTable:
