@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torchtitan.protocols.train_spec as train_specs
 from torchtitan.components.optimizer import OptimizersContainer
 
-from torchtitan.grpo.config_manager import check_model, load_config
+from torchtitan.grpo.config_checks import check_model
+from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.losses.objective import metrics_from_sums
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import named_parameters

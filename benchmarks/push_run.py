@@ -28,7 +28,8 @@ import torch.distributed as dist
 import torchtitan.protocols.train_spec as train_specs
 from safetensors.torch import load_file
 
-from torchtitan.grpo.config_manager import check_model, load_config
+from torchtitan.grpo.config_checks import check_model
+from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.models.collect import agree_on_assembly
 from torchtitan.grpo.models.hf_config import read_hf_model

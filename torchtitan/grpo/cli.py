@@ -17,7 +17,8 @@ USAGE = (__doc__ or "").split("\n\n", 1)[1]
 
 def check_config(arguments: list[str]) -> int:
     """Loads and checks a configuration; prints it resolved, with the planned layout."""
-    from torchtitan.grpo.config_manager import ConfigError, check_model, describe, load_config
+    from torchtitan.grpo.config_checks import ConfigError, check_model
+    from torchtitan.grpo.config_manager import describe, load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 
     if arguments and not arguments[0].startswith("-"):

@@ -21,14 +21,8 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.checkpoint import CheckpointError
-from torchtitan.grpo.config_manager import (
-    ConfigError,
-    JobConfig,
-    check_model,
-    describe,
-    is_dry_run,
-    load_config,
-)
+from torchtitan.grpo.config_checks import ConfigError, check_model
+from torchtitan.grpo.config_manager import JobConfig, describe, is_dry_run, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.device import keep_gloo_on_loopback

@@ -2,7 +2,8 @@
 
 import pytest
 
-from torchtitan.grpo.config_manager import ConfigError, describe, load_config
+from torchtitan.grpo.config_checks import ConfigError
+from torchtitan.grpo.config_manager import describe, load_config
 
 LIVE = [
     "--model.hf_assets_path=model",

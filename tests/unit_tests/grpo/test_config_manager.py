@@ -5,13 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.grpo.config_manager import (
-    ConfigError,
-    check_model,
-    describe,
-    is_dry_run,
-    load_config,
-)
+from torchtitan.grpo.config_checks import ConfigError, check_model
+from torchtitan.grpo.config_manager import describe, is_dry_run, load_config
 
 BASE = """
 [model]

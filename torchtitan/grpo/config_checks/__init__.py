@@ -1,0 +1,39 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Refuses what cannot work before any process group exists; nothing here needs a device."""
+
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.config_checks.data import check_data, check_lengths, longest_sequence
+from torchtitan.grpo.config_checks.losses import check_losses
+from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
+from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
+from torchtitan.grpo.config_checks.rules import ConfigError
+from torchtitan.grpo.config_checks.servers import check_inference, check_weight_sync
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config_manager import JobConfig
+
+__all__ = ["ConfigError", "check_model", "longest_sequence", "validate"]
+
+
+def validate(config: "JobConfig") -> None:
+    """Refuses what cannot work, with the keys that contradict each other.
+
+    Raises:
+        ConfigError: The first problem found.
+    """
+    for check in (
+        check_required,
+        check_refused,
+        check_ranges,
+        check_losses,
+        check_lengths,
+        check_data,
+        check_machine,
+        check_inference,
+        check_weight_sync,
+        check_layout,
+    ):
+        check(config)

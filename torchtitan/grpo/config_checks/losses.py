@@ -1,0 +1,117 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Settings of the loss that contradict each other, or that nothing would read."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.config_checks.rules import ConfigError, check_read, require
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config_manager import JobConfig
+
+
+def check_losses(config: "JobConfig") -> None:
+    """Settings of the loss that contradict each other, or that nothing would read."""
+    _check_comparisons(config)
+    _check_policy_loss(config.grpo)
+    _check_mismatch(config.grpo)
+    check_read("grpo", config.grpo, _READ_WITH)
+
+
+def _check_comparisons(config: "JobConfig") -> None:
+    """Rewards, advantages and aggregation."""
+    grpo, longest = config.grpo, config.rollout.max_new_tokens
+    require(
+        grpo.group_size > 1 or grpo.advantage == "batch_norm",
+        "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise "
+        f"it, or set grpo.advantage = 'batch_norm' (now {grpo.advantage!r}).",
+    )
+    require(
+        grpo.group_size > 1 or not grpo.filter_zero_advantage,
+        "grpo.filter_zero_advantage leaves out every group of one sample: raise grpo.group_size "
+        "(now 1) or set grpo.filter_zero_advantage = false.",
+    )
+    require(
+        not (grpo.filter_zero_advantage and grpo.kl_coef > 0 and grpo.kl_in == "reward"),
+        "grpo.filter_zero_advantage cannot be used with grpo.kl_coef above 0 "
+        f"({grpo.kl_coef}) and grpo.kl_in = 'reward': groups are left out before the penalty is "
+        "known, which would tell their samples apart. Set grpo.kl_in = 'loss', or "
+        "grpo.filter_zero_advantage = false.",
+    )
+    require(
+        grpo.overlong_buffer <= longest,
+        f"grpo.overlong_buffer must be at most rollout.max_new_tokens ({longest}), got "
+        f"{grpo.overlong_buffer}.",
+    )
+    require(
+        grpo.aggregation_length == 0 or grpo.aggregation == "constant_length",
+        f"grpo.aggregation_length ({grpo.aggregation_length}) is the divisor of grpo.aggregation "
+        f"= 'constant_length' alone, got {grpo.aggregation!r}: change the one or leave the other "
+        "at 0.",
+    )
+
+
+def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
+    loss = grpo.policy_loss
+    require(
+        grpo.dual_clip == 0 or loss in ("clip", "gspo"),
+        f"grpo.dual_clip bounds grpo.policy_loss = 'clip' and 'gspo' alone, got {loss!r} with "
+        f"grpo.dual_clip = {grpo.dual_clip}.",
+    )
+    require(
+        not grpo.cispo_two_sided or loss == "cispo",
+        f"grpo.cispo_two_sided is of grpo.policy_loss = 'cispo' alone, got {loss!r}.",
+    )
+    if loss in ("clip", "gspo", "cispo", "reinforce"):
+        return
+    from torchtitan.grpo.losses.policy_function import check_policy_function
+
+    try:
+        check_policy_function(grpo)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_mismatch(grpo: grpo_config.GRPO) -> None:
+    require(
+        grpo.importance_floor < grpo.importance_cap,
+        f"grpo.importance_floor must be below grpo.importance_cap ({grpo.importance_cap}), got "
+        f"{grpo.importance_floor}.",
+    )
+    require(
+        grpo.old_policy == "step_start" or grpo.mismatch_correction != "mask",
+        "grpo.mismatch_correction = 'mask' needs grpo.old_policy = 'step_start': with 'sampling' "
+        "the ratio itself is against the sampling-time policy, and nothing is corrected.",
+    )
+
+
+_Holds = Callable[[grpo_config.GRPO], bool]
+
+_READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
+    (
+        lambda grpo: grpo.kl_coef > 0,
+        "grpo.kl_coef above 0",
+        ("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
+    ),
+    (
+        lambda grpo: grpo.advantage in ("group_norm", "batch_norm"),
+        "grpo.advantage = 'group_norm' or 'batch_norm', which divide by a deviation",
+        ("advantage_std", "advantage_eps"),
+    ),
+    (lambda grpo: grpo.overlong_buffer > 0, "grpo.overlong_buffer above 0", ("overlong_penalty",)),
+    (
+        lambda grpo: grpo.old_policy == "step_start",
+        "grpo.old_policy = 'step_start'",
+        ("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
+    ),
+    (
+        lambda grpo: grpo.mismatch_correction != "none",
+        "grpo.mismatch_correction = 'truncate' or 'mask'",
+        ("importance_cap", "importance_floor"),
+    ),
+    (lambda grpo: grpo.ptx_path is not None, "grpo.ptx_path", ("ptx_coef", "ptx_per_step")),
+)
+"""Keys of ``[grpo]`` that something reads only where another setting holds."""

@@ -1,0 +1,66 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What must be there where the trainer runs, and what the model allows."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.config_checks.data import longest_sequence
+from torchtitan.grpo.config_checks.rules import ConfigError, require
+from torchtitan.grpo.layout_check import layout_problems, model_layout_problems
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.models.hf_config import HFModel
+
+
+def check_machine(config: "JobConfig") -> None:
+    """What must be there where the trainer runs."""
+    grpo = config.grpo
+    for is_needed, setting, instead in (
+        (grpo.packed_attention == "flex", "grpo.packed_attention = 'flex'", "'auto' or 'sdpa'"),
+        (
+            config.weight_sync.staging == "host",
+            "weight_sync.staging = 'host'",
+            "'auto', since all memory is the host's",
+        ),
+    ):
+        if is_needed:
+            import torch
+
+            require(
+                torch.cuda.is_available(),
+                f"{setting} needs a CUDA GPU, and none is visible: use {instead}.",
+            )
+    require(
+        grpo.kl_coef <= 0 or grpo.ref_model_path is None or Path(grpo.ref_model_path).is_dir(),
+        "grpo.ref_model_path must be a Hugging Face model directory (grpo.kl_coef is above 0), "
+        f"got {grpo.ref_model_path}.",
+    )
+
+
+def check_layout(config: "JobConfig") -> None:
+    for problem in layout_problems(config):
+        raise ConfigError(problem)
+
+
+def check_model(config: "JobConfig", model: "HFModel") -> None:
+    """Refuses what this model cannot do: sequences longer than it was made for, which
+    servers refuse, too, and layouts that it cannot be cut into.
+
+    Raises:
+        ConfigError: With the keys to change.
+    """
+    needed = longest_sequence(config)
+    if config.inference.launch and config.rollout.replay is None:
+        needed = config.inference.max_model_len or config.training.seq_len
+    limit = model.max_position_embeddings
+    require(
+        limit == 0 or needed <= limit,
+        f"Sequences must be at most {limit} tokens long (max_position_embeddings of "
+        f"{model.path}), got {needed}. Lower training.seq_len; or, to pack short sequences into "
+        "longer rows, set prompts.max_prompt_tokens and inference.max_model_len.",
+    )
+    for problem in model_layout_problems(config, model):
+        raise ConfigError(problem)

@@ -1,0 +1,105 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Servers, and the push of weights to them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
+from torchtitan.grpo.inference.urls import checked_urls, named_urls
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config_manager import JobConfig
+
+
+def check_inference(config: "JobConfig") -> None:
+    if config.rollout.replay is not None:
+        return  # there is no server
+    inference = config.inference
+    sources = {
+        "inference.launch = true": inference.launch,
+        "inference.urls": bool(inference.urls),
+        "inference.urls_file": inference.urls_file is not None,
+    }
+    given = [name for name, is_given in sources.items() if is_given]
+    require(
+        len(given) == 1,
+        "Set either inference.launch = true or inference.urls or inference.urls_file, got "
+        + (f"both {' and '.join(given)}." if given else "none of them."),
+    )
+    check_file("inference.urls_file", inference.urls_file)
+    try:
+        if inference.urls:
+            checked_urls(inference.urls, "inference.urls")
+        named_urls(inference)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    needs_python = inference.launch and inference.kind != "embedded"
+    require(
+        not needs_python or inference.python is not None,
+        f"inference.launch with inference.kind = {inference.kind!r} needs inference.python, the "
+        f"interpreter of its environment: run `bash scripts/install_{inference.kind}.sh` and set "
+        f"inference.python = '.venv-{inference.kind}/bin/python'.",
+    )
+    python = inference.python
+    require(
+        python is None or os.access(python, os.X_OK),
+        f"inference.python must be an executable file, got {python}.",
+    )
+
+
+_SyncHolds = Callable[[grpo_config.WeightSync], bool]
+
+_SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
+    (
+        lambda sync: sync.transport == "group",
+        "weight_sync.transport = 'group'",
+        ("backend", "master_address", "delta"),
+    ),
+    (
+        lambda sync: sync.transport == "disk",
+        "weight_sync.transport = 'disk'",
+        ("disk_path",),
+    ),
+    (
+        lambda sync: sync.attest_every > 0,
+        "weight_sync.attest_every above 0",
+        ("attest_tolerance",),
+    ),
+)
+"""Keys of ``[weight_sync]`` that something reads only where another setting holds."""
+
+
+def check_weight_sync(config: "JobConfig") -> None:
+    sync = config.weight_sync
+    check_read("weight_sync", sync, _SYNC_READ_WITH)
+    require(
+        sync.max_versions == 0 or sync.max_versions >= 2,
+        "weight_sync.max_versions must be 0 (as many as the servers ask for) or at least 2: one "
+        f"is being gathered while another is sent. Got {sync.max_versions}.",
+    )
+    require(
+        sync.max_retry_seconds >= sync.retry_seconds,
+        f"weight_sync.max_retry_seconds must be at least weight_sync.retry_seconds "
+        f"({sync.retry_seconds:g}), from which the pause grows, got {sync.max_retry_seconds:g}.",
+    )
+    require(
+        sync.transport != "disk" or sync.disk_path is not None,
+        "weight_sync.transport = 'disk' needs weight_sync.disk_path, a directory that trainer and "
+        "servers share, got none.",
+    )
+    path = sync.disk_path
+    require(
+        path is None or Path(path).is_dir() or not Path(path).exists(),
+        f"weight_sync.disk_path must be a directory, got the file {path}.",
+    )
+    for key in ("delta", "checksum"):
+        require(
+            config.inference.kind != "sglang" or not getattr(sync, key),
+            f"weight_sync.{key} needs inference.kind = 'embedded' or 'vllm': SGLang cannot do it, "
+            f"and it would be ignored. Leave weight_sync.{key} at false.",
+        )
