@@ -114,7 +114,7 @@ def packed_linear_logprobs(
     packed = _LinearLogprobs.apply(
         flat.view_as(flat),
         weight.view_as(weight),
-        labels.reshape(-1),
+        labels,
         temperature,
         chunk_tokens,
         with_entropy,
@@ -123,7 +123,7 @@ def packed_linear_logprobs(
         vocab_start,
     )
     assert isinstance(packed, torch.Tensor)
-    return packed.view(*labels.shape, 2)
+    return packed
 
 
 def _check(
@@ -150,10 +150,10 @@ def _check(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """[tokens, 2] from [tokens, dim] hidden states and the [vocab_local, dim] weight.
+    """[..., 2] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [...] labels.
 
     One output and not two: the pipeline schedules that split the backward pass replay it
-    from the outputs of this node.
+    from the outputs of this node. And no view: FSDP2 cannot hook one.
     """
 
     @staticmethod
@@ -169,6 +169,7 @@ class _LinearLogprobs(torch.autograd.Function):
         group: ProcessGroup | None,
         vocab_start: int,
     ) -> torch.Tensor:
+        shape, labels = labels.shape, labels.reshape(-1)
         width = slice_width(len(hidden), len(weight), chunk_tokens)
         slices = LogitSlices(hidden, weight, temperature, width)
         memory = KeptLogits.reserve(slices) if keep_logits else None
@@ -180,7 +181,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, memory)
         ctx.settings = (temperature, width, with_entropy, vocab_start)
         ctx.logits_are_kept = memory is not None
-        return torch.stack((logprobs, entropy), dim=-1)
+        return torch.stack((logprobs.view(shape), entropy.view(shape)), dim=-1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -188,7 +189,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, labels, normaliser, entropy, memory = ctx.saved_tensors
         temperature, width, with_entropy, vocab_start = ctx.settings
         # The cotangents carry the temperature's share, so that what follows need not.
-        cotangents = grad / temperature
+        cotangents = grad.reshape(-1, 2) / temperature
         picked = (cotangents != 0).any(dim=1).nonzero().squeeze(1)
         if len(picked) == len(labels):
             picked = None
