@@ -362,7 +362,9 @@ class GRPOTrainer(Trainer):
         except BaseException as error:
             with suppress(RuntimeError):  # the others may be gone already
                 self.feed.send_signal(Signal.FAIL)
-            if isinstance(error, PublisherFailed) and self.controller is not None:
+            if isinstance(error, PublisherFailed) and isinstance(
+                self.controller, RolloutController
+            ):
                 # It ends when it cannot tell the rollout process of a push. Why that is
                 # gone is the news.
                 self.controller.link.raise_if_ended()

@@ -16,7 +16,7 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.packing import deal_rows, pack_rows, rows_per_rank, split_evenly
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.losses.advantages import informative_samples
-from torchtitan.grpo.losses.aggregation import token_weights
+from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights
 from torchtitan.grpo.losses.reward_shaping import shape_rewards
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
@@ -175,7 +175,7 @@ def _weighted(
     rollouts: Sequence[Rollout],
     indices: list[int],
     table: SampleTable,
-    aggregation: str,
+    aggregation: AggregationKind,
     constant_length: int,
 ) -> list[Sample]:
     """The rollouts of one minibatch, with weights whose denominators are over it alone."""

@@ -9,7 +9,7 @@ FSDP group, plain replication sums gradients instead of averaging them, and posi
 packed rows are given under tensor parallelism, too.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -163,7 +163,7 @@ def _apply_replication(
     nor tensor parallelism.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for block in model.layers.values():  # pyright: ignore
+    for block in cast(nn.ModuleDict, model.layers).values():
         replicate(block, mesh=mesh, mp_policy=policy)
     replicate(model, mesh=mesh, mp_policy=policy)
     disable_fsdp_gradient_division(model)

@@ -3,6 +3,8 @@
 
 """Forward and backward over rows, through pipeline stages."""
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage
@@ -90,7 +92,8 @@ class PipelineRunner(ModelRunner):
             # On the CPU: its values are read, and a device would have to be waited for.
             targets = torch.arange(begin, end) if self.has_output else None
             inputs = self.forwards.input_of(part)
-            self.schedule.step(*inputs, target=targets, return_outputs=False, **model_inputs(part))
+            named: dict[str, Any] = {**model_inputs(part)}
+            self.schedule.step(*inputs, target=targets, return_outputs=False, **named)
             begin = end
         self.stage_loss.loss = None
 

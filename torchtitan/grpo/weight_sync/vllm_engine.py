@@ -1,6 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+# vLLM has an environment of its own, which the type checker does not see.
+# pyright: reportMissingImports=false
+
 """vLLM's end of the weight groups: receives buckets and loads them, in each worker.
 
 Staged (see staging.py), where a worker has room for a second copy of the weights:

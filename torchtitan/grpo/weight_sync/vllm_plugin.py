@@ -1,6 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
+# vLLM has an environment of its own, which the type checker does not see.
+# pyright: reportMissingImports=false
+
 """What vLLM calls, in each of its processes, when this package is installed beside it.
 
 Installed with ``--no-deps``: vLLM's environment has neither torchtitan nor the trainer's

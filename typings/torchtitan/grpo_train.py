@@ -1,0 +1,1 @@
+../../torchtitan/grpo_train.py
