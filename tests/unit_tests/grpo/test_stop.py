@@ -46,6 +46,8 @@ def _start(program: str, tmp_path: Path, timeout_seconds: float) -> subprocess.P
     process = subprocess.Popen(
         [*LIGHT_PYTHON, "program", str(timeout_seconds)],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Under nohup the tests ignore it, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
