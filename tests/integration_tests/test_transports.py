@@ -450,8 +450,10 @@ def test_a_full_disk_loses_no_version_but_the_one_it_stopped(servers, train):
     with file_size_limit(full_size(training) // 2):
         training.publish()
         for url in servers.urls:
-            training.wait_lost(url)
-            assert "Is the disk full?" in training.lane(url).last_error
+            wait_until(lambda url=url: training.lane(url).last_error, "a failure to write")
+            lane = training.lane(url)
+            assert "Is the disk full?" in lane.last_error
+            assert (lane.state, lane.version, lane.num_failures) == (LaneState.READY, 0, 0)
             assert ask(url, "/server_info")["weight_version"] == "0"
             assert checksums(url) == training.expected[0]
     for url in servers.urls:

@@ -152,6 +152,18 @@ class FaultRig:
             self.loop.wait_for("publish", mark, _PATIENCE_SECONDS)
             self.loop.wait_for("version", mark, _PATIENCE_SECONDS, url=self._healthy.url)
 
+    def wait_for_error(self) -> str:
+        """What the server's lane says went wrong."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            mark = self.loop.mark()
+            self.loop.command("status")
+            error = self.loop.wait_for("status", mark)["errors"].get(self.url)
+            if error:
+                return error
+            assert time.monotonic() < deadline, "no error"
+            time.sleep(0.1)
+
     def assert_recovered(self, since: int, back_at: float) -> None:
         """All that must hold after each fault.
 

@@ -224,7 +224,11 @@ class Trainer:
     def _obey(self, command: dict[str, Any]) -> None:
         what = command.pop("command")
         if what == "status":
-            self.listener.tell("status", threads=[t.name for t in threading.enumerate()])
+            self.listener.tell(
+                "status",
+                threads=[t.name for t in threading.enumerate()],
+                errors={lane.url: lane.last_error for lane in self.publisher.lanes},
+            )
         elif what == "file_limit":
             resource.setrlimit(resource.RLIMIT_FSIZE, (command["bytes"], resource.RLIM_INFINITY))
             self.listener.tell("file_limit", bytes=command["bytes"])

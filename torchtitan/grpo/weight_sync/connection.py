@@ -72,6 +72,14 @@ class Connection(ABC):
         """
 
     @abstractmethod
+    async def prepare(self, version: int) -> None:
+        """Gets ready, on our side alone, what every server will be sent.
+
+        Raises:
+            VersionNotWritten: It failed; the server is as it was.
+        """
+
+    @abstractmethod
     async def push(self, version: int, base: int | None) -> PushReport:
         """Sends one version to the server and makes it serve it.
 
@@ -132,6 +140,9 @@ class GroupConnection(Connection):
             info = await agent.open(self.client.url, world_size)
             self._group_of[agent.rank] = info.group_name
             await self._beside(agent.join(self.client.url), self.client.join_weight_group(info))
+
+    async def prepare(self, version: int) -> None:
+        """Nothing: buckets are gathered while others travel, and a rank that fails ends the run."""
 
     async def push(self, version: int, base: int | None) -> PushReport:
         client = self.client
@@ -249,6 +260,9 @@ class DiskConnection(Connection):
         # A predecessor that was killed may have left an update open or the server paused.
         await self.client.leave_weight_groups()
         await self.client.resume()
+
+    async def prepare(self, version: int) -> None:
+        await self._versions.written(version, self._timeout_seconds)
 
     async def push(self, version: int, base: int | None) -> PushReport:
         started = time.monotonic()

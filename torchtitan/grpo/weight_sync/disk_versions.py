@@ -11,6 +11,10 @@ from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.disk import VersionDirectories
 
 
+class VersionNotWritten(RuntimeError):
+    """A version is not on the disk; no server has been asked for anything."""
+
+
 class DiskVersions:
     """See the module's docstring. Belongs to the leader's event loop.
 
@@ -30,16 +34,25 @@ class DiskVersions:
         """The directory of a version, and the bytes of its tensors.
 
         Raises:
-            OSError: It could not be written: the disk is full, for instance. The next
-                caller tries again.
-            TimeoutError: Not in time.
+            VersionNotWritten: It could not be, or not in time: the disk is full, for
+                instance. The next caller tries again.
         """
         task = self._writing.get(version)
         if task is None:
             task = asyncio.create_task(self._write(version), name=f"write-version-{version}")
             self._writing[version] = task
-        async with asyncio.timeout(timeout_seconds):
-            return await asyncio.shield(task), self._num_bytes
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await asyncio.shield(task), self._num_bytes
+        except (OSError, RuntimeError) as error:
+            # A time that is up says nothing itself.
+            reason = (
+                str(error)
+                or f"it took longer than weight_sync.timeout_seconds = {timeout_seconds:g}"
+            )
+            raise VersionNotWritten(
+                f"Version {version} could not be written to weight_sync.disk_path: {reason}"
+            ) from error
 
     async def _write(self, version: int) -> Path:
         try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.weight_sync.connection import Connection, PushReport
+from torchtitan.grpo.weight_sync.disk_versions import VersionNotWritten
 from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
 from torchtitan.grpo.weight_sync.probe import Probes, compare, is_attested
 from torchtitan.grpo.weight_sync.versions import Versions
@@ -105,7 +106,7 @@ class Lane:
         num_pushes: Confirmed pushes.
         num_attested: Of those, attested by log-probabilities.
         num_failures: How often the server was lost.
-        last_error: Of the last loss.
+        last_error: Of the last loss, or of the last version that could not be sent.
         last_push: Of the last confirmed push.
     """
 
@@ -166,14 +167,28 @@ class Lane:
             await self._connection.join()
             self._take(LaneEvent.JOINED)
             version = self._versions.newest  # joining may have taken long
-        else:
-            self._take(LaneEvent.NEWER_VERSION)
         with self._versions.sending(version):
+            if self.state is LaneState.READY:
+                if not await self._is_prepared(version):
+                    return
+                self._take(LaneEvent.NEWER_VERSION)
             report = await self._push(version)
             self._take(LaneEvent.COMMITTED)
             await self._attest(version)
             self._keep_as_base(version)
         self._confirm(report)
+
+    async def _is_prepared(self, version: int) -> bool:
+        """Where our side has failed, the server goes on with what it has; waits a little."""
+        try:
+            await self._connection.prepare(version)
+        except VersionNotWritten as error:
+            self.last_error = str(error)
+            logger.warning("%s goes on with version %d: %s", self.url, self.version, error)
+            self._listeners.on_change()
+            await asyncio.sleep(self._backoff.seconds_after_failure())
+            return False
+        return True
 
     async def _push(self, version: int) -> PushReport:
         base = self._base if self._base is not None and self._versions.has(self._base) else None
