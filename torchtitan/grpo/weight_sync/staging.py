@@ -109,8 +109,18 @@ class Staging:
         """Why the update cannot be committed."""
         return self._failure
 
-    def fail(self, reason: str) -> None:
-        """Makes the update one that cannot be committed; the first reason counts."""
+    def refuse(self, reason: str) -> None:
+        """A bucket is not received: the update cannot be committed, and no later one is either.
+
+        Its bytes may be on their way already and would come as those of the next bucket: gloo
+        ends a process that is sent more than it receives into.
+        """
+        self._broken = True
+        self._fail(reason)
+        self._put_early()
+
+    def _fail(self, reason: str) -> None:
+        """The first reason counts."""
         self._failure = self._failure or reason
 
     def announce(
@@ -181,10 +191,10 @@ class Staging:
         """
         with self._lock:
             if self._early:
-                self.fail(f"Buckets before {sorted(self._early)[0]} were not announced.")
+                self._fail(f"Buckets before {sorted(self._early)[0]} were not announced.")
         self._end_thread(timeout_seconds)
         if self._thread is not None and self._thread.is_alive():
-            self.fail(f"Not all announced buckets came within {timeout_seconds} s.")
+            self._fail(f"Not all announced buckets came within {timeout_seconds} s.")
         if self._failure is not None:
             raise StagingError(self._failure)
         return self._tensors
@@ -192,7 +202,7 @@ class Staging:
     def drop(self) -> None:
         """Ends the thread, and forgets all. A broadcast that it waits for ends its group."""
         self._broken = True
-        self.fail("The update was dropped.")
+        self._fail("The update was dropped.")
         current = self._current
         if current is not None:
             current.leave()
@@ -211,8 +221,8 @@ class Staging:
 
     def _in_order(self, item: _Announced, group: str, sequence: int | None) -> list[_Announced]:
         """What can be received now that this item is known, in order."""
-        if sequence is None or self._failure is not None:
-            return [item]  # after a failure it is only told of it
+        if sequence is None or self._broken:
+            return [item]  # of a broken update it is only told why
         if sequence < self._next.get(group, 0) or (group, sequence) in self._early:
             raise ValueError(f"Bucket {sequence} of group {group!r} was announced twice.")
         self._early[group, sequence] = item
@@ -232,9 +242,10 @@ class Staging:
                 item.work()
             except (RuntimeError, ValueError, OSError) as caught:
                 # Also told to whoever commits: without this bucket it would be a mixture.
-                self.fail(str(caught))
+                self._fail(str(caught))
                 error = StagingError(str(caught))
-                self._put_early()
+                if self._broken:
+                    self._put_early()
             self._current = None
             self._settle(item, error)
 
@@ -242,7 +253,7 @@ class Staging:
         """Nobody waits any more for what should have come before them."""
         with self._lock:
             for early in self._early.values():
-                self._queue.put(early)
+                self._put(early)
             self._early = {}
 
     def _settle(self, item: _Announced, error: BaseException | None) -> None:

@@ -181,7 +181,7 @@ class WeightUpdater:
             future = session.staging.announce(bucket, group, sequence=sequence, flattened=flattened)
         except ValueError as error:
             # Also on a refusal: a commit without this chunk would serve a mixture.
-            session.staging.fail(str(error))
+            session.staging.refuse(str(error))
             raise UpdateError(str(error)) from error
         session.version = session.version if version is None else version
         session.abort_all |= abort_all
@@ -190,7 +190,7 @@ class WeightUpdater:
     def fail(self, reason: str) -> None:
         """Makes :meth:`end` drop the open session: a chunk of it could not even be read."""
         if self._session is not None:
-            self._session.staging.fail(reason)
+            self._session.staging.refuse(reason)
 
     def end(self, version: str | None = None) -> tuple[str, float]:
         """Commits the session, or drops it whole.
