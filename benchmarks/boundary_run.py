@@ -242,6 +242,7 @@ class BoundaryTrainer(GRPOTrainer):
                 **{name: self.parts.get(name, 0.0) for name in _PARTS},
                 **self.clock.take_scheduling(),
                 "floor": self.floor,
+                "is_attested": self.publisher.is_attested(self.step),
             }
         )
         self.parts.clear()

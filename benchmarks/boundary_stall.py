@@ -18,8 +18,9 @@ servers are
     killed    one of them gets SIGKILL
 
 The stall of a step is all the time that the training thread spends on weight sync: asking for
-a slot, the fence before the optimizer step, the publishing after it; on the rank where it is
-longer. How busy the machine is can be seen from two columns: "no queue" is the stall's 99th
+a slot, the fence before the optimizer step, the publishing after it, and where the version is
+attested (`weight_sync.attest_every`) the forward pass over the probe's tokens, of which the
+column "attested" is the median; on the rank where it is longer. How busy the machine is can be seen from two columns: "no queue" is the stall's 99th
 percentile without the time for which the thread could have run and had no core, and "floor" is
 that of 0.1 ms of plain computing right before each version is published. The lag of a server is
 how many versions it is behind at the moment when one has been published. Training computes in
@@ -120,6 +121,7 @@ class Outcome:
         queued: Of a stall's time, how much the thread waited for a core, 99th percentile.
         undisturbed: 99th percentile of stalls without that.
         floor: 99th percentile of what 0.1 ms of computing takes before publishing.
+        attested: p50 of stalls that a forward pass over the probe's tokens is part of.
         step: p50.
         steps_per_second: From the warm-up to the end.
         lag: Of each server p50 and maximum, in versions; the sick one's while it lasts.
@@ -134,6 +136,7 @@ class Outcome:
     queued: float
     undisturbed: float
     floor: float
+    attested: float
     step: float
     steps_per_second: float
     lag: list[tuple[float, float]]
@@ -372,6 +375,10 @@ def read_outcome(results: list[dict[str, Any]], urls: list[str]) -> Outcome:
             99,
         ),
         floor=percentile([1e3 * max(r["floor"] for r in pair) for pair in steps_of_ranks], 99),
+        attested=percentile(
+            [s for s, pair in zip(stalls, steps_of_ranks, strict=True) if pair[0]["is_attested"]],
+            50,
+        ),
         step=1e3 * percentile([r["step_seconds"] for r in leader], 50),
         steps_per_second=(len(leader) - 1) / seconds,
         lag=[(percentile(lag, 50), max(lag, default=float("nan"))) for lag in lags],
@@ -471,6 +478,7 @@ def figures_of(outcomes: dict[str, Outcome]) -> dict[str, Any]:
             f"{name}/waited_for_core_p99_ms": o.queued,
             f"{name}/stall_without_that_p99_ms": o.undisturbed,
             f"{name}/floor_p99_ms": o.floor,
+            f"{name}/attested_p50_ms": o.attested,
             f"{name}/step_p50_ms": o.step,
             f"{name}/steps_per_second": o.steps_per_second,
             f"{name}/push_healthy_p50_ms": o.push[0],
@@ -490,7 +498,7 @@ def figures_of(outcomes: dict[str, Outcome]) -> dict[str, Any]:
 # -- the table ------------------------------------------------------------------------------
 
 HEADER = (
-    f"{'condition':26}{'stall ms p50':>13}{'p99':>11}{'max':>11}{'no queue':>11}{'floor':>9}"
+    f"{'condition':26}{'stall ms p50':>13}{'p99':>11}{'max':>11}{'no queue':>11}{'floor':>9}{'attested':>10}"
     f"{'step ms':>9}{'steps/s':>9}"
     f"{'lag p50/max of each server':>30}{'push ms':>9}{'sick':>9}{'pushes/s':>9}{'lost':>5}"
     "  wire"
@@ -502,7 +510,7 @@ def row(condition: Condition, o: Outcome) -> str:
     worst = max(o.parts, key=lambda part: o.parts[part][0])
     return (
         f"{condition.name:26}{o.stall[0]:13.3f}{o.stall[1]:11.3f}{o.stall[2]:11.2f}"
-        f"{o.undisturbed:11.3f}{o.floor:9.3f}{o.step:9.1f}"
+        f"{o.undisturbed:11.3f}{o.floor:9.3f}{o.attested:10.1f}{o.step:9.1f}"
         f"{o.steps_per_second:9.2f}{lags:>30}{o.push[0]:9.1f}{o.push[1]:9.1f}"
         f"{o.pushes_per_second:9.1f}{o.failures:5}  {condition.size.wire}"
         f"  (longest part: {worst} p99 {o.parts[worst][0]:.2f} ms)"

@@ -38,7 +38,10 @@ find_python() {
     for candidate in python3.11 python3.12 python3; do
         if command -v "$candidate" >/dev/null \
             && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            command -v "$candidate"
+            # Of an environment, the interpreter that it was made with: it may be the very one that is
+            # about to be made anew.
+            "$candidate" -c 'import sys; v = sys.version_info
+print(f"{sys.base_prefix}/bin/python{v[0]}.{v[1]}" if sys.prefix != sys.base_prefix else sys.executable)'
             return
         fi
     done

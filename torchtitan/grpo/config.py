@@ -413,7 +413,7 @@ class WeightSync:
     checksum: bool = False
     """Compare a checksum of each tensor where the server can (embedded, vLLM)."""
 
-    attest_every: int = 100
+    attest_every: int = 200
     """Versions divisible by this are attested: the log-probabilities that a server gives
     fixed tokens must equal the trainer's. 0: only the server's version is compared."""
 

@@ -29,6 +29,7 @@ import torch
 from torchtitan.grpo.weight_sync.lane import Lane
 from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
+from torchtitan.grpo.weight_sync.priority import yield_to_training
 from torchtitan.grpo.weight_sync.probe import Probes, is_attested
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
@@ -249,6 +250,7 @@ class WeightPublisher:
     # -- publisher's thread ------------------------------------------------------------
 
     def _run(self) -> None:
+        yield_to_training()
         try:
             asyncio.run(self._lead() if self.is_leader else self._serve())
         except BaseException as error:  # the thread's boundary: kept for the training thread

@@ -16,8 +16,6 @@ without an optimizer step needs no fence. That nobody writes what is still read 
 business of `slots.py`.
 """
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,9 +25,13 @@ from typing import Literal
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.weight_sync.priority import yield_to_training
 
 Staging = Literal["device", "host"]
 _WAIT_SECONDS = 120.0
+# What the end of a copy wakes up, on all ranks, must not find the training thread still at the
+# boundary, where it would compete for the interpreter and, with few cores, for a core.
+_HEAD_START_SECONDS = 0.003
 # How often a reader asks a device whether it is done; an event has no wait with a bound.
 _POLL_SECONDS = 0.0005
 
@@ -223,10 +225,11 @@ def _copy_all(
     # thread is enough for a copy that has a whole step's time. Asking makes it stay.
     torch.get_num_threads()
     torch.set_num_threads(1)
-    _yield_to_training()
+    yield_to_training()
     is_settled.set()
     with torch.no_grad():  # a thread's own setting
         while (copy := queue.get()) is not None:
+            time.sleep(_HEAD_START_SECONDS)
             try:
                 # One call for all, which gives the interpreter back once and not for each.
                 torch._foreach_copy_(slots[copy.slot], sources)
@@ -234,13 +237,6 @@ def _copy_all(
                 copy.error = error
             copy.ended.set()
             copy.wake()
-
-
-def _yield_to_training() -> None:
-    """On a busy machine the thread that is woken up must not take the waker's core."""
-    if hasattr(os, "SCHED_BATCH"):  # Linux
-        with contextlib.suppress(OSError):  # a sandbox may forbid it, and it is only a hint
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _StreamCopies:
