@@ -115,22 +115,16 @@ class Collector:
         self._rank = dist.get_rank()
 
     @torch.no_grad()
-    def collect(
-        self,
-        shards: Mapping[str, torch.Tensor],
-        places: Mapping[str, torch.Tensor] | None = None,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def collect(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and whole parameters on the receiver, and nothing elsewhere.
 
         What is yielded may share memory with ``shards``.
 
         Args:
             shards: This rank's part of each of its parameters.
-            places: Memory in which parameters of several blocks are put together, each of the
-                parameter's shape; those without get memory of their own.
         """
         if self._rank == self._receiver:
-            yield from self._receive(shards, places or {})
+            yield from self._receive(shards)
         else:
             self._send(shards)
 
@@ -151,17 +145,14 @@ class Collector:
         for works, _ in under_way:
             _finish(works)
 
-    def _receive(
-        self, shards: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _receive(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         works, messages = self._expect(0)
         for index, bucket in enumerate(self._buckets):
             after = self._expect(index + 1)
             _finish(works)
             read = dict.fromkeys(messages, 0)
             for assembly in bucket:
-                place = places.get(assembly.name)
-                yield assembly.name, self._assemble(assembly, shards, messages, read, place)
+                yield assembly.name, self._assemble(assembly, shards, messages, read)
             works, messages = after
 
     def _expect(self, index: int) -> tuple[list[dist.Work], dict[int, torch.Tensor]]:
@@ -183,7 +174,6 @@ class Collector:
         shards: Mapping[str, torch.Tensor],
         messages: Mapping[int, torch.Tensor],
         read: dict[int, int],
-        place: torch.Tensor | None,
     ) -> torch.Tensor:
         def take(piece: Piece) -> torch.Tensor:
             if piece.rank == self._receiver:
@@ -194,9 +184,7 @@ class Collector:
 
         if len(assembly.pieces) == 1:
             return take(assembly.pieces[0])
-        whole = place
-        if whole is None:
-            whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
+        whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
         for piece in assembly.pieces:
             piece.block.of(whole).copy_(take(piece))
         return whole

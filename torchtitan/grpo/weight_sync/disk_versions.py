@@ -46,10 +46,8 @@ class DiskVersions:
                 return await asyncio.shield(task), self._num_bytes
         except (OSError, RuntimeError) as error:
             # A time that is up says nothing itself.
-            reason = (
-                str(error)
-                or f"it took longer than weight_sync.timeout_seconds = {timeout_seconds:g}"
-            )
+            late = f"it took longer than weight_sync.timeout_seconds = {timeout_seconds:g}"
+            reason = str(error) or late
             raise VersionNotWritten(
                 f"Version {version} could not be written to weight_sync.disk_path: {reason}"
             ) from error

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
-from torchtitan.grpo.models.hf_weights import hf_meta, is_only_renamed
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import BucketPlan, SourcePlan, plan_sources
 
@@ -48,18 +47,12 @@ class Gatherer:
         timeout_seconds: float,
         device: torch.device,
     ) -> None:
-        self._adapter, self._device, self._wire_dtype = adapter, device, wire_dtype
+        self._adapter, self._device = adapter, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         rank = dist.get_rank()
         assemblies = agree_on_assembly(parameters, adapter)
         self.sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
         self.own = next((source for source in self.sources if source.rank == rank), None)
-        self._renamed = {a.name for a in assemblies if is_only_renamed(adapter, a.name, a.shape)}
-        self._num_bytes = {
-            a.name: sum(m.numel() for m in hf_meta(adapter, a.name, a.shape).values())
-            * wire_dtype.itemsize
-            for a in assemblies
-        }
         # Every rank makes every group; it takes part in those it is a member of.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
         for source in self.sources:
@@ -88,11 +81,7 @@ class Gatherer:
 
     def _gather(self, shards: Mapping[str, torch.Tensor], payload: Payload | None) -> None:
         for source, collector in self._collectors:
-            places = {}
-            if source is self.own:
-                assert payload is not None
-                places = self._places(source, payload)
-            whole = collector.collect(shards, places)
+            whole = collector.collect(shards)
             if source is self.own:
                 assert payload is not None
                 for index, plan in enumerate(source.buckets):
@@ -103,19 +92,6 @@ class Gatherer:
             # Where nothing is received, this is what sends.
             assert next(whole, None) is None
 
-    def _places(self, source: SourcePlan, payload: Payload) -> dict[str, torch.Tensor]:
-        """Where parameters that are only renamed are put together: in their buckets already."""
-        places = {}
-        for plan, buffer in zip(source.buckets, payload.buffers, strict=True):
-            position = 0
-            for assembly in plan.assemblies:
-                end = position + self._num_bytes[assembly.name]
-                if assembly.name in self._renamed:
-                    part = buffer[position:end].view(self._wire_dtype)
-                    places[assembly.name] = part.view(assembly.shape)
-                position = end
-        return places
-
     def _fill(
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
     ) -> None:
@@ -125,8 +101,6 @@ class Gatherer:
             assert name == assembly.name, (name, assembly.name)
             for tensor in self._adapter.to_hf({name: full}).values():
                 flat = tensor.contiguous().view(-1).view(torch.uint8)
-                part = buffer[position : position + flat.numel()]
-                if part.data_ptr() != flat.data_ptr():  # else it was put together there
-                    part.copy_(flat)
+                buffer[position : position + flat.numel()].copy_(flat)
                 position += flat.numel()
         assert position == plan.num_bytes, (plan.spec.names, position)

@@ -169,7 +169,7 @@ class Lane:
             version = self._versions.newest  # joining may have taken long
         with self._versions.sending(version):
             if self.state is LaneState.READY:
-                if not await self._is_prepared(version):
+                if not await self._prepare(version):
                     return
                 self._take(LaneEvent.NEWER_VERSION)
             report = await self._push(version)
@@ -178,8 +178,8 @@ class Lane:
             self._keep_as_base(version)
         self._confirm(report)
 
-    async def _is_prepared(self, version: int) -> bool:
-        """Where our side has failed, the server goes on with what it has; waits a little."""
+    async def _prepare(self, version: int) -> bool:
+        """Whether our side is ready; if not, waits a little: the server goes on with what it has."""
         try:
             await self._connection.prepare(version)
         except VersionNotWritten as error:

@@ -84,16 +84,15 @@ class Snapshots:
     ) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
 
+        Between this and the next change of the parameters there must be a :meth:`fence`.
+        Nobody may read the slot any more, or hold on to it.
+
         Args:
             slot: Where to.
             announce: Called here, once :meth:`read` waits for this copy and no longer for a
                 former one: only then may a reader be told of the slot.
             wake: Called when readers may look: on CPU by the copying thread, once it is
                 done, so that the training thread wakes up no other thread than that.
-
-
-        Between this and the next change of the parameters there must be a :meth:`fence`.
-        Nobody may read the slot any more, or hold on to it.
         """
         self._copies.start(slot, announce, wake)
 
