@@ -37,7 +37,7 @@ from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.rollout.link import ServerInfo
 from torchtitan.grpo.rollout.metrics import group_metrics
 from torchtitan.grpo.stop import StopRequest
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 from torchtitan.grpo_train import GRPOTrainer
 
 _PROMPT_TOKENS = 8
@@ -78,7 +78,7 @@ class CannedRollouts:
     """
 
     is_exhausted = False
-    prompt_position = 0
+    progress = PromptProgress()
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self.link = RecordingLink()
@@ -95,6 +95,12 @@ class CannedRollouts:
 
     def evaluate(self, version: int) -> None:
         """Nothing is generated."""
+
+    def share(self, version: int) -> None:
+        """Rank 0 has everything."""
+
+    def save(self, step: int) -> None:
+        """Nothing is in flight."""
 
     def close(self) -> None:
         """Nothing was started."""

@@ -29,7 +29,7 @@ import torch
 from ranks import run_ranks
 
 from torchtitan.grpo.data.record import RolloutRecorder
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
@@ -68,6 +68,8 @@ class Layout:
             "epochs": "grpo.num_epochs",
             "kl_in": "grpo.kl_in",
             "ema": "grpo.ref_model_ema",
+            "stream": "rollout.stream",
+            "parts": "rollout.stream_parts",
         }
         arguments = []
         for key, value in ({"shard": 1} | self.settings).items():
@@ -77,6 +79,7 @@ class Layout:
 
 ONE = "one process, 4 updates a batch"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
+STREAMED = {"stream": True, "parts": 3}
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 LAYOUTS = [
     Layout("one process", 1, {}, True),
@@ -116,6 +119,10 @@ LAYOUTS = [
     Layout("CP x2, 4 updates a batch", 2, {"cp": 2} | UPDATES, False, ONE),
     Layout("PP x2, ZBVZeroBubble, 4 updates a batch", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | UPDATES, False, ONE),
     Layout("FSDP2 x2, PP x2, 1F1B, 4 updates a batch", 4, {"shard": 2, "pp": 2, "schedule": "1F1B"} | UPDATES, False, ONE),
+    Layout("one process, in 3 parts", 1, STREAMED, True),
+    Layout("FSDP2 x2, in 3 parts", 2, {"shard": 2} | STREAMED),
+    Layout("TP x2, in 3 parts", 2, {"tp": 2} | STREAMED),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, in 3 parts", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | STREAMED, True),
     Layout("one process, compiled", 1, {"compile": True}),
     Layout("FSDP2 x2, full AC, compiled", 2, {"shard": 2, "ac": "full", "compile": True}),
     Layout("TP x2, compiled", 2, {"tp": 2, "compile": True}),
@@ -224,7 +231,7 @@ def record_batch(file: Path, steps: int) -> None:
         groups.append(RolloutGroup(group_id, "", tuple(rollouts), "http://127.0.0.1:1"))
     recorder = RolloutRecorder(str(file), VOCAB_SIZE, 1.0, 0)
     for version in range(steps):
-        recorder.write(version, len(groups) * (version + 1), groups)
+        recorder.write(version, PromptProgress(len(groups) * (version + 1)), groups)
     recorder.close()
 
 

@@ -13,6 +13,7 @@ among torchtitan's optimizers, and is put in its place.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,12 @@ class WatchedTrainer(GRPOTrainer):
             self.gradients, self.spread = merged(gradients)
         self._optimizer_step()
 
-    def _log_step(self, batch, sums, grad_norms, learning_rate) -> None:
-        super()._log_step(batch, sums.clone(), grad_norms, learning_rate)
-        totals = self.feed.all_reduce_sum(sums).tolist()
-        metrics = metrics_from_sums(totals, len(grad_norms))
+    def _log_step(self, learned, learning_rate) -> None:
+        super()._log_step(replace(learned, sums=learned.sums.clone()), learning_rate)
+        totals = self.feed.all_reduce_sum(learned.sums).tolist()
+        metrics = metrics_from_sums(totals, len(learned.grad_norms))
         self.losses.append(metrics["loss/total"])
-        self.grad_norms.append(sum(grad_norms) / len(grad_norms))
+        self.grad_norms.append(sum(learned.grad_norms) / len(learned.grad_norms))
 
     def _finish(self) -> None:
         """Nothing is exported."""

@@ -34,7 +34,8 @@ step pyright
 pyright --pythonpath .venv/bin/python
 
 step "fast tests"
-python -m pytest tests/unit_tests -q --durations=5
+# Two at a time: most of them wait for one process or another.
+python -m pytest tests/unit_tests -q -n 2 --durations=5
 
 if [[ "$FAST" == true ]]; then
     exit 0

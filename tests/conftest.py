@@ -8,6 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# An example takes as long as the machine lets it: bounds of time belong to benchmarks.
+settings.register_profile("grpo", deadline=None)
+settings.load_profile("grpo")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ if __name__ == "__main__":
 
 settle_device()
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -45,6 +47,7 @@ from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.plan import epoch_order
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.gradient_parts import GradientParts
 from torchtitan.grpo.losses.objective import SUM_NAMES, metrics_from_sums
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
@@ -55,9 +58,25 @@ from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_s
 from torchtitan.grpo.policy_probe import PolicyProbe
 from torchtitan.grpo.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What came of a batch on this rank.
+
+    Attributes:
+        batch: The batch; of one in parts the last one, with the counts of all of them.
+        sums: [len(SUM_NAMES)] float64.
+        grad_norms: Of each optimizer step.
+    """
+
+    batch: TrainBatch
+    sums: torch.Tensor
+    grad_norms: list[float]
 
 
 class GRPOTrainer(Trainer):
@@ -77,7 +96,7 @@ class GRPOTrainer(Trainer):
     def __init__(self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
         self.config, self.hf_model, self.stop = job_config, hf_model, stop
         self.begin = time.perf_counter()
-        self.prompt_position = 0
+        self.progress = PromptProgress()
         self.stopped = False
         register_hf_model(hf_model, job_config)
         super().__init__(job_config)
@@ -110,7 +129,8 @@ class GRPOTrainer(Trainer):
             + 2 * self.config.rollout.batch_timeout_seconds
             + 2 * self.config.weight_sync.timeout_seconds
         )
-        return Feed(self.batch_rank, self.config.training.seq_len, patience_seconds)
+        fetch_seconds = self.config.rollout.batch_timeout_seconds
+        return Feed(self.batch_rank, self.config.training.seq_len, patience_seconds, fetch_seconds)
 
     # -- the run -----------------------------------------------------------------------
 
@@ -124,9 +144,9 @@ class GRPOTrainer(Trainer):
                 batch = self._next_batch()
                 if batch is None:
                     break
-                self.step += 1
-                self.gc_handler.run(self.step)
-                self._train_step(batch)
+                self.gc_handler.run(self.step + 1)
+                if not self._train_step(batch):
+                    break
                 self._after_step()
                 for profiler in profilers:
                     profiler.step()
@@ -195,7 +215,7 @@ class GRPOTrainer(Trainer):
             self.config,
             self.hf_model,
             start_version=self.step,
-            prompt_position=self.prompt_position,
+            progress=self.progress,
             should_stop=self._should_stop,
         )
         if isinstance(controller, RolloutController) and self.config.inference.urls_file:
@@ -208,7 +228,10 @@ class GRPOTrainer(Trainer):
         return self.stop.requested or has_failed
 
     def _next_batch(self) -> TrainBatch | None:
-        """This rank's share of the next step; None when the run is to end."""
+        """This rank's share of the next step, or of the next part of it.
+
+        None when the run is to end.
+        """
         with self.clock.measure("wait_data"):
             if self.controller is None:
                 self.publisher.raise_if_failed()
@@ -224,33 +247,80 @@ class GRPOTrainer(Trainer):
                 self.feed.send_signal(Signal.STOP if self.stopped else Signal.END)
                 return None
             self.rollout_metrics = step.metrics
-            slot = self._reserve_slot()
-            return self.feed.send_step(step.plan, slot, self.controller.prompt_position)
+            return self.feed.send_step(
+                step.plan,
+                self._reserve_slot() if step.is_last else 0,
+                self.controller.progress,
+                self.controller.share(self.step),
+                is_first=step.is_first,
+                is_last=step.is_last,
+            )
 
-    def _train_step(self, batch: TrainBatch) -> None:
+    def _train_step(self, batch: TrainBatch) -> bool:
+        """One step; False where the run is to end before all parts of it have come."""
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
-        config = self.config.grpo
-        minibatches = score(
-            batch, self.runner, self.reference, config, self.device, self.feed,
-            is_counted=self.is_counted,
-        )  # fmt: skip
-        sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
-        grad_norms = []
-        for epoch in range(config.num_epochs):
-            for index in epoch_order(config.num_minibatches, epoch):
-                # Nothing to learn from is no reason to move, as momentum would.
-                if batch.minibatch_tokens[index]:
-                    grad_norms.append(self._update(minibatches[index], sums))
+        is_streamed = self.config.rollout.stream
+        learned = self._learn_in_parts(batch) if is_streamed else self._learn(batch)
+        if learned is None:
+            return False
+        self.step += 1
         self.lr_schedulers.step()
         if self.reference is not None:
             self.reference.follow(self.model_parts)
         with self.clock.measure("boundary_stall"):
-            self._publish(batch.publish_slot)
-            if not config.async_weight_update:
+            self._publish(learned.batch.publish_slot)
+            if not self.config.grpo.async_weight_update:
                 self._rank_zero_first(lambda: self._wait_for_push(self.step))
-        self.ntokens_seen += batch.num_tokens
-        self.prompt_position = batch.prompt_position
-        self._log_step(batch, sums, grad_norms, learning_rate)
+        self.ntokens_seen += learned.batch.num_tokens
+        self.progress = learned.batch.progress
+        self._log_step(learned, learning_rate)
+        return True
+
+    def _learn(self, batch: TrainBatch) -> _Learned:
+        """The optimizer steps of a batch that is whole."""
+        config = self.config.grpo
+        minibatches = self._score(batch)
+        learned = _Learned(batch, torch.zeros(len(SUM_NAMES), dtype=torch.float64), [])
+        for epoch in range(config.num_epochs):
+            for index in epoch_order(config.num_minibatches, epoch):
+                # Nothing to learn from is no reason to move, as momentum would.
+                if batch.minibatch_tokens[index]:
+                    grad_norm = self._update(minibatches[index], learned.sums)
+                    learned.grad_norms.append(grad_norm)
+        return learned
+
+    def _learn_in_parts(self, part: TrainBatch | None) -> _Learned | None:
+        """The optimizer step of a batch whose first part is there; see :class:`GradientParts`.
+
+        None where the run is to end before the last one.
+        """
+        gradient = GradientParts()
+        while part is not None:
+            if part.is_first:  # once more where the rollout process was killed amid the batch
+                self.optimizers.zero_grad()
+                gradient = GradientParts()
+            share = gradient.share_of(part)
+            if share:
+                (rows,) = self._score(part)
+                self._add_gradient(rows, gradient.sums, share)
+            if part.is_last:
+                return self._finish_parts(gradient)
+            part = self._next_batch()
+        # A checkpoint that is written now has nothing to do with half a gradient.
+        self.optimizers.zero_grad()
+        return None
+
+    def _finish_parts(self, gradient: GradientParts) -> _Learned:
+        if gradient.is_empty:
+            return _Learned(gradient.whole(), gradient.sums, [])
+        gradient.finish(p for part in self.model_parts for p in part.parameters())
+        return _Learned(gradient.whole(), gradient.sums, [self._apply_gradient()])
+
+    def _score(self, batch: TrainBatch) -> list[ScoredRows]:
+        return score(
+            batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
+            is_counted=self.is_counted,
+        )  # fmt: skip
 
     def _publish(self, slot: int) -> None:
         """Hands the weights of now to the background; rates the probe with them when due."""
@@ -261,10 +331,17 @@ class GRPOTrainer(Trainer):
     def _update(self, minibatch: ScoredRows, sums: torch.Tensor) -> float:
         """One optimizer step; adds to this rank's sums, and returns the gradient norm."""
         self.optimizers.zero_grad()
-        loss = MinibatchLoss(minibatch, self.config.grpo)
+        self._add_gradient(minibatch, sums)
+        return self._apply_gradient()
+
+    def _add_gradient(self, minibatch: ScoredRows, sums: torch.Tensor, share: float = 1.0) -> None:
+        loss = MinibatchLoss(minibatch, self.config.grpo, share)
         self.runner.forward_backward(minibatch.rows, loss)
         if self.is_counted:
             sums += loss.sums()
+
+    def _apply_gradient(self) -> float:
+        """Clips and steps; returns the gradient norm."""
         grad_norm = dist_utils.clip_grad_norm_(
             [p for part in self.model_parts for p in part.parameters()],
             self.config.training.max_norm,
@@ -285,7 +362,7 @@ class GRPOTrainer(Trainer):
             groups = [mesh.get_group() for mesh in meshes]
             lower_timeouts(groups, self.config.comm.train_timeout_seconds)
         is_last = self.step == self.config.training.steps
-        self.checkpointer.save(self.step, last_step=is_last)
+        self._save(is_last)
         interval = self.config.grpo.hf_export_interval
         if interval and self.step % interval == 0 and not is_last:
             self._export(self.step)
@@ -295,21 +372,36 @@ class GRPOTrainer(Trainer):
                 self._evaluate()
             self.clock.restart()
 
+    def _save(self, is_last: bool) -> None:
+        """A checkpoint when due, and what is in flight with it."""
+        self.checkpointer.save(self.step, last_step=is_last)
+        checkpoint = self.config.checkpoint
+        if checkpoint.enable and self.step % checkpoint.interval == 0 and self.controller:
+            with self._failing_others():
+                self.controller.save(self.step)
+
     def _finish(self) -> None:
         """The model exported, the last version served and evaluated, the run summed up."""
         if self.stopped:
-            return self._save_stopped()
+            self._save_stopped()
+        else:
+            self._conclude()
+        if hasattr(self, "publisher"):
+            # While the others still do what it asks of them.
+            self._rank_zero_first(self.publisher.close)
+
+    def _conclude(self) -> None:
         if self.first_step < self.step < self.config.training.steps:
             # A replayed file came to its end; a longer one may be gone on with.
             save_whole(self.checkpointer, self.step)
         # First what was learned: a server that does not come round must not cost it.
         folder = self._export(self.step)
         self._rank_zero_first(lambda: self._settle(folder))
-        return None
 
     def _settle(self, hf_checkpoint: Path) -> None:
         self._wait_for_push(self.step)
         self._evaluate()
+        self.publisher.raise_if_failed()
         if not self.stop.requested:
             self._report(hf_checkpoint)
 
@@ -394,10 +486,9 @@ class GRPOTrainer(Trainer):
         )
         return target
 
-    def _log_step(
-        self, batch: TrainBatch, sums: torch.Tensor, grad_norms: list[float], learning_rate: float
-    ) -> None:
-        totals = self.feed.all_reduce_sum(sums).tolist()
+    def _log_step(self, learned: _Learned, learning_rate: float) -> None:
+        batch, grad_norms = learned.batch, learned.grad_norms
+        totals = self.feed.all_reduce_sum(learned.sums).tolist()
         times = self.clock.end_step()
         if self.controller is None:
             return
@@ -435,16 +526,20 @@ class GRPOTrainer(Trainer):
     # -- checkpoint and end ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"prompt_position": self.prompt_position}
+        # As one string: a checkpoint takes lists apart, and this one's length changes.
+        progress = msgspec.json.encode(self.progress).decode()
+        return super().state_dict() | {"prompt_progress": progress}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.prompt_position = state_dict["prompt_position"]
+        self.progress = msgspec.json.decode(state_dict["prompt_progress"], type=PromptProgress)
 
     def close(self) -> None:
         """Ends threads and children; harmless when some were never started."""
         if hasattr(self, "publisher"):
             self.publisher.close()
+        if hasattr(self, "feed"):
+            self.feed.close()
         if self.controller is not None:
             self.controller.close()
         super().close()

@@ -22,7 +22,7 @@ from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
 from torchtitan.grpo.rollout.link import RolloutLink
-from torchtitan.grpo.types import ServerKind
+from torchtitan.grpo.types import PromptProgress, ServerKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
@@ -97,8 +97,13 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return self.records("metrics.jsonl")
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """What a file of JSON lines holds by now; a line that is being written is not there yet."""
+        file = self.folder / name
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -206,7 +211,7 @@ def rollout_config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProc
         seed=0,
         dump_folder=str(tmp_path / "dump"),
         start_version=0,
-        prompt_position=0,
+        progress=PromptProgress(),
         server_gpus=[],
     )
 

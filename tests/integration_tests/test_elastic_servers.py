@@ -209,6 +209,8 @@ def test_a_server_that_is_gone_for_good_leaves_the_run_to_the_others(
 ):
     rollout_config.inference.num_servers = 2
     rollout_config.inference.max_restarts = 0
+    # One server is to be given everything, although there is another to come.
+    rollout_config.rollout.adaptive_concurrency = False
     link = open_link(rollout_config)
     gone, left = link.wait_ready(READY_SECONDS)
     start_groups(link, gone.url, serve_version)

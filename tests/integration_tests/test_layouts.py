@@ -62,6 +62,44 @@ def test_a_replay_shows_a_numeric_change(make_run, tmp_path):
     assert changed.metrics[0]["loss/policy"] != live.metrics[0]["loss/policy"]
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(make_run, tmp_path, aggregation):
+    """Live in parts, then replayed whole, and in other parts than those it came in."""
+    record = tmp_path / "rollouts.jsonl"
+    settings = (*SMALL, f"--grpo.aggregation={aggregation}")
+    live = make_run(
+        *settings, f"--rollout.record={record}", "--rollout.stream",
+        "--rollout.max_head_offpolicyness=0", num_ranks=2, name="live",
+    ).succeed()  # fmt: skip
+    others = {
+        "whole": (),
+        "two parts": ("--rollout.stream", "--rollout.stream_parts=2"),
+    }
+    runs = [
+        make_run(
+            *settings, f"--rollout.replay={record}", *more, num_ranks=2, name=name
+        ).succeed()
+        for name, more in others.items()
+    ]  # fmt: skip
+    assert all(step["mismatch/kl"] < 1e-6 for step in live.metrics)
+    # Packed by itself, each part has rows of its own.
+    rows = [run.metrics[0]["data/rows_per_rank"] for run in (live, *runs)]
+    assert rows[0] > rows[1]
+    exported = _exported(live)
+    for run in runs:
+        for step, (mine, theirs) in enumerate(zip(run.metrics, live.metrics, strict=True)):
+            # After the first step, parameters differ by what rounding has made of them.
+            rel = 1e-5 if step else 1e-6
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=rel)
+            for name in ("loss/total", "loss/policy"):  # of terms that nearly cancel
+                assert mine[name] == pytest.approx(theirs[name], rel=rel, abs=1e-7), name
+            assert mine["data/trained_tokens"] == theirs["data/trained_tokens"]
+            assert mine["reward/mean"] == theirs["reward/mean"]
+        for name, tensor in _exported(run).items():
+            # By norm: AdamW makes much of single elements whose gradient is next to nothing.
+            assert (tensor - exported[name]).norm() <= 1e-5 * exported[name].norm(), name
+
+
 def test_layouts_give_the_same_numbers(repository):
     result = subprocess.run(
         [sys.executable, "benchmarks/layout_parity.py", "--quick", "--json"],

@@ -21,9 +21,13 @@ def wait_for_metric(run, key, wanted, timeout_seconds=90.0):
 
 
 @pytest.mark.timeout(400)
-def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, serve):
+@pytest.mark.parametrize("bound", [0, 1])
+def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, serve, bound):
     first, second = serve(), serve()
-    run = make_run(*ARGUMENTS, f"--inference.urls={first.url},{second.url}")
+    run = make_run(
+        *ARGUMENTS, f"--rollout.max_head_offpolicyness={bound}",
+        f"--inference.urls={first.url},{second.url}",
+    )  # fmt: skip
     run.start()
     run.wait_for_step(5)
 
@@ -48,8 +52,11 @@ def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, ser
     assert run.process is not None
     os.killpg(run.process.pid, signal.SIGTERM)
     run.finish(30)
-    assert all(record["staleness/max_steps"] <= 1 for record in run.metrics)
-    assert {record["mismatch/kl"] < 1 for record in run.metrics} == {True}
+    assert all(record["staleness/max_steps"] <= bound for record in run.metrics)
+    if bound == 0:
+        # Tokens of any other weights than the newest would show. With a bound of 1 they would not:
+        # one step of so few prompts can change the policy as much as all the steps before.
+        assert max(record["mismatch/kl"] for record in run.metrics) < 1e-6
     run.wait_for_nobody()
 
 

@@ -229,6 +229,35 @@ def test_a_cancelled_request_leaves_the_server(server: RunningServer) -> None:
     run(test)
 
 
+def test_the_server_says_how_busy_it_is(server: RunningServer) -> None:
+    async def test() -> None:
+        async with joined(server) as (client, trainer):
+            await trainer.push(make_buckets(make_model(19), 2), next(_versions))
+            # It was started with room for 16 requests.
+            flights = [
+                asyncio.create_task(
+                    client.generate(
+                        GenerateRequest(f"busy-{i}", [20 + i, 4, 5], 700, ignore_eos=True)
+                    )
+                )
+                for i in range(24)
+            ]
+            async with asyncio.timeout(60):
+                while (load := await client.load()).waiting == 0 or load.running < 16:
+                    await asyncio.sleep(0.05)
+            assert load.running <= 16
+            assert load.running + load.waiting <= 24
+            assert load.kv_use is not None
+            assert 0 < load.kv_use <= 1
+            await asyncio.gather(*flights)
+            async with asyncio.timeout(60):
+                while (load := await client.load()).running > 0:
+                    await asyncio.sleep(0.05)
+            assert load.waiting == 0
+
+    run(test)
+
+
 def test_the_wrong_key_is_refused(server: RunningServer) -> None:
     async def test() -> None:
         client = make_client(server.kind, server.launched.url, api_key="wrong", admin_key="wrong")

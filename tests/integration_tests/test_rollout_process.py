@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,8 @@ import psutil
 import pytest
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled
+from torchtitan.grpo.rollout.saved import file_of, read_saved
 
 GROUP_SIZE = 4
 PROMPTS_PER_STEP = 3
@@ -59,7 +62,9 @@ def test_batches_follow_versions_within_the_bound(
         ids = {group.group_id for group in batch.groups}
         assert not ids & seen
         seen |= ids
-        assert batch.prompt_position > max(ids)
+        assert batch.progress.position > max(ids)
+        assert not ids & set(batch.progress.open)
+        assert seen | set(batch.progress.open) == set(range(batch.progress.position))
         assert 0 <= batch.metrics["reward/mean"] <= 1
         tokens_per_second += batch.metrics["rollout/tokens_per_second"]
         serve_version(link, server.url, version + 1)
@@ -98,7 +103,7 @@ def test_synchronous_runs_ask_the_same_prompts_and_a_resumed_one_goes_on(
         assert all(r.oldest_version == version for g in batch.groups for r in g.rollouts)
         prompts.append([group.prompt_text for group in batch.groups])
         if version == 0:
-            config.prompt_position = batch.prompt_position
+            config.progress = batch.progress
     config.start_version = 1
     resumed = open_link(config)
     (server,) = resumed.wait_ready(READY_SECONDS)
@@ -122,6 +127,7 @@ def test_batch_that_does_not_come_is_an_error_that_says_what_is_lacking(
 def test_killed_rollout_process_is_reported_with_its_exit_code(
     config: RolloutProcessConfig, open_link
 ):
+    config.rollout.max_process_restarts = 0
     link = open_link(config)
     (server,) = link.wait_ready(READY_SECONDS)
     assert link._child is not None
@@ -132,6 +138,68 @@ def test_killed_rollout_process_is_reported_with_its_exit_code(
     with pytest.raises(RolloutFailed, match="ended with exit code -9"):
         link.notify_version(server.url, 0)
     assert not still_running(children)
+
+
+def test_killed_rollout_process_is_started_again_where_the_last_batch_was(
+    config: RolloutProcessConfig, open_link, serve_version
+):
+    config.rollout.max_process_restarts = 1
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    serve_version(link, server.url, 0)
+    first = link.next_batch(0, BATCH_SECONDS)
+    assert first is not None and first.progress.open
+    link._child.kill()
+    with pytest.raises(RolloutKilled, match="ended with exit code -9"):
+        link.next_batch(1, BATCH_SECONDS)
+    link.notify_version(server.url, 1)  # nobody hears it, and nobody minds
+    link.restart(replace(config, start_version=1, progress=first.progress))
+    (again,) = link.wait_ready(READY_SECONDS)
+    (news,) = link.watch.poll() or []
+    assert news == again and again.num_joined > server.num_joined
+    serve_version(link, again.url, 1)
+    second = link.next_batch(1, BATCH_SECONDS)
+    assert second is not None
+    trained = [group.group_id for batch in (first, second) for group in batch.groups]
+    assert sorted([*trained, *second.progress.open]) == list(range(second.progress.position))
+    link._child.kill()
+    with pytest.raises(RolloutKilled):
+        link.next_batch(2, BATCH_SECONDS)
+    with pytest.raises(RolloutFailed, match=r"was started 1 times \(rollout.max_process_restarts"):
+        link.restart(config)
+
+
+def test_what_is_saved_with_a_checkpoint_is_there_for_the_run_that_resumes(
+    config: RolloutProcessConfig, open_link, serve_version
+):
+    link = open_link(config)
+    (server,) = link.wait_ready(READY_SECONDS)
+    serve_version(link, server.url, 0)
+    first = link.next_batch(0, BATCH_SECONDS)
+    assert first is not None
+    file = file_of(config.dump_folder, 1)
+    deadline = time.monotonic() + BATCH_SECONDS
+    saved = None
+    while saved is None or not saved.finished:
+        assert time.monotonic() < deadline
+        link.save(1, [])
+        while not file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        saved = read_saved(file, 1)
+    link.close()
+    resumed = open_link(
+        replace(config, start_version=1, progress=first.progress, saved_rollouts=str(file))
+    )
+    (server,) = resumed.wait_ready(READY_SECONDS)
+    serve_version(resumed, server.url, 1)
+    second = resumed.next_batch(1, BATCH_SECONDS)
+    assert second is not None
+    by_id = {group.group_id: group for group in second.groups}
+    for group in saved.finished[: len(second.groups)]:
+        for rollout, before in zip(by_id[group.group_id].rollouts, group.rollouts, strict=True):
+            assert rollout.completion_ids.tolist() == before.completion_ids.tolist()
+            assert rollout.generator_logprobs.tolist() == before.generator_logprobs.tolist()
 
 
 def test_sigterm_ends_the_process_in_order(config: RolloutProcessConfig, open_link):

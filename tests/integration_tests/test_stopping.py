@@ -109,7 +109,8 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
 
 @pytest.mark.parametrize("names", [("rollout", "server"), ("rank", "agent")])
 def test_the_end_of_any_process_is_the_end_of_the_run(make_run, names):
-    runs = {name: make_run(*SMALL, "--inference.max_restarts=0", name=name) for name in names}
+    once = ("--inference.max_restarts=0", "--rollout.max_process_restarts=0")
+    runs = {name: make_run(*SMALL, *once, name=name) for name in names}
     _start(*runs.values())
     victims = {
         "rollout": lambda run: run.processes("grpo.rollout.process")[0],

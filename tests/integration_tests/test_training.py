@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,8 +34,13 @@ def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository)
     run.wait_for_nobody()
 
 
-def test_without_staleness_trainer_and_server_compute_the_same_model(make_run):
-    run = make_run(*SMALL, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3").succeed()
+@pytest.mark.parametrize(
+    "how", [(), ("--rollout.segment_tokens=3",), ("--prompts.no-single_rank_load",)], ids=str
+)
+def test_without_staleness_trainer_and_server_compute_the_same_model(make_run, how):
+    run = make_run(
+        *SMALL, *how, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3"
+    ).succeed()
     for record in run.metrics:
         assert record["staleness/max_steps"] == 0
         assert record["mismatch/kl"] < 1e-6

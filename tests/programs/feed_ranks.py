@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.plan import SampleTable, StepPlan
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.types import PromptProgress
 
 NUM_SAMPLES = (2, 0, 3)
 # Neighbours in float64 and far-off ids: a table that went through float32 would lose them.
@@ -33,12 +34,20 @@ def rows(fill, num_rows, row_len):
     )
 
 
+def progress(step):
+    """With as many open prompts as steps so far: none at first."""
+    return PromptProgress(7 + step, tuple(range(step)))
+
+
 def plan(step):
     n = NUM_SAMPLES[step]
     table = SampleTable(REWARDS[:n], GROUP_IDS[:n], np.arange(n) + 1)
     # The number of rows changes from step to step.
     shares = [rows(fill + step, 2 * (1 + step), 4) for fill in (10, 20)]
-    return StepPlan(shares, [3 + step, 0], table, 5, 9, {})
+    layout = [[[] for _ in range(part.num_rows)] for part in shares]
+    made = StepPlan([], layout, 4, [3 + step, 0], table, 6, 5, 9, {})
+    vars(made)["rows_of_rank"] = shares  # as if laid out
+    return made
 
 
 def is_as_sent(batch, step, batch_rank):
@@ -64,13 +73,19 @@ def main(arguments):
     received = []
     for step in range(len(NUM_SAMPLES)):
         if rank == 0:
-            batch = feed.send_step(plan(step), publish_slot=step, prompt_position=7 + step)
+            batch = feed.send_step(
+                plan(step),
+                publish_slot=step,
+                progress=progress(step),
+                is_first=step == 0,
+                is_last=step == 2,
+            )
         else:
             batch = feed.receive()
         assert isinstance(batch, TrainBatch)
         received.append([is_as_sent(batch, step, rank // 2), batch.num_trained_tokens,
-                         batch.num_tokens, batch.publish_slot, batch.prompt_position,
-                         batch.minibatch_tokens])  # fmt: skip
+                         batch.num_tokens, batch.publish_slot, batch.progress == progress(step),
+                         batch.minibatch_tokens, batch.mass, batch.is_first, batch.is_last])  # fmt: skip
     if rank == 0:
         feed.send_signal(Signal.STOP)
         signal = Signal.STOP

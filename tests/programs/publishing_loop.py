@@ -241,11 +241,15 @@ class Trainer:
             getattr(self.hooks, what)(**command)
 
     def _close_publisher(self) -> None:
+        """The leader's first: gathering needs all of them."""
         if self.is_leader:
             self.sampler.close()
-        self.publisher.close(timeout_seconds=20.0)
+            self.publisher.close(timeout_seconds=20.0)
+        dist.barrier()
         if self.is_leader:
             self.publisher.raise_if_failed()
+        else:
+            self.publisher.close(timeout_seconds=20.0)
 
 
 def dist_rank() -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,13 +38,22 @@ def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
     return wrong
 
 
-async def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], int]:
+@dataclass
+class Gathered:
     """What this rank is a source of: names in the order of the bytes, tensors, buckets."""
+
+    names: list[str]
+    tensors: dict[str, torch.Tensor]
+    num_buckets: int
+    read_in_place: list[int]
+
+
+async def gathered(built: Built, *, is_shared: bool) -> Gathered:
     parameters = dict(named_parameters(built.parts))
-    snapshots = Snapshots(parameters, 2, torch.bfloat16, CPU)
+    snapshots = Snapshots(parameters, 2, torch.bfloat16, CPU, is_shared=is_shared)
     gatherer = Gatherer(
         parameters, built.adapter, wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
-        backend="gloo", timeout_seconds=60.0, device=CPU,
+        backend="gloo", timeout_seconds=60.0, device=CPU, shared=snapshots.shared,
     )  # fmt: skip
     plans = gatherer.own.buckets if gatherer.own is not None else ()
     pool = PayloadPool([p.spec for p in plans], [p.num_bytes for p in plans], CPU, False)
@@ -51,7 +61,7 @@ async def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], in
     for slot in range(2):  # the second time with whatever the first left behind
         snapshots.copy_into(slot)
         payload = pool.take(slot) if plans else None
-        await asyncio.to_thread(gatherer.gather, snapshots.read(slot), payload)
+        await asyncio.to_thread(gatherer.gather, slot, snapshots.read(slot), payload)
         if payload is None:
             continue
         buckets = [payload.bucket(index) for index in range(len(plans))]
@@ -65,15 +75,16 @@ async def gathered(built: Built) -> tuple[list[str], dict[str, torch.Tensor], in
             ):
                 tensors[name] = piece.view(shape).clone()
         pool.drop(slot)
-    return names, tensors, len(plans)
+    snapshots.close()
+    return Gathered(names, tensors, len(plans), sorted(gatherer.read_in_place))
 
 
 def run_case(case: dict, folder: Path) -> dict:
     built = build(case["model"], seq_len=8, **case["layout"])
     source = load_file(Path(case["model"]) / "model.safetensors")
-    names, tensors, num_buckets = asyncio.run(gathered(built))
+    sent, shared = (asyncio.run(gathered(built, is_shared=shared)) for shared in (False, True))
     is_receiver = dist.get_rank() == 0
-    expected = {k: v.bfloat16() for k, v in source.items() if k in names}
+    expected = {k: v.bfloat16() for k, v in source.items() if k in sent.names}
     target = folder / case["name"]
     export_hf(
         built.parts, built.adapter, built.hf_model.path, target, torch.float32,
@@ -84,11 +95,13 @@ def run_case(case: dict, folder: Path) -> dict:
     for file in sorted(target.glob("*.safetensors")):
         exported |= load_file(file)
     return {
-        "num_buckets": num_buckets,
-        "gathered_names": names,
+        "num_buckets": sent.num_buckets,
+        "gathered_names": sent.names,
+        "read_in_place": [sent.read_in_place, shared.read_in_place],
         "own_names": [name for name, _ in named_parameters(built.parts)],
         "wrongly_loaded": wrongly_loaded(built, source),
-        "wrongly_gathered": differences(tensors, expected),
+        "wrongly_gathered": differences(sent.tensors, expected),
+        "wrongly_shared": differences(shared.tensors, expected),
         "wrongly_exported": differences(exported, source),
     }
 

@@ -10,6 +10,8 @@ a file is `config_manager.py`'s work.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan.grpo.types import PromptProgress
+
 
 @dataclass
 class GRPO:
@@ -201,7 +203,19 @@ class Prompts:
     """``[prompts]``: what is asked."""
 
     path: str = ""
-    """A ``.jsonl`` file, or the name or directory of a Hugging Face data set. Required."""
+    """A ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face data
+    set. Required, unless ``paths``."""
+
+    paths: list[str] = field(default_factory=list)
+    """Several sets in place of ``path``, mixed by ``weights``. ``name``, ``split``,
+    ``column``, ``rename`` and ``template`` are those of all of them. Each prompt is given the
+    column ``prompt_set``, unless it has one: the set's file name without its ending, or
+    its last name at the hub; the whole path where two sets would be named alike."""
+
+    weights: list[float] = field(default_factory=list)
+    """How often each of ``paths`` is drawn from, one positive number each, of any sum; empty
+    is by their sizes. Draws alternate in a fixed order, so that every batch has nearly these
+    proportions. A set that is at its end begins anew while others go on."""
 
     name: str | None = None
     """Configuration of a Hugging Face data set that has several, such as ``main`` of
@@ -227,6 +241,23 @@ class Prompts:
     max_prompt_tokens: int = 0
     """Longer prompts are left out, and counted; 0 is ``training.seq_len`` less
     ``rollout.max_new_tokens``."""
+
+    single_rank_load: bool = True
+    """Rank 0 loads the rollouts of a step and scatters each rank its rows. False: rank 0 is
+    told of their lengths and rewards alone, and every rank fetches its own share from the
+    rollout process, which spares rank 0 where batches are large or ranks are many."""
+
+    balance_batch: bool = True
+    """Spread a batch over data-parallel ranks by cost (Karmarkar-Karp) before it is packed
+    into rows. False packs first and deals rows in snake order."""
+
+    balance_cost: Literal["tokens", "flops"] = "flops"
+    """What is balanced: tokens, or the floating-point operations of the loaded model, in
+    which attention grows with the square of a sequence's length."""
+
+    row_bucket: int = 1
+    """Each rank's rows are filled up to a multiple of this many microbatches, so that
+    pipelines see few shapes; what that costs is in ``data/padding_fraction``."""
 
 
 @dataclass
@@ -269,11 +300,100 @@ class Rollout:
     """Longest time that one completion may take before its request is aborted and
     counted as failed."""
 
+    segment_tokens: int = 0
+    """Longest part of a completion that a server is asked for at once; whoever has room
+    writes the next one. What a lost server or a stopped run costs is then one part, and long
+    answers move to servers that are free. Each part sends what is there of the completion
+    again, which a server with a prefix cache does not compute again. 0 asks for whole
+    completions."""
+
+    environment: str | None = None
+    """Multi-turn rollouts: what answers the model between its turns. A class or function of yours
+    that makes one, ``package.module:Class`` or ``path/to/file.py:Class``, or a built-in name:
+    ``calculator``, ``verifiers``. ``max_new_tokens`` counts what it puts in as well. None is one
+    turn a completion."""
+
+    environment_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments with which ``environment`` is called for each completion."""
+
+    max_turns: int = 16
+    """Longest episode with ``environment``, in turns of the model, at least 1."""
+
+    environment_timeout_seconds: float = 30.0
+    """Longest time of one call of ``environment``; its completion has then failed. Importing it
+    may take ten times as long."""
+
+    environment_workers: int = 1
+    """Processes in which environments run, many in each."""
+
+    buffer_size_limit: int = 0
+    """No further group is started while this many finished rollouts wait to be trained on;
+    0 is twice ``grpo.prompts_per_step`` times ``grpo.group_size``. At least once that."""
+
+    stream: bool = False
+    """Hand a batch to the trainer in parts, each as soon as its groups are finished: forward and
+    backward passes over the first begin while the last are still being written. The optimizer
+    step is that of the whole batch, up to rounding. It is one step a batch, with advantages
+    that are within groups."""
+
+    stream_parts: int = 4
+    """In how many parts with ``stream``, from 2 to ``grpo.prompts_per_step``. Each is packed into
+    rows of its own; many small ones are padded more."""
+
+    overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
+    """What becomes of groups that must be in the next batch to be young enough, and are the
+    last that it lacks, as soon as enough others are there. ``wait``: it waits for them all the
+    same. ``drop``: they are given up; that favours short answers. ``cut``: their completions end
+    with the segments that are written, and count as cut (``drop_truncated``), at the length
+    that they have (``grpo.overlong_buffer``). ``resume``: they make room
+    for others and go on under newer weights; what was written of a completion becomes context
+    that is not trained, and completions of the group that were whole are written anew. The last
+    two need ``segment_tokens`` and no ``environment``; all but the first are counted."""
+
+    min_completion_tokens: int = 0
+    """Completions with fewer tokens are left out of their group."""
+
+    drop_truncated: bool = False
+    """Leave completions out of their group that were cut at ``max_new_tokens``. A group that
+    keeps fewer than two is closed, and another takes its place."""
+
+    dynamic_sampling: bool = False
+    """Leave out groups whose rewards are all equal, and refill the batch with others (DAPO).
+    ``grpo.filter_zero_advantage`` leaves them out without a refill."""
+
+    dynamic_sampling_limit: float = 4.0
+    """At most this many times ``grpo.prompts_per_step`` groups are left out for one batch;
+    beyond that they are taken as they are."""
+
+    should_accept: str | None = None
+    """A function of yours, named as in ``reward.functions``, that is called after scoring as
+    ``should_accept(prompts, completions, rewards, **columns)`` and returns for each
+    completion whether to keep it."""
+
+    max_process_restarts: int = 3
+    """How often the rollout process is started again when it was killed; 0 is never."""
+
+    longest_first: bool = False
+    """Start the prompts that probably have the longest answers first, among those of a
+    batch, and spread them over the servers. Lengths are predicted by a small model that
+    learns while the run goes on; which prompts are trained in which epoch does not change."""
+
+    adaptive_concurrency: bool = True
+    """Let the completions in flight on a server follow its own pressure: one more with each
+    round without a queue on the server, half as many when it queues or fails. The sum
+    never exceeds ``max_concurrent_rollouts``."""
+
+    hedge_seconds: float = 0.0
+    """A completion that a server has not answered for this long, while servers are idle, is
+    asked of another one as well, and the first answer counts. 0 is never."""
+
     batch_timeout_seconds: float = 1800.0
-    """Longest time that the trainer waits for a batch before it gives up."""
+    """Longest time that the trainer waits for a batch, or for a part of it with ``stream``,
+    before it gives up."""
 
     max_consecutive_failures: int = 32
-    """The run stops after this many completions in a row failed on the servers."""
+    """The run stops after this many completions in a row failed on the servers, or in their
+    environments."""
 
     record: str | None = None
     """Write every trained batch of rollouts to this file, for ``replay``; ``.gz``
@@ -434,7 +554,8 @@ class Reward:
     functions: list[str] = field(default_factory=list)
     """Reward functions as dotted paths, ``package.module:function`` or
     ``path/to/file.py:function``; a bare name is a built-in one: ``exact_match``,
-    ``partial_match``, ``boxed_math``, ``think_answer_tags``. At least one."""
+    ``partial_match``, ``boxed_math``, ``think_answer_tags``, ``environment`` (what
+    ``rollout.environment`` gave). At least one."""
 
     weights: list[float] = field(default_factory=list)
     """One weight a function; empty is 1.0 each."""
@@ -509,8 +630,15 @@ class RolloutProcessConfig:
     """GPUs of launched servers, as in ``CUDA_VISIBLE_DEVICES``; empty without any."""
     start_version: int
     """Batches already trained on (a resumed run)."""
-    prompt_position: int
-    """Prompts already used up (a resumed run)."""
+    progress: PromptProgress
+    """Prompts already used up, and those to begin with (a resumed run)."""
+    saved_rollouts: str | None = None
+    """File with the rollouts that were finished when the checkpoint was written."""
+    incarnation: int = 0
+    """How many rollout processes the run has had before this one."""
+    share_host: str = ""
+    """Address under which ranks reach it, with ``prompts.single_rank_load = false``."""
+    share_secret: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         from dataclasses import asdict

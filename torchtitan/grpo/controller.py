@@ -7,21 +7,41 @@
 """
 
 import asyncio
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.data.feed import Share
+from torchtitan.grpo.data.parts import PartPlanner
 from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.device import gpus_for_servers
+from torchtitan.grpo.groups import leader_address
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.rollout.link import EvaluationResult, RolloutLink, ServerInfo
+from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.rollout.link import (
+    EvaluationResult,
+    RolloutBatch,
+    RolloutKilled,
+    RolloutLink,
+    ServerInfo,
+)
+from torchtitan.grpo.rollout.saved import discard_after, file_of
+from torchtitan.grpo.types import PromptProgress, RolloutGroup
 from torchtitan.grpo.weight_sync.build import client_for
+
+LEDGER_FILE = "ledger.jsonl"
+
+_Answer = TypeVar("_Answer")
 
 
 class RolloutController:
@@ -31,14 +51,14 @@ class RolloutController:
         config: Of the run.
         model: What is trained.
         start_version: Batches already trained on.
-        prompt_position: Prompts already used up.
+        progress: Of the prompts until now.
         should_stop: Ends every wait when it turns true.
 
     Raises:
         DataError: ``grpo.ptx_path`` or ``rollout.record`` cannot be used.
 
     Attributes:
-        prompt_position: Prompts used up with the last batch.
+        progress: Of the prompts with the last batch.
         is_exhausted: Never: prompts come round again.
         link: To the rollout process.
         servers: Those of the start, known once started; ``link.watch`` knows those of now.
@@ -52,20 +72,26 @@ class RolloutController:
         model: HFModel,
         *,
         start_version: int,
-        prompt_position: int,
+        progress: PromptProgress,
         should_stop: Callable[[], bool],
     ) -> None:
         self.config = config
-        self.prompt_position = prompt_position
+        self.progress = progress
         self._should_stop = should_stop
-        self._planner = StepPlanner(config, model)
+        self._planner = PartPlanner(StepPlanner(config, model))
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
             self._recorder = RolloutRecorder(
                 config.rollout.record, model.vocab_size, config.rollout.temperature, start_version
             )
         self.samples = open_sample_log(config, start_version)
-        self.link = RolloutLink(_process_config(config, model, start_version, prompt_position))
+        self._ledger = RunLog(Path(config.job.dump_folder) / LEDGER_FILE, start_version)
+        # Later ones are of a future that this run may not come to again.
+        discard_after(config.job.dump_folder, start_version)
+        self._model, self._start_version = model, start_version
+        self._is_ready = False
+        self._share_secret = secrets.token_hex(16)
+        self.link = RolloutLink(self._process_config(start_version))
         self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
@@ -74,29 +100,78 @@ class RolloutController:
         Returns when servers, prompts and rewards are there, or when asked to stop.
         """
         self.link.start()
-        self.servers = self.link.wait_ready(
-            self.config.inference.startup_timeout_seconds + 60, self._should_stop
-        )
+        self._despite_kills(self._start_version, lambda: None)
 
     def next_step(self, version: int, num_ranks: int) -> NextStep | None:
-        """The batch that ``version`` is trained on, planned. None when asked to stop."""
-        batch = self.link.next_batch(
-            version, self.config.rollout.batch_timeout_seconds, self._should_stop
+        """The batch that ``version`` is trained on, or the next part of it, planned.
+
+        None when asked to stop. Where the rollout process was killed amid a batch, the next
+        part is the first one of that batch anew.
+        """
+        timeout = self.config.rollout.batch_timeout_seconds
+        batch = self._despite_kills(
+            version, lambda: self.link.next_batch(version, timeout, self._should_stop)
         )
         if batch is None:
             return None
-        self.prompt_position = batch.prompt_position
-        self.samples.write(version + 1, batch.groups)
+        step = self._planner.plan(
+            batch.groups,
+            is_first=batch.is_first,
+            is_last=batch.is_last,
+            step=version,
+            version=version,
+            num_ranks=num_ranks,
+        )
+        if not batch.is_last:
+            return step
+        groups = self._planner.groups
+        self.progress = batch.progress
+        self._ledger.add(ledger_record(version + 1, batch, groups))
+        self.samples.write(version + 1, groups)
         if self._recorder is not None:
-            self._recorder.write(version, batch.prompt_position, batch.groups)
-        plan = self._planner.plan(batch.groups, step=version, version=version, num_ranks=num_ranks)
-        return NextStep(plan, batch.metrics | plan.metrics)
+            self._recorder.write(version, batch.progress, groups)
+        return replace(step, metrics=batch.metrics | step.metrics)
+
+    def share(self, version: int) -> Share | None:
+        """Where ranks fetch the batch of ``version``; None where they are sent their rows."""
+        endpoint = self.link.share_endpoint
+        return Share(endpoint, self._share_secret, version) if endpoint is not None else None
 
     def evaluate(self, version: int) -> EvaluationResult | None:
         """Scores the held-out prompts under ``version``. None when asked to stop."""
-        return self.link.evaluate(
-            version, self.config.rollout.batch_timeout_seconds, self._should_stop
+        timeout = self.config.rollout.batch_timeout_seconds
+        return self._despite_kills(
+            version, lambda: self.link.evaluate(version, timeout, self._should_stop)
         )
+
+    def save(self, step: int) -> None:
+        """Has what is in flight kept with the checkpoint of ``step``; does not wait for it."""
+        # A process that was killed is found to be so when it is asked for the next batch.
+        with suppress(RolloutKilled):
+            self.link.save(step, checkpointed_steps(self.config))
+
+    def _despite_kills(self, version: int, ask: Callable[[], _Answer]) -> _Answer | None:
+        """Asks again, of another rollout process, where the one that was asked is killed."""
+        while True:
+            try:
+                if not self._is_ready:
+                    self._wait_ready()
+                return None if self._should_stop() else ask()
+            except RolloutKilled as kill:
+                self._is_ready = False
+                if self._should_stop():
+                    return None
+                logger.error(f"{kill}\nIt is started again from batch {version} on.")
+                self.link.restart(self._process_config(version))
+
+    def _process_config(self, version: int) -> RolloutProcessConfig:
+        """For a rollout process that begins after ``version`` batches."""
+        return process_config(self.config, self._model, version, self.progress, self._share_secret)
+
+    def _wait_ready(self) -> None:
+        timeout = self.config.inference.startup_timeout_seconds + 60
+        self.servers = self.link.wait_ready(timeout, self._should_stop)
+        self._is_ready = True
 
     def served_version(self) -> int:
         """The lowest version that servers say they serve; those that do not answer are left out."""
@@ -119,13 +194,44 @@ class RolloutController:
     def close(self) -> None:
         self.link.close()
         self.samples.close()
+        self._ledger.close()
         if self._recorder is not None:
             self._recorder.close()
 
 
-def _process_config(
-    config: JobConfig, model: HFModel, start_version: int, prompt_position: int
+def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+    """A line of ``ledger.jsonl``: what became of prompts with the batch of ``step``.
+
+    Args:
+        step: That it was trained in.
+        batch: The whole batch, or its last part.
+        groups: All that it was trained on.
+    """
+    return {
+        "step": step,
+        "trained": [group.group_id for group in groups],
+        "closed": {str(index): reason for index, reason in batch.closed.items()},
+        "position": batch.progress.position,
+        "open": list(batch.progress.open),
+    }
+
+
+def checkpointed_steps(config: JobConfig) -> list[int]:
+    """Steps of which a checkpoint is there."""
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def process_config(
+    config: JobConfig,
+    model: HFModel,
+    start_version: int,
+    progress: PromptProgress,
+    share_secret: str,
 ) -> RolloutProcessConfig:
+    """What the rollout process is given, to begin after ``start_version`` batches."""
+    saved = file_of(config.job.dump_folder, start_version)
     device = config.inference.device
     if device == "auto":
         # Asked of torch, as for the trainer: a CPU build of torch cannot use a GPU.
@@ -145,5 +251,8 @@ def _process_config(
         dump_folder=config.job.dump_folder,
         server_gpus=gpus_for_servers()[0],
         start_version=start_version,
-        prompt_position=prompt_position,
+        progress=progress,
+        saved_rollouts=str(saved) if saved.is_file() else None,
+        share_host=leader_address(),
+        share_secret=share_secret,
     )

@@ -1,12 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Process groups beside torchtitan's own.
+"""Process groups beside torchtitan's own, and where ranks meet without one.
 
 Two threads must not issue collectives on one communicator, so whatever talks beside the
 training has groups of its own: the feed, the publisher's commands, the gathering of shards.
 """
 
+import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -34,3 +36,10 @@ def new_group(
         timeout=timedelta(seconds=timeout_seconds),
         group_desc=description,
     )
+
+
+def leader_address() -> str:
+    """Where the other ranks reach this one, rank 0: loopback where there is but one host."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return "127.0.0.1"
+    return socket.gethostbyname(os.environ["MASTER_ADDR"])

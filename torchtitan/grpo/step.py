@@ -18,7 +18,7 @@ from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.kl import sample_kl_sums
-from torchtitan.grpo.losses.objective import SUM_NAMES, LossInputs, objective
+from torchtitan.grpo.losses.objective import SUM_NAMES, LossInputs, objective, scale_losses
 from torchtitan.grpo.runner import ForwardRunner
 
 
@@ -49,10 +49,11 @@ class MinibatchLoss:
     Args:
         scored: The minibatch.
         config: ``[grpo]``.
+        share: What it is multiplied by; see `gradient_parts.py`.
     """
 
-    def __init__(self, scored: ScoredRows, config: GRPO) -> None:
-        self.scored, self.config = scored, config
+    def __init__(self, scored: ScoredRows, config: GRPO, share: float = 1.0) -> None:
+        self.scored, self.config, self.share = scored, config, share
         self._sums: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
@@ -73,13 +74,14 @@ class MinibatchLoss:
             sequence_ids=rows.sequence_ids,
         )
         loss, self._sums[which.start] = objective(inputs, self.config)
-        return loss
+        return self.share * loss
 
     def sums(self) -> torch.Tensor:
         """[len(SUM_NAMES)] float64 on the CPU, over the parts that this rank has seen."""
         if not self._sums:
             return torch.zeros(len(SUM_NAMES), dtype=torch.float64)
-        return torch.stack(list(self._sums.values())).sum(0).cpu()
+        # Scaled on the CPU: picking entries on a device would wait for it.
+        return scale_losses(torch.stack(list(self._sums.values())).sum(0).cpu(), self.share)
 
 
 def num_updates(config: GRPO) -> int:

@@ -39,12 +39,31 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class PromptProgress:
+    """How far a run is through its stream of prompts, between two batches.
+
+    Attributes:
+        position: All indices below it were handed out, and none from it on.
+        open: Those that were, and are neither trained nor closed; ascending. A resumed run
+            begins with them.
+    """
+
+    position: int = 0
+    open: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class VersionSegment:
     """Tokens ``[start, end)`` of a completion were sampled under ``version``."""
 
     version: int
     start: int
     end: int
+
+
+def num_sampled(token_ids: np.ndarray, sampled: np.ndarray | None) -> int:
+    """Tokens of a completion that are trained, by its ``sampled``."""
+    return len(token_ids) if sampled is None else int(np.count_nonzero(sampled))
 
 
 @dataclass(frozen=True)
@@ -84,13 +103,27 @@ class Generation:
             tokens kept; SGLang's and the embedded server's are not. Either way they are
             then biased against what the trainer scores.
         finish_reason: See :data:`FinishReason`.
-        segments: Which weights wrote which tokens, in order, without gaps.
+        segments: Which weights wrote which tokens, in order, without gaps. What an environment
+            put in belongs to the segment before it.
+        sampled: [completion_len] bool, True where the model wrote the token and False where an
+            environment put it in, or where the policy that wrote it is too old to learn from
+            (``rollout.overdue``), with a logprob of 0; None where all is trained.
+        environment_reward: Sum of the rewards that the environment has given; None without any.
+        num_context: Of the tokens that are not trained, how many a model wrote.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
     segments: tuple[VersionSegment, ...]
+    sampled: np.ndarray | None = None
+    environment_reward: float | None = None
+    num_context: int = 0
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the model wrote, trained or not: the completion's length to its reader."""
+        return num_sampled(self.token_ids, self.sampled) + self.num_context
 
 
 @dataclass(frozen=True)
@@ -107,6 +140,9 @@ class Rollout:
         reward: Weighted sum of the reward functions, or None where scoring failed:
             an unscored sample is left out, never counted as zero.
         reward_components: Each reward function's own value, by its name.
+        sampled: [completion_len] bool; see :class:`Generation`. Only where it is True is a
+            token trained; the others are context.
+        num_context: Of those others, how many a model wrote.
     """
 
     prompt_ids: np.ndarray
@@ -117,11 +153,25 @@ class Rollout:
     completion: str
     reward: float | None
     reward_components: dict[str, float] = field(default_factory=dict)
+    sampled: np.ndarray | None = None
+    num_context: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained."""
+        return num_sampled(self.completion_ids, self.sampled)
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the model wrote, trained or not: the completion's length to its reader."""
+        return self.num_trained + self.num_context
 
     @property
     def oldest_version(self) -> int:
-        """The lowest policy version that wrote a token; its age is the staleness."""
-        return min(segment.version for segment in self.segments)
+        """The lowest policy version that wrote a trained token; its age is the staleness."""
+        sampled = self.sampled
+        trained = [s for s in self.segments if sampled is None or sampled[s.start : s.end].any()]
+        return min(segment.version for segment in trained or self.segments)
 
 
 @dataclass(frozen=True)

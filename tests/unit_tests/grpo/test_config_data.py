@@ -37,6 +37,7 @@ def test_a_replay_needs_no_prompts_rewards_or_servers(rollouts):
         (["--grpo.num_minibatches=17"], r"at most grpo\.prompts_per_step \(16\).*got 17"),
         (["--grpo.num_epochs=0"], r"grpo\.num_epochs must be at least 1"),
         (["--grpo.ptx_coef=-1"], r"grpo\.ptx_coef must be at least 0"),
+        (["--prompts.row_bucket=0"], r"prompts\.row_bucket must be at least 1"),
         (["--grpo.ptx_per_step=0"], r"grpo\.ptx_per_step must be at least 1"),
     ],
 )

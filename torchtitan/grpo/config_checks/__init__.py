@@ -6,11 +6,16 @@
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config_checks.data import check_data, check_lengths, longest_sequence
+from torchtitan.grpo.config_checks.dispatch import check_dispatch
+from torchtitan.grpo.config_checks.environments import check_environments
+from torchtitan.grpo.config_checks.filters import check_filters
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
+from torchtitan.grpo.config_checks.prompts import check_prompts
 from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
 from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.config_checks.servers import check_inference, check_weight_sync
+from torchtitan.grpo.config_checks.stream import check_stream
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config_manager import JobConfig
@@ -26,13 +31,18 @@ def validate(config: "JobConfig") -> None:
     """
     for check in (
         check_required,
+        check_prompts,
         check_refused,
         check_ranges,
         check_losses,
         check_lengths,
         check_data,
+        check_filters,
+        check_stream,
+        check_environments,
         check_machine,
         check_inference,
+        check_dispatch,
         check_weight_sync,
         check_layout,
     ):

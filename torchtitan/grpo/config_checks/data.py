@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config_checks.rules import check_file, require
+from torchtitan.grpo.config_checks.rules import check_file, get, require
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config_manager import JobConfig
@@ -43,6 +43,13 @@ def check_data(config: "JobConfig") -> None:
         f"got {rollout.record!r} and {rollout.replay!r}.",
     )
     check_file("rollout.replay", rollout.replay)
+    if not config.prompts.single_rank_load:
+        for key in ("rollout.record", "rollout.replay", "grpo.ptx_path"):
+            require(
+                get(config, key) is None,
+                f"prompts.single_rank_load = false leaves the tokens in the rollout process, and "
+                f"{key} has rank 0 read or write them, got {get(config, key)!r}. Leave one out.",
+            )
     require(
         grpo.num_minibatches <= grpo.prompts_per_step or rollout.replay is not None,
         "grpo.num_minibatches must be at most grpo.prompts_per_step "

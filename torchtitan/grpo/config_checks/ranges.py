@@ -23,7 +23,6 @@ def check_required(config: "JobConfig") -> None:
     )
     if config.rollout.replay is not None:
         return  # nothing is asked or scored
-    require(bool(config.prompts.path), "prompts.path must name the prompts, got nothing.")
     require(
         bool(config.reward.functions), "reward.functions must name at least one function, got none."
     )
@@ -73,6 +72,14 @@ _MINIMA = {
     "grpo.hf_export_interval": (0, "0 exports at the end only"),
     "rollout.max_head_offpolicyness": (0, "0 is synchronous training"),
     "rollout.max_new_tokens": (1, "a completion needs a token"),
+    "rollout.segment_tokens": (0, "0 asks for whole completions"),
+    "rollout.max_turns": (1, "an episode needs a turn"),
+    "rollout.environment_workers": (1, "somebody must run environments"),
+    "rollout.buffer_size_limit": (0, "0 is twice a batch"),
+    "rollout.min_completion_tokens": (0, "0 keeps all"),
+    "rollout.dynamic_sampling_limit": (0, "0 leaves nothing out"),
+    "rollout.max_process_restarts": (0, "0 is never"),
+    "prompts.row_bucket": (1, "1 is whole microbatches"),
     "prompts.max_prompt_tokens": (0, "0 is what rollout.max_new_tokens leaves"),
     "inference.max_model_len": (0, "0 is training.seq_len"),
     "rollout.max_consecutive_failures": (1, "some failure must be the last"),
@@ -99,6 +106,7 @@ _POSITIVE = (
     "rollout.temperature",
     "rollout.request_timeout_seconds",
     "rollout.batch_timeout_seconds",
+    "rollout.environment_timeout_seconds",
     "inference.startup_timeout_seconds",
     "inference.control_timeout_seconds",
     "inference.restart_seconds",

@@ -1,11 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Hands each rank its rows, from rank 0.
+"""Hands each rank its rows, from rank 0 or as rank 0 says.
 
 Rank 0 talks to the rollout process and plans; everybody else learns from one small
 header what comes: a step, or the end. Tensors travel as they are, over a gloo group of
-the feed's own, so that nothing is pickled and the training groups stay undisturbed.
+the feed's own, so that nothing is pickled and the training groups stay undisturbed. With
+``prompts.single_rank_load = false`` it is the plan alone that travels, and each rank fetches
+what it needs.
 """
 
 from dataclasses import astuple, dataclass
@@ -17,10 +19,14 @@ import torch.distributed as dist
 
 from torchtitan.grpo.data.plan import SampleTable, StepPlan
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.data.share import as_tensors, rows_from, sources_of
 from torchtitan.grpo.groups import new_group
+from torchtitan.grpo.rollout.shares import ShareClient
+from torchtitan.grpo.types import PromptProgress
 
 # Advantages do not travel: each rank computes them from the table of samples.
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask", "sample_ids")
+_ADDRESS_BYTES = 256
 _FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
 
 
@@ -56,8 +62,12 @@ class TrainBatch:
         samples: All samples of the batch, the same on every rank.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Over all ranks and minibatches.
+        mass: What its weights are over (`losses/aggregation.py`), all ranks together.
+        is_first: It is the first part of a step, or a whole one.
+        is_last: It is the last part of a step, or a whole one.
         publish_slot: Snapshot slot into which the batch's last weights go.
-        prompt_position: Prompts used up with this batch; every rank checkpoints it.
+        progress: Of the prompts with this batch; every rank checkpoints it, for any rank's copy
+            may be the one that is written.
     """
 
     minibatches: list[TrainRows]
@@ -65,8 +75,11 @@ class TrainBatch:
     samples: SampleTable
     num_trained_tokens: int
     num_tokens: int
+    mass: int
+    is_first: bool
+    is_last: bool
     publish_slot: int
-    prompt_position: int
+    progress: PromptProgress
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,25 @@ class _Header:
     num_samples: int = 0
     num_trained_tokens: int = 0
     num_tokens: int = 0
+    mass: int = 0
+    is_first: bool = True
+    is_last: bool = True
     publish_slot: int = 0
     prompt_position: int = 0
+    num_fetched: int = 0
+    """Sequences of the rank that fetches the most."""
+    share_version: int = -1
+    """The batch that ranks fetch from; -1 where they are sent their rows."""
+    num_open_prompts: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Where ranks fetch the rollouts of a batch; see `rollout/shares.py`."""
+
+    endpoint: str
+    secret: str
+    version: int
 
 
 class Feed:
@@ -91,30 +121,63 @@ class Feed:
         batch_rank: This rank's index among the data-parallel ranks.
         row_len: ``training.seq_len``.
         timeout_seconds: How long a rank waits for rank 0's next header.
+        fetch_seconds: How long it waits for rollouts that it fetches itself.
     """
 
-    def __init__(self, batch_rank: int, row_len: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        batch_rank: int,
+        row_len: int,
+        timeout_seconds: float,
+        fetch_seconds: float = 60.0,
+    ) -> None:
         self.row_len = row_len
+        self._fetch_seconds = fetch_seconds
+        self._client: ShareClient | None = None
         self.group = new_group("grpo_feed", "gloo", timeout_seconds)
         self.rank = dist.get_rank()
         batch_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(batch_ranks, batch_rank, group=self.group)
         self.batch_rank_of = batch_ranks
 
-    def send_step(self, plan: StepPlan, publish_slot: int, prompt_position: int) -> TrainBatch:
-        """Rank 0: announces the batch, scatters its rows, and shares its table of samples."""
+    def send_step(
+        self,
+        plan: StepPlan,
+        publish_slot: int,
+        progress: PromptProgress,
+        share: Share | None = None,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> TrainBatch:
+        """Rank 0: announces the batch, scatters its rows, and shares its table of samples.
+
+        Args:
+            plan: Of the batch.
+            publish_slot: See :class:`TrainBatch`.
+            progress: See there.
+            share: Where ranks fetch their rollouts; None scatters them from here.
+            is_first: See :class:`TrainBatch`.
+            is_last: See there.
+        """
         header = _Header(
             signal=Signal.STEP,
             num_minibatches=plan.num_minibatches,
-            num_rows=plan.rows_of_rank[0].num_rows,
+            num_rows=len(plan.layout[0]),
+            num_fetched=max(map(_num_sequences, plan.layout)) if share is not None else 0,
+            share_version=share.version if share is not None else -1,
             num_samples=len(plan.samples),
             num_trained_tokens=plan.num_trained_tokens,
             num_tokens=plan.num_tokens,
+            mass=plan.mass,
+            is_first=is_first,
+            is_last=is_last,
             publish_slot=publish_slot,
-            prompt_position=prompt_position,
+            prompt_position=progress.position,
+            num_open_prompts=len(progress.open),
         )
         self._broadcast_header(header)
-        return self._exchange(header, plan)
+        return self._exchange(header, plan, progress, share)
 
     def send_signal(self, signal: Signal) -> None:
         """Rank 0: announces anything but a batch."""
@@ -131,7 +194,7 @@ class Feed:
             raise RankZeroFailed
         if header.signal != Signal.STEP:
             return Signal(header.signal)
-        return self._exchange(header, None)
+        return self._exchange(header, None, None, None)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a CPU tensor over all ranks, in place."""
@@ -144,17 +207,29 @@ class Feed:
         dist.broadcast(tensor, src=0, group=self.group)
         return _Header(*tensor.tolist())
 
-    def _exchange(self, header: _Header, plan: StepPlan | None) -> TrainBatch:
+    def _exchange(
+        self,
+        header: _Header,
+        plan: StepPlan | None,
+        progress: PromptProgress | None,
+        share: Share | None,
+    ) -> TrainBatch:
         """The tensors that a STEP header announces; ``plan`` is there on rank 0 alone."""
-        rows = self._scatter_rows(header.num_rows, plan)
+        if header.share_version < 0:
+            rows = self._scatter_rows(header.num_rows, plan)
+        else:
+            rows = self._fetch_rows(header, plan, share)
         return TrainBatch(
             minibatches=rows.microbatches(header.num_rows // header.num_minibatches),
             minibatch_tokens=self._broadcast_tokens(header.num_minibatches, plan),
             samples=self._broadcast_samples(header.num_samples, plan),
             num_trained_tokens=header.num_trained_tokens,
             num_tokens=header.num_tokens,
+            mass=header.mass,
+            is_first=bool(header.is_first),
+            is_last=bool(header.is_last),
             publish_slot=header.publish_slot,
-            prompt_position=header.prompt_position,
+            progress=self._broadcast_progress(header, progress),
         )
 
     def _scatter_rows(self, num_rows: int, plan: StepPlan | None) -> TrainRows:
@@ -172,12 +247,56 @@ class Feed:
         fields |= {name: floats[i] for i, name in enumerate(_FLOAT_FIELDS)}
         return TrainRows(**fields, advantages=torch.zeros(shape))
 
+    def _fetch_rows(self, header: _Header, plan: StepPlan | None, share: Share | None) -> TrainRows:
+        where = torch.empty(header.num_fetched, 3, dtype=torch.int64)
+        weights = torch.empty(header.num_fetched, dtype=torch.float64)
+        of_batch_rank = []
+        if plan is not None:
+            of_batch_rank = [
+                as_tensors(rows, plan.sequences, header.num_fetched) for rows in plan.layout
+            ]
+        for index, out in enumerate((where, weights)):
+            shares = [of_batch_rank[r][index] for r in self.batch_rank_of] if plan else None
+            dist.scatter(out, shares, src=0, group=self.group)
+        client = self._client_for(share)
+        fetched = client.fetch(header.share_version, sources_of(where), self._fetch_seconds)
+        return rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
+
+    def _client_for(self, share: Share | None) -> ShareClient:
+        """Connected to the rollout process of now, which rank 0 names."""
+        words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+        if share is not None:
+            text = f"{share.endpoint} {share.secret}".encode()
+            words[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(words, src=0, group=self.group)
+        endpoint, secret = bytes(words.tolist()).rstrip(b"\0").decode().split()
+        if self._client is None or self._client.endpoint != endpoint:
+            self.close()
+            self._client = ShareClient(endpoint, secret)
+        return self._client
+
+    def close(self) -> None:
+        """Closes the connection to the rollout process, where there is one."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
     def _broadcast_tokens(self, num_minibatches: int, plan: StepPlan | None) -> list[int]:
         tokens = torch.empty(num_minibatches, dtype=torch.int64)
         if plan is not None:
             tokens = torch.tensor(plan.minibatch_tokens, dtype=torch.int64)
         dist.broadcast(tokens, src=0, group=self.group)
         return tokens.tolist()
+
+    def _broadcast_progress(
+        self, header: _Header, progress: PromptProgress | None
+    ) -> PromptProgress:
+        indices = torch.empty(header.num_open_prompts, dtype=torch.int64)
+        if progress is not None:
+            indices = torch.tensor(progress.open, dtype=torch.int64)
+        if header.num_open_prompts > 0:
+            dist.broadcast(indices, src=0, group=self.group)
+        return PromptProgress(header.prompt_position, tuple(indices.tolist()))
 
     def _broadcast_samples(self, num_samples: int, plan: StepPlan | None) -> SampleTable:
         table = torch.empty(3, num_samples, dtype=torch.int64)
@@ -194,3 +313,7 @@ class Feed:
 
 def _stack(rows: TrainRows, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.stack([getattr(rows, name).to(dtype) for name in names])
+
+
+def _num_sequences(rows: list[list[int]]) -> int:
+    return sum(map(len, rows))

@@ -3,12 +3,34 @@
 
 """Which sequences share a row, and who gets which row. Pure; nothing of torch.
 
-Invariants of :func:`pack_rows`: every sequence stands in exactly one row, no row is longer
-than ``row_len``, and equal input gives equal output.
+Invariants of :func:`pack_rows`, :func:`fill_rows` and :func:`pack_into`: every sequence stands
+in exactly one row, no row is longer than ``row_len``, and equal input gives equal output.
 """
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+
+from torchtitan.grpo.data.balance import partition
+
+_MAX_CANDIDATES = 256
+"""Sequences that :func:`fill_rows` considers for a row, besides the first."""
+
+_EVEN_ROWS = 0.02
+"""Rows of a rank whose costs differ by no more than this are not evened out further."""
+
+
+def check_lengths(lengths: Sequence[int], row_len: int) -> None:
+    """Refuses sequences that are not in [1, row_len].
+
+    Raises:
+        ValueError: A sequence does not fit into a row.
+    """
+    for length in lengths:
+        if not 1 <= length <= row_len:
+            raise ValueError(
+                f"A sequence must have 1 to {row_len} tokens (training.seq_len), got {length}."
+            )
 
 
 def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
@@ -26,15 +48,12 @@ def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     Raises:
         ValueError: A sequence does not fit into a row.
     """
+    check_lengths(lengths, row_len)
     rows: list[list[int]] = []
     # (free tokens, row), sorted: the best fit is the first row with enough room.
     room: list[tuple[int, int]] = []
     for index in _longest_first(lengths):
         length = lengths[index]
-        if not 1 <= length <= row_len:
-            raise ValueError(
-                f"A sequence must have 1 to {row_len} tokens (training.seq_len), got {length}."
-            )
         slot = bisect.bisect_left(room, (length, 0))
         if slot == len(room):
             free, row = row_len, len(rows)
@@ -44,6 +63,110 @@ def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
         rows[row].append(index)
         bisect.insort(room, (free - length, row))
     return rows
+
+
+def fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
+    """Packs sequences into rows, one row after the other, each as full as it gets.
+
+    A row takes the longest sequence that is left, and of the others those that fill it best:
+    the sums that can be reached are the bits of one integer, which makes this exact and fast
+    (minimum bin slack: Gupta and Ho, 1999, https://doi.org/10.1080/095372899233244). Exact
+    among the 256 longest that fit.
+
+    Args:
+        lengths: Tokens of each sequence, each in [1, row_len].
+        row_len: Tokens of a row.
+
+    Returns:
+        Rows, each a list of indices into ``lengths``.
+
+    Raises:
+        ValueError: A sequence does not fit into a row.
+    """
+    check_lengths(lengths, row_len)
+    left = _longest_first(lengths)[::-1]
+    rows: list[list[int]] = []
+    while left:
+        first = left.pop()
+        free = row_len - lengths[first]
+        end = bisect.bisect_right(left, free, key=lambda i: lengths[i])
+        places = range(end - 1, max(end - 1 - _MAX_CANDIDATES, -1), -1)
+        chosen = _fullest([lengths[left[place]] for place in places], free)
+        rows.append([first, *(left[places[c]] for c in chosen)])
+        for c in chosen:  # from the back to the front of `left`
+            del left[places[c]]
+    return rows
+
+
+def _fullest(lengths: Sequence[int], free: int) -> list[int]:
+    """Ascending indices of those whose sum is the largest one up to ``free``."""
+    reachable, within = 1, (1 << free + 1) - 1  # bit s: the sum s can be reached
+    before: list[int] = []
+    for length in lengths:
+        if reachable >> free:
+            break
+        before.append(reachable)
+        reachable |= reachable << length & within
+    total = reachable.bit_length() - 1
+    chosen: list[int] = []
+    for index in reversed(range(len(before))):
+        if not before[index] >> total & 1:  # not reached without this one
+            chosen.append(index)
+            total -= lengths[index]
+    return chosen[::-1]
+
+
+def pack_into(
+    lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_len: int
+) -> list[list[int]] | None:
+    """Packs sequences into a given number of rows, of even cost where that fits.
+
+    Args:
+        lengths: Tokens of each sequence, each in [1, row_len].
+        costs: Of each sequence.
+        num_rows: At least 1.
+        row_len: Tokens of a row.
+
+    Returns:
+        ``num_rows`` rows, some of them perhaps empty; None where no packing was found.
+    """
+    if sum(lengths) > num_rows * row_len:
+        return None
+    ways: tuple[Callable[[], list[list[int]]], ...] = (
+        lambda: partition(costs, num_rows, tolerance=_EVEN_ROWS),
+        lambda: partition(lengths, num_rows, tolerance=math.inf),
+        lambda: pack_rows(lengths, row_len),
+        lambda: fill_rows(lengths, row_len),
+    )
+    for pack in ways:
+        rows = pack()
+        if len(rows) <= num_rows and all(sum(lengths[i] for i in r) <= row_len for r in rows):
+            return [*rows, *([] for _ in range(num_rows - len(rows)))]
+    return None
+
+
+def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
+    """A number of rows below which there is no packing.
+
+    Martello and Toth's bound (https://doi.org/10.1016/0166-218X(90)90094-S): no two sequences
+    longer than half a row share one, and beside those longer than ``row_len - k`` nothing of
+    length k or more fits.
+    """
+    ordered = sorted(lengths)
+    sums = [0]
+    for length in ordered:
+        sums.append(sums[-1] + length)
+    half = bisect.bisect_right(ordered, row_len // 2)
+    bound = -(-sums[-1] // row_len)
+    for k in sorted({0, *ordered[:half]}):
+        alone = bisect.bisect_right(ordered, row_len - k)
+        low = bisect.bisect_left(ordered, k)
+        # Those between, longer than half a row, have a row each; what is left in these rows
+        # takes shorter ones, and the rest of them needs rows of its own.
+        between = alone - half
+        left_over = sums[half] - sums[low] - (between * row_len - (sums[alone] - sums[half]))
+        bound = max(bound, len(ordered) - half + max(-(-left_over // row_len), 0))
+    return bound
 
 
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:

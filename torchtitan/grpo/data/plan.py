@@ -4,19 +4,30 @@
 """From groups of rollouts to each rank's rows. Pure: the plan is made on rank 0 alone.
 
 Invariants: every sample stands in one row of one minibatch; all samples of a group stand
-in the same minibatch; every rank has the same number of rows in every minibatch.
+in the same minibatch (though on any ranks: advantages are computed from the table of samples);
+every rank has the same number of rows in every minibatch, a multiple of a microbatch. How
+rows are laid out changes neither which tokens are trained nor what they weigh.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.data.packing import deal_rows, pack_rows, rows_per_rank, split_evenly
+from torchtitan.grpo.data.cost import SequenceCost
+from torchtitan.grpo.data.packing import split_evenly
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.data.spread import (
+    Spread,
+    group_rows,
+    rank_costs,
+    spread_by_cost,
+    spread_by_rows,
+)
 from torchtitan.grpo.losses.advantages import informative_samples
-from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights
+from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights, weight_mass
 from torchtitan.grpo.losses.reward_shaping import shape_rewards
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
@@ -28,7 +39,7 @@ class SampleTable:
     Attributes:
         rewards: [samples] float64, shaped.
         group_ids: [samples] int64.
-        completion_lengths: [samples] int64, in tokens.
+        completion_lengths: [samples] int64, in tokens that are trained.
     """
 
     rewards: np.ndarray
@@ -50,27 +61,45 @@ class StepPlan:
     """One batch's work.
 
     Attributes:
-        rows_of_rank: For each data-parallel rank its rows, ``num_minibatches`` times the
-            same number, minibatch after minibatch.
+        sequences: All that is trained on, rollouts and supervised ones.
+        layout: For each data-parallel rank its rows, ``num_minibatches`` times the same
+            number, minibatch after minibatch; of each row the indices of its sequences.
+        row_len: ``training.seq_len``.
         minibatch_tokens: For each minibatch, which is one optimizer step of an epoch, the
             tokens that its loss is made of, over all ranks: completion tokens of rollouts,
             and supervised ones. With 0 there is nothing to learn from.
         samples: The table that ``sample_ids`` index.
+        mass: What the weights of rollouts are over, see :func:`aggregation.weight_mass`.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Prompt and completion tokens, supervised ones included, padding left out.
-        metrics: What the plan itself knows, staleness for one.
+        metrics: What the plan itself knows: staleness; the share of padding; what the
+            costliest rank has to do to what a rank has to do on average
+            (``data/max_over_mean_cost``, of each minibatch, weighed by cost); rows of a rank.
     """
 
-    rows_of_rank: list[TrainRows]
+    sequences: Sequence[Sample]
+    layout: list[list[list[int]]]
+    row_len: int
     minibatch_tokens: list[int]
     samples: SampleTable
+    mass: int
     num_trained_tokens: int
     num_tokens: int
     metrics: dict[str, float]
 
+    @functools.cached_property
+    def rows_of_rank(self) -> list[TrainRows]:
+        """For each data-parallel rank its rows, laid out."""
+        return [build_rows(self.sequences, rows, self.row_len) for rows in self.layout]
+
     @property
     def num_minibatches(self) -> int:
         return len(self.minibatch_tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Places for tokens in the rows of all ranks."""
+        return len(self.layout) * len(self.layout[0]) * self.row_len
 
 
 def plan_step(
@@ -82,9 +111,12 @@ def plan_step(
     row_len: int,
     local_batch_size: int,
     max_new_tokens: int,
+    balance: bool,
+    cost: SequenceCost,
+    row_bucket: int,
     ptx: Sequence[Sample] = (),
 ) -> StepPlan:
-    """Shapes rewards, cuts the batch into minibatches, weighs, packs and deals.
+    """Shapes rewards, cuts the batch into minibatches, weighs, spreads over ranks and packs.
 
     Rollouts without a reward are left out. Where every group is left out
     (``grpo.filter_zero_advantage``), the rows are padding and no token is trained.
@@ -97,15 +129,21 @@ def plan_step(
         row_len: ``training.seq_len``.
         local_batch_size: Rows of a microbatch.
         max_new_tokens: ``rollout.max_new_tokens``.
+        balance: ``prompts.balance_batch``.
+        cost: Of a sequence, by its tokens (``prompts.balance_cost``).
+        row_bucket: ``prompts.row_bucket``.
         ptx: Supervised sequences to mix in; their weights are set here.
     """
-    scored = [(g.group_id, r) for g in groups for r in g.rollouts if r.reward is not None]
+    everything = [(g.group_id, r) for g in groups for r in g.rollouts]
+    sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
+    scored = [everything[i] for i in sources]
     table = _table(scored, config, max_new_tokens)
     kept = np.ones(len(table), np.bool_)
     if config.filter_zero_advantage:
         kept = informative_samples(table.rewards, table.group_ids)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
-    metrics = _staleness([r for _, r in scored], version)
+    sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
+    metrics = staleness_metrics([r for _, r in scored], version)
     metrics["data/filtered_groups_fraction"] = _fraction_lost(table.group_ids, kept)
     table = table.take(kept)
 
@@ -114,21 +152,25 @@ def plan_step(
     constant_length = config.aggregation_length or max_new_tokens
     ptx_parts = split_evenly([s.num_tokens for s in ptx], num_minibatches)
     minibatches = [
-        _weighted(rollouts, indices, table, config.aggregation, constant_length)
+        _weighted(rollouts, sources, indices, table, config.aggregation, constant_length)
         + _weighted_ptx([ptx[i] for i in part], config.ptx_coef)
         for indices, part in zip(members, ptx_parts, strict=True)
     ]
-    rows_of_rank = _lay_out(minibatches, num_ranks, row_len, local_batch_size)
-    num_tokens = sum(s.num_tokens for samples in minibatches for s in samples)
-    capacity = num_ranks * rows_of_rank[0].num_rows * row_len
-    return StepPlan(
-        rows_of_rank=rows_of_rank,
+    layout = _Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
+    rows, layout_metrics = _lay_out(minibatches, layout)
+    plan = StepPlan(
+        sequences=[sample for samples in minibatches for sample in samples],
+        layout=rows,
+        row_len=row_len,
         minibatch_tokens=[_num_learned(samples) for samples in minibatches],
         samples=table,
+        mass=weight_mass(table.completion_lengths, kind=config.aggregation),
         num_trained_tokens=int(table.completion_lengths.sum()),
-        num_tokens=num_tokens,
-        metrics=metrics | {"data/padding_fraction": 1 - num_tokens / capacity},
+        num_tokens=sum(s.num_tokens for samples in minibatches for s in samples),
+        metrics=metrics | layout_metrics,
     )
+    plan.metrics["data/padding_fraction"] = 1 - plan.num_tokens / plan.capacity
+    return plan
 
 
 def epoch_order(num_minibatches: int, epoch: int) -> list[int]:
@@ -141,16 +183,16 @@ def epoch_order(num_minibatches: int, epoch: int) -> list[int]:
 
 
 def _table(scored: Sequence[tuple[int, Rollout]], config: GRPO, max_new_tokens: int) -> SampleTable:
-    lengths = np.array([len(r.completion_ids) for _, r in scored], dtype=np.int64)
     rewards = shape_rewards(
         np.array([r.reward for _, r in scored], dtype=np.float64),
-        lengths,
+        np.array([r.num_written for _, r in scored], dtype=np.int64),
         positive_scale=config.reward_positive_scale,
         negative_scale=config.reward_negative_scale,
         overlong_buffer=config.overlong_buffer,
         overlong_penalty=config.overlong_penalty,
         max_new_tokens=max_new_tokens,
     )
+    lengths = np.array([r.num_trained for _, r in scored], dtype=np.int64)
     return SampleTable(rewards, np.array([g for g, _ in scored], dtype=np.int64), lengths)
 
 
@@ -173,6 +215,7 @@ def _minibatches_of(
 
 def _weighted(
     rollouts: Sequence[Rollout],
+    sources: Sequence[int],
     indices: list[int],
     table: SampleTable,
     aggregation: AggregationKind,
@@ -187,7 +230,9 @@ def _weighted(
             rollouts[i].completion_ids,
             rollouts[i].generator_logprobs,
             sample_id=i,
+            source=sources[i],
             loss_weight=float(weight),
+            sampled=rollouts[i].sampled,
         )
         for i, weight in zip(indices, weights, strict=True)
     ]
@@ -200,29 +245,72 @@ def _weighted_ptx(ptx: list[Sample], coef: float) -> list[Sample]:
 
 def _num_learned(samples: Sequence[Sample]) -> int:
     """Tokens that count in the loss; supervised ones do not with ``grpo.ptx_coef = 0``."""
-    return sum(s.num_predicted for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)
+    return sum(s.num_trained for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How sequences become rows; see :func:`plan_step` for each."""
+
+    num_ranks: int
+    row_len: int
+    local_batch_size: int
+    row_bucket: int
+    balance: bool
+    cost: SequenceCost
+
+    def spread(self, lengths: Sequence[int], min_rows: int) -> Spread:
+        multiple = self.local_batch_size * self.row_bucket
+        if not self.balance:
+            return spread_by_rows(
+                lengths,
+                num_ranks=self.num_ranks,
+                row_len=self.row_len,
+                multiple=multiple,
+                min_rows=min_rows,
+            )
+        costs = [self.cost(length) for length in lengths]
+        spread = spread_by_cost(
+            lengths,
+            costs,
+            num_ranks=self.num_ranks,
+            row_len=self.row_len,
+            multiple=multiple,
+            min_rows=min_rows,
+        )
+        return [group_rows(rows, costs, self.local_batch_size) for rows in spread]
 
 
 def _lay_out(
-    minibatches: Sequence[Sequence[Sample]], num_ranks: int, row_len: int, local_batch_size: int
-) -> list[TrainRows]:
-    """Packs each minibatch into rows of its own, as many on each rank and in each minibatch."""
-    packed = [pack_rows([s.num_tokens for s in samples], row_len) for samples in minibatches]
-    per_rank = rows_per_rank(max(len(rows) for rows in packed), num_ranks, local_batch_size)
-    all_samples = [sample for samples in minibatches for sample in samples]
-    rows_of_rank: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    minibatches: Sequence[Sequence[Sample]], layout: _Layout
+) -> tuple[list[list[list[int]]], dict[str, float]]:
+    """Lays each minibatch out in rows of its own, as many on each rank and in each minibatch."""
+    lengths = [[s.num_tokens for s in samples] for samples in minibatches]
+    spreads = [layout.spread(of_minibatch, min_rows=0) for of_minibatch in lengths]
+    per_rank = max(len(spread[0]) for spread in spreads)
+    # Those that need fewer rows are spread anew: more rows allow a better balance.
+    spreads = [
+        spread if len(spread[0]) == per_rank else layout.spread(of_minibatch, min_rows=per_rank)
+        for spread, of_minibatch in zip(spreads, lengths, strict=True)
+    ]
+    heaviest = mean = 0.0
+    rows_of_rank: list[list[list[int]]] = [[] for _ in range(layout.num_ranks)]
     offset = 0
-    for samples, rows in zip(minibatches, packed, strict=True):
-        row_tokens = [sum(samples[i].num_tokens for i in row) for row in rows]
-        for rank, dealt in enumerate(deal_rows(row_tokens, num_ranks, per_rank)):
-            rows_of_rank[rank] += [
-                [offset + i for i in rows[row]] if row is not None else [] for row in dealt
-            ]
-        offset += len(samples)
-    return [build_rows(all_samples, rows, row_len) for rows in rows_of_rank]
+    for spread, of_minibatch in zip(spreads, lengths, strict=True):
+        costs = rank_costs(spread, [layout.cost(length) for length in of_minibatch])
+        heaviest, mean = heaviest + max(costs), mean + sum(costs) / len(costs)
+        for of_rank, rows in zip(rows_of_rank, spread, strict=True):
+            of_rank += [[offset + i for i in row] for row in rows]
+        offset += len(of_minibatch)
+    metrics = {
+        "data/max_over_mean_cost": heaviest / mean if mean > 0 else 1.0,
+        "data/rows_per_rank": float(per_rank * len(minibatches)),
+    }
+    return rows_of_rank, metrics
 
 
-def _staleness(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
+    """How old samples are when ``version`` learns from them; 0 where there are none."""
     ages = [version - rollout.oldest_version for rollout in rollouts]
     mixed = [len({segment.version for segment in rollout.segments}) > 1 for rollout in rollouts]
     return {

@@ -3,6 +3,7 @@
 
 """Planning with a run's settings: what live rollouts and replayed ones have in common."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
 from torchtitan.grpo.data.plan import StepPlan, plan_step
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.models.hf_config import HFModel
@@ -20,10 +22,19 @@ from torchtitan.grpo.types import RolloutGroup
 
 @dataclass(frozen=True)
 class NextStep:
-    """A planned step, with what is to be logged of its rollouts."""
+    """A planned step, or a part of one, with what is to be logged of its rollouts.
+
+    Attributes:
+        plan: Of the part.
+        metrics: Of the whole step; of a step in parts the last one brings them.
+        is_first: The step begins with it; what came of a step that had begun is void.
+        is_last: The step is whole with it.
+    """
 
     plan: StepPlan
     metrics: dict[str, float]
+    is_first: bool = True
+    is_last: bool = True
 
 
 class StepPlanner:
@@ -40,6 +51,7 @@ class StepPlanner:
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self._config = config
         self._ptx = _open_ptx(config, model)
+        self._cost = _sequence_cost(config, model)
 
     def plan(
         self, groups: Sequence[RolloutGroup], *, step: int, version: int, num_ranks: int
@@ -62,6 +74,9 @@ class StepPlanner:
             row_len=config.training.seq_len,
             local_batch_size=config.training.local_batch_size,
             max_new_tokens=config.rollout.max_new_tokens,
+            balance=config.prompts.balance_batch,
+            cost=self._cost,
+            row_bucket=config.prompts.row_bucket,
             ptx=ptx,
         )
 
@@ -71,6 +86,12 @@ def open_sample_log(config: JobConfig, start_version: int) -> SampleLog:
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     return SampleLog(folder / "samples.jsonl", config.observe.samples_per_step, start_version)
+
+
+def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:
+    if config.prompts.balance_cost == "tokens":
+        return token_cost
+    return flops_cost(json.loads((model.path / "config.json").read_text()))
 
 
 def _open_ptx(config: JobConfig, model: HFModel) -> PtxStream | None:

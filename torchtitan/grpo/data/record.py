@@ -20,10 +20,16 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.files import DataError, decode_line
-from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import (
+    FinishReason,
+    PromptProgress,
+    Rollout,
+    RolloutGroup,
+    VersionSegment,
+)
 
 FORMAT = "torchtitan-grpo-rollouts"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class RecordHeader(msgspec.Struct):
@@ -42,7 +48,13 @@ class RecordHeader(msgspec.Struct):
 
 
 class RolloutRecord(msgspec.Struct):
-    """A rollout; its prompt is its group's. ``segments`` are (version, start, end)."""
+    """A rollout; its prompt is its group's.
+
+    Attributes:
+        segments: (version, start, end).
+        observed: (start, end) of the completion tokens that are not trained, ascending.
+        num_context: How many of them a model wrote; an environment put in the others.
+    """
 
     completion_ids: list[int]
     logprobs: list[float]
@@ -51,6 +63,8 @@ class RolloutRecord(msgspec.Struct):
     finish_reason: FinishReason = "stop"
     completion: str = ""
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
+    observed: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    num_context: int = 0
 
 
 class GroupRecord(msgspec.Struct):
@@ -68,12 +82,12 @@ class BatchRecord(msgspec.Struct):
 
     Attributes:
         version: Of the policy that it was trained on.
-        prompt_position: Prompts used up with it.
+        progress: Of the prompts with it.
         groups: As they were planned.
     """
 
     version: int
-    prompt_position: int
+    progress: PromptProgress
     groups: list[GroupRecord]
 
 
@@ -113,9 +127,9 @@ class RolloutRecorder:
         except OSError as error:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
 
-    def write(self, version: int, prompt_position: int, groups: Sequence[RolloutGroup]) -> None:
+    def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
         """Appends one batch."""
-        record = BatchRecord(version, prompt_position, [_group_record(group) for group in groups])
+        record = BatchRecord(version, progress, [_group_record(group) for group in groups])
         self._file.write(self._line(record))
         self._file.flush()
 
@@ -251,6 +265,8 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
                 finish_reason=r.finish_reason,
                 completion=r.completion,
                 reward_components=r.reward_components,
+                observed=[] if r.sampled is None else _observed_spans(r.sampled),
+                num_context=r.num_context,
             )
             for r in group.rollouts
         ],
@@ -271,7 +287,22 @@ def _group(record: GroupRecord) -> RolloutGroup:
             completion=r.completion,
             reward=r.reward,
             reward_components=r.reward_components,
+            sampled=_sampled(r.observed, len(r.completion_ids)) if r.observed else None,
+            num_context=r.num_context,
         )
         for r in record.rollouts
     )
     return RolloutGroup(record.group_id, record.prompt_text, rollouts, record.server_url)
+
+
+def _observed_spans(sampled: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of each run of tokens that were not sampled."""
+    borders = np.flatnonzero(np.diff(sampled, prepend=True, append=True))
+    return [(int(start), int(end)) for start, end in borders.reshape(-1, 2)]
+
+
+def _sampled(observed: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
+    sampled = np.ones(num_tokens, np.bool_)
+    for start, end in observed:
+        sampled[start:end] = False
+    return sampled

@@ -4,17 +4,21 @@
 """Training on recorded rollouts, without servers, rollout process, prompts or rewards."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.parts import PartPlanner, split_groups
 from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.link import EvaluationResult, ServerInfo
 from torchtitan.grpo.rollout.metrics import group_metrics
+from torchtitan.grpo.types import PromptProgress, RolloutGroup
 
 _KEY = "rollout.replay"
 
@@ -30,11 +34,11 @@ class ReplaySource:
         config: Of the run.
         model: What is trained.
         start_version: Batches already trained on.
-        prompt_position: Kept until a batch brings its own.
+        progress: Kept until a batch brings its own.
         should_stop: Polled while the file is checked, and between batches.
 
     Attributes:
-        prompt_position: Prompts that the recorded run had used up with the last batch.
+        progress: Of the recorded run with the last batch.
         is_exhausted: The last :meth:`next_step` came to the end of the file.
         link: There is no rollout process.
         servers: There are none.
@@ -46,12 +50,12 @@ class ReplaySource:
         model: HFModel,
         *,
         start_version: int,
-        prompt_position: int,
+        progress: PromptProgress,
         should_stop: Callable[[], bool],
     ) -> None:
         assert config.rollout.replay is not None
         self.config = config
-        self.prompt_position = prompt_position
+        self.progress = progress
         self.is_exhausted = False
         self.link: None = None
         self.servers: list[ServerInfo] = []
@@ -60,7 +64,10 @@ class ReplaySource:
         self._start_version = start_version
         self._should_stop = should_stop
         self._reader = RecordReader(self._path, model.vocab_size, config.rollout.temperature, _KEY)
-        self._planner = StepPlanner(config, model)
+        self._planner = PartPlanner(StepPlanner(config, model))
+        self._num_parts = config.rollout.stream_parts if config.rollout.stream else 1
+        self._batch: BatchRecord | None = None
+        self._parts: list[Sequence[RolloutGroup]] = []  # of it, that are left
         self._batches: Iterator[tuple[str, BatchRecord]] = iter(())
         self._position = 0
         self.samples = open_sample_log(config, start_version)
@@ -90,15 +97,37 @@ class ReplaySource:
         self._batches = iter(self._reader)
 
     def next_step(self, version: int, num_ranks: int) -> NextStep | None:
-        """The file's batch ``version``, planned. None at its end, or when asked to stop."""
-        batch = self._seek(version)
-        if batch is None:
-            return None
-        groups = read_groups(batch)
-        self.prompt_position = batch.prompt_position
+        """The file's batch ``version``, or the next part of it, planned.
+
+        None at the file's end, or when asked to stop.
+        """
+        is_first = not self._parts
+        if is_first:
+            self._batch = self._seek(version)
+            if self._batch is None:
+                return None
+            self._parts = split_groups(read_groups(self._batch), self._num_parts)
+        assert self._batch is not None
+        step = self._planner.plan(
+            self._parts.pop(0),
+            is_first=is_first,
+            is_last=not self._parts,
+            step=version,
+            version=self._batch.version,
+            num_ranks=num_ranks,
+        )
+        if not step.is_last:
+            return step
+        groups = self._planner.groups
+        self.progress = self._batch.progress
         self.samples.write(version + 1, groups)
-        plan = self._planner.plan(groups, step=version, version=batch.version, num_ranks=num_ranks)
-        return NextStep(plan, group_metrics(groups) | plan.metrics)
+        return replace(step, metrics=group_metrics(groups) | step.metrics)
+
+    def share(self, version: int) -> None:
+        """Rank 0 has read everything."""
+
+    def save(self, step: int) -> None:
+        """Nothing is in flight that a checkpoint could lack."""
 
     def evaluate(self, version: int) -> EvaluationResult | None:
         """Always None: nothing can be generated."""
@@ -158,6 +187,17 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
             is_finite = np.isfinite(np.array(rollout.logprobs, dtype=np.float32)).all()
         _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
         _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
+        _check_observed(rollout.observed, len(rollout.completion_ids), here)
+
+
+def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:
+    borders = [0, *(border for span in spans for border in span), num_tokens]
+    is_ordered = all(start <= end for start, end in pairwise(borders))
+    _require(
+        is_ordered and sum(end - start for start, end in spans) < num_tokens,
+        f"{where}: observed must be ascending spans within the {num_tokens} completion tokens that "
+        f"leave one to train on, got {list(spans)}.",
+    )
 
 
 def _check_token_ids(token_ids: Sequence[int], where: str, vocab_size: int) -> None:

@@ -36,8 +36,11 @@ class Sample:
         completion_ids: [completion_len] int32.
         generator_logprobs: [completion_len] float32; None on a supervised sequence.
         sample_id: Index in the step's table of samples, or :data:`NO_SAMPLE`.
-        loss_weight: Of every completion token of a rollout in the global loss.
+        loss_weight: Of every trained token of a rollout in the global loss.
         ptx_weight: Of every predicted completion token of a supervised sequence.
+        sampled: [completion_len] bool, True where a token of a rollout is trained; None is
+            everywhere. The others, which an environment put in, are context alone.
+        source: Position of a rollout among all of its batch.
     """
 
     prompt_ids: np.ndarray
@@ -46,6 +49,8 @@ class Sample:
     sample_id: int = NO_SAMPLE
     loss_weight: float = 0.0
     ptx_weight: float = 0.0
+    sampled: np.ndarray | None = None
+    source: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +60,13 @@ class Sample:
     def num_predicted(self) -> int:
         """Completion tokens that something comes before: without a prompt, all but the first."""
         return self.num_tokens - max(len(self.prompt_ids), 1)
+
+    @property
+    def num_trained(self) -> int:
+        """Predicted tokens that count in the loss: those that an environment put in do not."""
+        if self.sampled is None:
+            return self.num_predicted
+        return int(np.count_nonzero(self.sampled[-self.num_predicted :]))
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class TrainRows:
         positions: [rows, seq] int64, restarting at 0 with each sequence.
         sequence_ids: [rows, seq] int64, one id per sequence of a row, padding included.
         labels: [rows, seq] int64, the next token of the same sequence, 0 at its end.
-        loss_mask: [rows, seq] bool, True where the label is a rollout's completion token.
+        loss_mask: [rows, seq] bool, True where the label is a token that a rollout's model wrote.
         generator_logprobs: [rows, seq] float32, of the label, 0 where not trained.
         advantages: [rows, seq] float32, of the label, 0 where not trained, and everywhere
             until :meth:`with_advantages` fills them in.
@@ -165,7 +177,9 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
     predicted = slice(end - 1 - sample.num_predicted, end - 1)
     row["ptx_weights"][predicted] = sample.ptx_weight
     if sample.generator_logprobs is not None:
-        row["loss_mask"][predicted] = True
-        row["loss_weights"][predicted] = sample.loss_weight
-        row["generator_logprobs"][predicted] = sample.generator_logprobs
+        # A scalar where all are trained: nothing is looked at token by token.
+        is_trained = True if sample.sampled is None else sample.sampled
+        row["loss_mask"][predicted] = is_trained
+        row["loss_weights"][predicted] = sample.loss_weight * is_trained
+        row["generator_logprobs"][predicted] = sample.generator_logprobs * is_trained
     return end

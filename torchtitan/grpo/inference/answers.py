@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from torchtitan.grpo.inference.client import ServerError, WeightGroupInfo
+from torchtitan.grpo.inference.http import excerpt
 from torchtitan.grpo.types import FinishReason, GenerateRequest, Generation, VersionSegment
 
 UNPUSHED_VERSION = -1
@@ -25,6 +26,16 @@ UPDATING_LABEL = "updating"
 """Version label that a server carries while an update is loading. Nothing is sampled
 then, so a token under this label means that the update broke off half-way."""
 
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What taking an answer apart may raise where it is not of the expected shape."""
+
+_VERSION_DIGITS = 18
+# Of a logprob that should be 0, in whatever precision a server computes it.
+_ROUNDING = 1e-3
+_LOWEST_LOGPROB = float(np.finfo(np.float32).min)
+_ANSWER_BYTES = 2**20
+_ANSWER_BYTES_PER_TOKEN = 1024
+
 
 def parse_version(label: Any, source: str) -> int:
     """A policy version from a server's version label.
@@ -34,19 +45,20 @@ def parse_version(label: Any, source: str) -> int:
     """
     if label == UNPUSHED_LABEL:
         return UNPUSHED_VERSION
-    try:
-        return int(label)
-    except (TypeError, ValueError):
+    # int() would take 3.7, True and " 3" as well.
+    version = version_or_none(label) if type(label) in (str, int) else None
+    if version is None:
         raise ServerError(
-            f"{source}: the weight version is {label!r}, not the number of a training step: "
+            f"{source}: the weight version is {label!r:.80}, not the number of a training step: "
             "an update broke off half-way, or someone else updates this server. Push again."
-        ) from None
+        )
+    return version
 
 
 def version_or_none(label: Any) -> int | None:
     """The version behind a label; None before the first push and amid a broken update."""
     text = str(label)
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else None
 
 
 def version_segments(
@@ -61,12 +73,16 @@ def version_segments(
         ServerError: The spans have gaps, overlap, or do not cover the completion.
     """
     segments: list[VersionSegment] = []
-    position = 0
+    position, has_gap = 0, False
     spans = [tuple(span) for span in spans]
     for label, start, end in spans:
+        if not (type(start) is type(end) is int and start <= end):
+            has_gap = True
+            break
         if start == end:
             continue
-        if start != position or end < start:
+        if start != position:
+            has_gap = True
             break
         version = parse_version(label, source)
         if segments and segments[-1].version == version:
@@ -74,9 +90,10 @@ def version_segments(
         else:
             segments.append(VersionSegment(version, start, end))
         position = end
-    if position != num_tokens:
+    if has_gap or position != num_tokens:
         raise ServerError(
-            f"{source}: weight versions must cover {num_tokens} tokens without gaps, got {spans}."
+            f"{source}: weight versions must cover {num_tokens} tokens without gaps, "
+            f"got {spans!s:.300}."
         )
     return tuple(segments)
 
@@ -85,6 +102,9 @@ def checked_generation(
     source: str,
     request: GenerateRequest,
     *,
+    sent_id: str,
+    answered_id: Any,
+    num_prompt_tokens: Any,
     token_ids: Sequence[int],
     logprobs: Sequence[tuple[float | None, int]],
     num_completion_tokens: int,
@@ -96,6 +116,9 @@ def checked_generation(
     Args:
         source: URL and route, begins every message.
         request: What was asked.
+        sent_id: The request's id as the server knows it.
+        answered_id: The id that the answer bears.
+        num_prompt_tokens: Of the prompt that the server says it continued.
         token_ids: Sampled tokens.
         logprobs: Of each sampled token, its logprob and its id once more.
         num_completion_tokens: The count that the server states.
@@ -105,6 +128,7 @@ def checked_generation(
     Raises:
         ServerError: Something does not hold.
     """
+    _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
     num_tokens = len(token_ids)
     if not num_tokens == len(logprobs) == num_completion_tokens:
         raise ServerError(
@@ -122,17 +146,22 @@ def checked_generation(
             f"got {finish_reason!r}."
         )
     ids = _as_ids(token_ids, source)
-    values = np.array([np.nan if value is None else value for value, _ in logprobs], np.float32)
     if [token for _, token in logprobs] != list(token_ids):
         raise ServerError(f"{source}: the logprobs are of other tokens than the sampled ones.")
-    if not np.isfinite(values).all():
-        raise ServerError(f"{source}: logprobs must be finite, got {values.tolist()}.")
+    values = [value for value, _ in logprobs]
+    _require_logprobs(values, f"{source}: logprobs")
     return Generation(
         token_ids=ids,
-        logprobs=values,
+        logprobs=np.array(values, np.float32),
         finish_reason=cast(FinishReason, finish_reason),
         segments=version_segments(spans, num_tokens, source),
     )
+
+
+def max_answer_bytes(request: GenerateRequest) -> int:
+    """More than any answer to ``request`` has: what is longer need not be read to its end."""
+    num_tokens = len(request.prompt_ids) + request.max_new_tokens
+    return _ANSWER_BYTES + _ANSWER_BYTES_PER_TOKEN * num_tokens
 
 
 def checked_prompt_logprobs(
@@ -150,10 +179,20 @@ def checked_prompt_logprobs(
     """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(f"{source}: prompt logprobs must be of the {len(token_ids)} tokens sent.")
-    values = np.array([np.nan if value is None else value for value, _ in entries[1:]])
-    if not np.isfinite(values).all():
-        raise ServerError(f"{source}: prompt logprobs must be finite, got {values.tolist()}.")
-    return values.tolist()
+    values: list[Any] = [value for value, _ in entries[1:]]
+    _require_logprobs(values, f"{source}: prompt logprobs")
+    return [float(value) for value in values]
+
+
+def as_object(body: Any, source: str) -> dict[str, Any]:
+    """The answer, which must be a JSON object.
+
+    Raises:
+        ServerError: It is not; ``source`` begins the message.
+    """
+    if not isinstance(body, dict):
+        raise ServerError(f"{source} must answer a JSON object, got {excerpt(body)}")
+    return body
 
 
 def joined_group(
@@ -169,8 +208,32 @@ def joined_group(
     return groups[group_name]
 
 
+def _require_own_answer(
+    source: str, request: GenerateRequest, sent_id: str, answered_id: Any, num_prompt_tokens: Any
+) -> None:
+    if answered_id != sent_id:
+        raise ServerError(
+            f"{source}: request {sent_id} must be answered under its own id, the answer bears "
+            f"{answered_id!r:.80}. Servers, and proxies before them, must not mix up answers, "
+            "nor give requests ids of their own (X-Request-Id)."
+        )
+    if num_prompt_tokens != len(request.prompt_ids):
+        raise ServerError(
+            f"{source}: request {sent_id} was sent with {len(request.prompt_ids)} prompt tokens, "
+            f"the answer continues {num_prompt_tokens!r:.80}. The server must not cut prompts."
+        )
+
+
 def _as_ids(token_ids: Sequence[int], source: str) -> np.ndarray:
-    ids = np.asarray(token_ids)
-    if ids.dtype.kind != "i" or ids.min() < 0 or ids.max() > np.iinfo(np.int32).max:
-        raise ServerError(f"{source}: token ids must be int32 and not negative, got {token_ids}.")
-    return ids.astype(np.int32)
+    most = np.iinfo(np.int32).max
+    if not all(type(token) is int and 0 <= token <= most for token in token_ids):
+        raise ServerError(
+            f"{source}: token ids must be int32 and not negative, got {token_ids!s:.300}."
+        )
+    return np.array(token_ids, np.int32)
+
+
+def _require_logprobs(values: Sequence[Any], what: str) -> None:
+    # Compared before they are converted: no number is too large for this, and NaN fails it.
+    if not all(type(v) in (float, int) and _LOWEST_LOGPROB <= v <= _ROUNDING for v in values):
+        raise ServerError(f"{what} must be finite and not above 0, got {values!s:.300}.")

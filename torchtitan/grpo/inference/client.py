@@ -74,6 +74,22 @@ class BucketSpec:
     base_version: int | None = None
 
 
+@dataclass(frozen=True)
+class ServerLoad:
+    """How busy a server is, by its own word.
+
+    Attributes:
+        running: Requests that are being written.
+        waiting: Requests that wait for room.
+        kv_use: Part of its memory for keys and values that is taken, in [0, 1]; None where
+            the server does not tell.
+    """
+
+    running: int
+    waiting: int
+    kv_use: float | None
+
+
 class InferenceClient(ABC):
     """One inference server.
 
@@ -111,6 +127,10 @@ class InferenceClient(ABC):
     @abstractmethod
     async def version(self) -> int | None:
         """The policy version the server says it serves; None before the first push."""
+
+    @abstractmethod
+    async def load(self) -> ServerLoad:
+        """How busy the server is, whoever keeps it so. Asked about once a second."""
 
     @abstractmethod
     async def num_workers(self) -> int:

@@ -3,6 +3,7 @@
 
 """JSON over HTTP with keys, timeouts and errors that name the server and the route."""
 
+import asyncio
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
 ADMIN_KEY_VARIABLE = "TORCHTITAN_GRPO_ADMIN_KEY"
 
 _EXCERPT_CHARS = 600
+_MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class RouteError(ServerError):
@@ -62,6 +64,7 @@ class HttpConnection:
         self.timeout_seconds = timeout_seconds
         self._keys = {"generation": api_key, "control": admin_key or api_key}
         self._session: aiohttp.ClientSession | None = None
+        self._turn = asyncio.Lock()
 
     async def get(self, route: str, **options: Any) -> Answer:
         """GETs a control route, see :meth:`request`."""
@@ -79,6 +82,7 @@ class HttpConnection:
         *,
         scope: Literal["generation", "control"] = "control",
         timeout_seconds: float | None = None,
+        max_bytes: int = _MAX_ANSWER_BYTES,
         accept: Collection[int] = (),
     ) -> Answer:
         """Makes one request.
@@ -89,14 +93,20 @@ class HttpConnection:
             body: Sent as JSON; None sends no body.
             scope: Which key is presented.
             timeout_seconds: Bound of the whole exchange; None is the connection's own.
+            max_bytes: A longer answer is not read to its end.
             accept: Statuses that are answers to the caller, besides 2xx.
 
         Raises:
-            RouteError: No answer in time, no connection, or another status.
+            RouteError: No answer in time, no connection, another status, or an answer that is
+                too long or no UTF-8.
         """
         timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         key = self._keys[scope]
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # One a turn of the event loop: a thousand that begin at once, at the start of a run or
+        # when a server is lost, would together keep it from all else for a good while.
+        async with self._turn:
+            await asyncio.sleep(0)
         try:
             async with self._open_session().request(
                 method,
@@ -105,7 +115,7 @@ class HttpConnection:
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout),
             ) as response:
-                text = await response.text(errors="replace")
+                content = await _read(response, max_bytes)
                 status = response.status
         except TimeoutError as error:
             raise RouteError(
@@ -116,9 +126,20 @@ class HttpConnection:
                 f"{method} {self.url}{route} failed: {type(error).__name__}: {error}. "
                 "Is the server up, and is its URL right?"
             ) from error
+        if content is None:
+            raise RouteError(
+                f"{method} {self.url}{route} must be answered with at most {max_bytes} bytes, "
+                "and the answer is longer."
+            )
         if not 200 <= status < 300 and status not in accept:
+            text = content.decode(errors="replace")
             raise RouteError(_status_message(method, self.url + route, status, text), status)
-        return Answer(status, _parse(text))
+        try:
+            return Answer(status, _parse(content.decode()))
+        except UnicodeDecodeError as error:
+            raise RouteError(
+                f"{method} {self.url}{route} must be answered in UTF-8: {error}", status
+            ) from error
 
     async def close(self) -> None:
         """Closes the session; a later request opens a new one."""
@@ -143,12 +164,23 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
 
 
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
+    """The whole answer; None where it is longer than ``max_bytes``."""
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > max_bytes:
+            return None
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
 def _parse(text: str) -> Any:
     if not text:
         return None
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter where brackets are nested very deeply
         return text
 
 

@@ -12,19 +12,24 @@ import re
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
+    MALFORMED,
     UPDATING_LABEL,
+    as_object,
     checked_generation,
     checked_prompt_logprobs,
     joined_group,
+    max_answer_bytes,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
     BucketSpec,
     InferenceClient,
     ServerError,
+    ServerLoad,
     WeightGroupInfo,
 )
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.loads import load_of_ranks
 from torchtitan.grpo.inference.names import unknown_names
 from torchtitan.grpo.types import GenerateRequest, Generation
 
@@ -63,6 +68,7 @@ class SGLangClient(InferenceClient):
                 generate_body(request),
                 scope="generation",
                 timeout_seconds=self._request_timeout_seconds,
+                max_bytes=max_answer_bytes(request),
             )
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(request.request_id))
@@ -101,11 +107,16 @@ class SGLangClient(InferenceClient):
     async def _model_info(self) -> dict[str, Any]:
         # With both keys set, the routes that only tell something take the generation key.
         answer = await self._http.get("/model_info", scope="generation")
-        return _as_object(answer.body, f"{self.url}/model_info")
+        return as_object(answer.body, f"{self.url}/model_info")
 
     async def _server_info(self) -> dict[str, Any]:
         answer = await self._http.get("/server_info", scope="generation")
-        return _as_object(answer.body, f"{self.url}/server_info")
+        return as_object(answer.body, f"{self.url}/server_info")
+
+    async def load(self) -> ServerLoad:
+        route = "/v1/loads?include=core"
+        answer = await self._http.get(route, scope="generation")
+        return load_of_ranks(self.url + route, answer.body)
 
     async def num_workers(self) -> int:
         info = await self._server_info()
@@ -297,6 +308,7 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
     Raises:
         ServerError: The answer lacks something, or its parts disagree.
     """
+    body = as_object(body, source)
     try:
         meta = body["meta_info"]
         token_ids = body["output_ids"]
@@ -307,15 +319,18 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
         return checked_generation(
             source,
             request,
+            sent_id=_rid(request.request_id),
+            answered_id=meta["id"],
+            num_prompt_tokens=meta["prompt_tokens"],
             token_ids=token_ids,
             logprobs=[(entry[0], entry[1]) for entry in meta["output_token_logprobs"]],
             num_completion_tokens=meta["completion_tokens"],
             finish_reason=meta["finish_reason"]["type"],
             spans=[(span["version"], span["start"], span["end"]) for span in spans],
         )
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except MALFORMED as error:
         raise ServerError(
-            f"{source}: the answer must hold output_ids and meta_info with logprobs, finish "
+            f"{source}: the answer must hold output_ids and meta_info with id, logprobs, finish "
             f"reason and weight version ({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
 
@@ -334,7 +349,7 @@ def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[
                 body["meta_info"]["input_token_logprobs"], token_ids, strict=True
             )
         ]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except MALFORMED as error:
         raise ServerError(
             f"{source}: the answer must hold meta_info.input_token_logprobs of the "
             f"{len(token_ids)} tokens sent ({type(error).__name__}: {error}), got {excerpt(body)}"
@@ -362,9 +377,3 @@ def release_number(version: Any) -> tuple[int, int, int] | None:
 def _rid(request_id: str) -> str:
     # SGLang aborts by prefix: with its length in front, no id is the prefix of another.
     return f"{len(request_id)}:{request_id}"
-
-
-def _as_object(body: Any, source: str) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ServerError(f"{source} must answer a JSON object, got {excerpt(body)}")
-    return body

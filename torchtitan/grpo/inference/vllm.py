@@ -17,19 +17,24 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
+    MALFORMED,
     UPDATING_LABEL,
+    as_object,
     checked_generation,
     checked_prompt_logprobs,
     joined_group,
+    max_answer_bytes,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
     BucketSpec,
     InferenceClient,
     ServerError,
+    ServerLoad,
     WeightGroupInfo,
 )
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.loads import load_of_metrics
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
@@ -82,6 +87,7 @@ class VLLMClient(InferenceClient):
                 generate_body(request),
                 scope="generation",
                 timeout_seconds=self._request_timeout_seconds,
+                max_bytes=max_answer_bytes(request),
             )
         except asyncio.CancelledError:
             await asyncio.shield(self._abort_quietly(request.request_id))
@@ -118,8 +124,8 @@ class VLLMClient(InferenceClient):
                 timeout_seconds=self._request_timeout_seconds,
             )
             source = f"{self.url}{GENERATE_ROUTE}"
-            (logprob,) = parse_logprobs(source, answer.body)
-            if abs(logprob) > _PROBE_TOLERANCE:
+            logprobs = parse_logprobs(source, answer.body)
+            if not all(abs(logprob) <= _PROBE_TOLERANCE for logprob in logprobs):  # nor NaN
                 raise ServerError(
                     f"{self.url}: rollout.temperature other than 1 needs logprobs after "
                     "temperature, but the server returns them before it. Start it with "
@@ -143,6 +149,10 @@ class VLLMClient(InferenceClient):
     async def version(self) -> int | None:
         answer = await self._http.get("/weight_info")
         return version_or_none(_field(answer.body, "weight_version", f"{self.url}/weight_info"))
+
+    async def load(self) -> ServerLoad:
+        answer = await self._http.get("/metrics", scope="generation")
+        return load_of_metrics(f"{self.url}/metrics", answer.body)
 
     async def num_workers(self) -> int:
         sizes = []
@@ -322,21 +332,25 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
     Raises:
         ServerError: The answer lacks something, or its parts disagree.
     """
+    body = as_object(body, source)
     try:
         (choice,) = body["choices"]
         return checked_generation(
             source,
             request,
+            sent_id=_REQUEST_ID_PREFIX + request.request_id,
+            answered_id=body["request_id"],
+            num_prompt_tokens=body["usage"]["prompt_tokens"],
             token_ids=choice["token_ids"],
             logprobs=[(e["logprob"], e["token_id"]) for e in choice["logprobs"]["content"]],
             num_completion_tokens=body["usage"]["completion_tokens"],
             finish_reason=choice["finish_reason"],
             spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]],
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise ServerError(
-            f"{source}: the answer must hold one choice with token_ids, logprobs, finish reason "
-            f"and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
+            f"{source}: the answer must hold request_id, usage, and one choice with token_ids, "
+            f"logprobs, finish reason and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
 
 
@@ -349,7 +363,7 @@ def parse_logprobs(source: str, body: Any) -> list[float]:
     try:
         (choice,) = body["choices"]
         return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ServerError(
             f"{source}: the answer must hold one choice with logprobs "
             f"({type(error).__name__}: {error}), got {excerpt(body)}"
@@ -368,7 +382,7 @@ def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[
             (entry[str(token)]["logprob"], token)
             for entry, token in zip(others, token_ids[1:], strict=True)
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ServerError(
             f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
             f"({type(error).__name__}: {error}), got {excerpt(body)}"

@@ -16,6 +16,24 @@ import numpy as np
 AggregationKind = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
+def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int:
+    """What :func:`token_weights` divides by, of lengths and constants apart.
+
+    Where the samples of one optimizer step are weighed in parts, each by itself, the weights
+    over all of them are those of each part times its share of the parts' masses.
+
+    Args:
+        completion_lengths: [samples] int, trained tokens of each sample.
+        kind: ``grpo.aggregation``.
+
+    Returns:
+        Tokens under ``token_mean``, else samples with at least one token.
+    """
+    if kind == "token_mean":
+        return int(completion_lengths.sum())
+    return int(np.count_nonzero(completion_lengths))
+
+
 def token_weights(
     completion_lengths: np.ndarray, *, kind: AggregationKind, constant_length: int
 ) -> np.ndarray:

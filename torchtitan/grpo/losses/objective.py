@@ -69,6 +69,8 @@ SUM_NAMES = (
 """What :func:`objective` sums, in this order: the three losses weighted, as they enter the
 gradient, the rest over trained tokens (or sequences), each counting 1."""
 
+_LOSSES = ("total_loss", "policy_loss", "ptx_loss")
+
 
 def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a microbatch, to be summed over microbatches and ranks.
@@ -144,6 +146,13 @@ def metrics_from_sums(sums: Sequence[float], num_optimizer_steps: int = 1) -> di
     if total["entropy"] == 0:  # of a real distribution it is above 0
         del metrics["policy/entropy"]
     return metrics
+
+
+def scale_losses(sums: torch.Tensor, factor: float) -> torch.Tensor:
+    """[len(SUM_NAMES)] ``sums`` of a loss that was multiplied by ``factor``."""
+    factors = torch.ones_like(sums)
+    factors[[SUM_NAMES.index(name) for name in _LOSSES]] = factor
+    return sums * factors
 
 
 def _check(inputs: LossInputs, config: GRPO) -> None:

@@ -26,7 +26,7 @@ def shape_rewards(
 
     Args:
         rewards: [samples] float, finite.
-        completion_lengths: [samples] int, trained tokens of each sample.
+        completion_lengths: [samples] int, tokens that the model wrote of each sample.
         positive_scale: Factor of rewards above 0.
         negative_scale: Factor of rewards below 0.
         overlong_buffer: Tokens over which the penalty grows; 0 takes nothing off.

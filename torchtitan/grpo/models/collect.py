@@ -10,7 +10,7 @@ pipeline stage.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,8 @@ class Collector:
         device: Of the shards, and of what they become.
         group: See :func:`collecting_group`; None is the group of all ranks.
         receiver: The rank on which parameters are put together.
+        in_place: Ranks whose shards the receiver reads where they lie. They send it no more
+            than word that the shards are there.
     """
 
     def __init__(
@@ -109,24 +111,43 @@ class Collector:
         device: torch.device,
         group: dist.ProcessGroup | None,
         receiver: int = 0,
+        in_place: Collection[int] = (),
     ) -> None:
         self._buckets, self._receiver = buckets, receiver
+        self._in_place = sorted(in_place)
         self._dtype, self._device, self._group = dtype, device, group
         self._rank = dist.get_rank()
 
     @torch.no_grad()
-    def collect(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def collect(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        *,
+        others: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
+        places: Mapping[str, torch.Tensor] | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and whole parameters on the receiver, and nothing elsewhere.
 
         What is yielded may share memory with ``shards``.
 
         Args:
             shards: This rank's part of each of its parameters.
+            others: On the receiver, those of the ranks that are read in place; they must not
+                change before all is put together.
+            places: Memory in which parameters of several blocks are put together, each of the
+                parameter's shape; those without get memory of their own.
         """
         if self._rank == self._receiver:
-            yield from self._receive(shards)
+            at_hand = {self._receiver: shards, **(others or {})}
+            assert sorted(at_hand) == sorted([self._receiver, *self._in_place]), sorted(at_hand)
+            yield from self._receive(at_hand, places or {})
+        elif self._rank in self._in_place:
+            _finish(self._transfer(dist.isend, {self._receiver: self._word()}))
         else:
             self._send(shards)
+
+    def _word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device=self._device)
 
     def _send(self, shards: Mapping[str, torch.Tensor]) -> None:
         under_way: deque[tuple[list[dist.Work], torch.Tensor]] = deque()
@@ -145,14 +166,21 @@ class Collector:
         for works, _ in under_way:
             _finish(works)
 
-    def _receive(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _receive(
+        self,
+        at_hand: Mapping[int, Mapping[str, torch.Tensor]],
+        places: Mapping[str, torch.Tensor],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        words = self._transfer(dist.irecv, {rank: self._word() for rank in self._in_place})
         works, messages = self._expect(0)
+        _finish(words)
         for index, bucket in enumerate(self._buckets):
             after = self._expect(index + 1)
             _finish(works)
             read = dict.fromkeys(messages, 0)
             for assembly in bucket:
-                yield assembly.name, self._assemble(assembly, shards, messages, read)
+                place = places.get(assembly.name)
+                yield assembly.name, self._assemble(assembly, at_hand, messages, read, place)
             works, messages = after
 
     def _expect(self, index: int) -> tuple[list[dist.Work], dict[int, torch.Tensor]]:
@@ -160,7 +188,7 @@ class Collector:
         sizes: dict[int, int] = {}
         for assembly in self._buckets[index] if index < len(self._buckets) else ():
             for piece in assembly.pieces:
-                if piece.rank != self._receiver:
+                if piece.rank != self._receiver and piece.rank not in self._in_place:
                     sizes[piece.rank] = sizes.get(piece.rank, 0) + piece.block.numel
         messages = {
             rank: torch.empty(numel, dtype=self._dtype, device=self._device)
@@ -171,20 +199,23 @@ class Collector:
     def _assemble(
         self,
         assembly: Assembly,
-        shards: Mapping[str, torch.Tensor],
+        at_hand: Mapping[int, Mapping[str, torch.Tensor]],
         messages: Mapping[int, torch.Tensor],
         read: dict[int, int],
+        place: torch.Tensor | None,
     ) -> torch.Tensor:
         def take(piece: Piece) -> torch.Tensor:
-            if piece.rank == self._receiver:
-                return shards[assembly.name].to(self._dtype)
+            if piece.rank in at_hand:
+                return at_hand[piece.rank][assembly.name].to(self._dtype)
             begin = read[piece.rank]
             read[piece.rank] = begin + piece.block.numel
             return messages[piece.rank][begin : read[piece.rank]].view(piece.block.shape)
 
         if len(assembly.pieces) == 1:
             return take(assembly.pieces[0])
-        whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
+        whole = place
+        if whole is None:
+            whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
         for piece in assembly.pieces:
             piece.block.of(whole).copy_(take(piece))
         return whole

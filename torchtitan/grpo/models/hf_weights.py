@@ -51,6 +51,13 @@ def hf_meta(
     return adapter.to_hf({name: torch.empty(tuple(shape), device="meta")})
 
 
+def is_only_renamed(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
+    """Whether a native parameter becomes one Hugging Face tensor with the same elements."""
+    native = torch.empty(tuple(shape), device="meta")
+    converted = list(adapter.to_hf({name: native}).values())
+    return len(converted) == 1 and converted[0] is native
+
+
 def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tensor]) -> torch.Tensor:
     model_args = getattr(adapter, "model_args", None)
     if getattr(model_args, "enable_weight_tying", False):

@@ -4,6 +4,7 @@
 """Records of a run, one JSON object a line, each with its ``step``."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,13 @@ class RunLog:
             # A process that was killed may have left half a line.
             whole = [json.loads(line) for line in lines if line.endswith("}")]
             self.records = [record for record in whole if record["step"] <= step]
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        for record in self.records:
-            self._write(record)
+        # Whole or not at all: a process that is killed now must not have lost what was there.
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w", encoding="utf-8") as self._file:
+            for record in self.records:
+                self._write(record)
+        os.replace(partial, path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, record: dict[str, Any]) -> None:
         """Appends a record."""

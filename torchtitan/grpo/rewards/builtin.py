@@ -73,8 +73,19 @@ def think_answer_tags(
     return [float(_has_think_answer_form(completion_text(c))) for c in completions]
 
 
-BUILTIN: dict[str, Callable[..., list[float]]] = {
+def environment(
+    prompts: Sequence[Any],
+    completions: Sequence[Completion],
+    environment_reward: Sequence[float | None],
+    **_: Any,
+) -> list[float | None]:
+    """What the environment gave (``rollout.environment``); unscored where it gave nothing."""
+    return list(environment_reward)
+
+
+BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
     "boxed_math": boxed_math,
+    "environment": environment,
     "exact_match": exact_match,
     "partial_match": partial_match,
     "think_answer_tags": think_answer_tags,

@@ -14,8 +14,10 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from torchtitan.grpo.child import die_with_parent
 from torchtitan.grpo.light_start import LIGHT_PYTHON
@@ -89,14 +91,19 @@ class RewardPool:
         for _ in range(self._num_workers - 1):
             self._idle.put_nowait(_Worker(self))
 
-    async def check(self, prompt: Prompt, which: Sequence[int] | None = None) -> None:
+    async def check(
+        self,
+        prompt: Prompt,
+        which: Sequence[int] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
         """Calls every function once, on ``prompt`` and an empty completion.
 
         Raises:
             RewardError: One fails, hangs, or returns what cannot be trained on.
         """
         try:
-            await self._score(prompt, [""], [[]], which)
+            await self._score(prompt, [""], [[]], which, columns)
         except ScoringFailed as error:
             raise RewardError(
                 f"{error} (checked before training, on the first prompt and an empty completion)"
@@ -108,6 +115,7 @@ class RewardPool:
         completions: Sequence[str],
         completion_ids: Sequence[list[int]],
         which: Sequence[int] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Values]:
         """Scores the completions of one prompt.
 
@@ -116,6 +124,7 @@ class RewardPool:
             completions: Decoded texts.
             completion_ids: Their token ids.
             which: Positions of the functions to call; None is all.
+            columns: Further arguments, one value a completion.
 
         Returns:
             For each function, one value a completion.
@@ -125,7 +134,7 @@ class RewardPool:
             RewardError: ``reward.max_consecutive_failures`` groups in a row could not.
         """
         try:
-            values = await self._score(prompt, completions, completion_ids, which)
+            values = await self._score(prompt, completions, completion_ids, which, columns)
         except ScoringFailed as error:
             self._record(error)
             raise
@@ -144,9 +153,11 @@ class RewardPool:
         completions: Sequence[str],
         completion_ids: Sequence[list[int]],
         which: Sequence[int] | None,
+        columns: Mapping[str, Sequence[Any]] | None,
     ) -> list[Values]:
         positions = list(which if which is not None else range(len(self.functions)))
         request = _score_request(prompt, completions, completion_ids, positions)
+        request.columns |= {name: list(values) for name, values in (columns or {}).items()}
         worker = await self._idle.get()
         try:
             reply = await worker.ask(request)
@@ -258,6 +269,12 @@ class _Worker:
                 "crash",
                 f"A reward worker ended with exit code {code} while it scored. Its output is in "
                 "rollout_process.log.",
+            ) from error
+        except msgspec.DecodeError as error:
+            raise ScoringFailed(
+                "channel",
+                "A reward worker's answer cannot be read: a reward function wrote to a file "
+                f"descriptor that is not its own, or closed it ({error}). It was killed.",
             ) from error
 
 

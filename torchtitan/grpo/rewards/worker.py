@@ -28,6 +28,9 @@ from torchtitan.grpo.rewards.messages import (
     frame,
 )
 
+_LARGEST = 1e12
+_MESSAGE_CHARS = 2000
+
 
 class BadReward(Exception):
     """A reward function returned what cannot be trained on."""
@@ -39,10 +42,10 @@ class BadReward(Exception):
 
 def main() -> None:
     """Serves requests until the pool closes the channel."""
-    requests, replies = _claim_channel()
+    requests, replies = claim_channel()
     paths: list[str] = []
     functions: list[RewardFunction] = []
-    while (body := _read(requests)) is not None:
+    while (body := read_frame(requests)) is not None:
         request = decode_request(body)
         if isinstance(request, Load):
             paths = request.functions
@@ -53,7 +56,8 @@ def main() -> None:
         replies.flush()
 
 
-def _claim_channel() -> tuple[BinaryIO, BinaryIO]:
+def claim_channel() -> tuple[BinaryIO, BinaryIO]:
+    """Moves stdin and stdout away from user code: requests in, replies out."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
@@ -62,7 +66,8 @@ def _claim_channel() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _read(requests: BinaryIO) -> bytes | None:
+def read_frame(requests: BinaryIO) -> bytes | None:
+    """The next message's body; None where the channel was closed."""
     header = requests.read(LENGTH.size)
     if len(header) < LENGTH.size:
         return None
@@ -89,7 +94,8 @@ def _score(request: Score, paths: list[str], functions: list[RewardFunction]) ->
             traceback.print_exc(file=sys.stderr)
             return Refused(
                 f"{path} raised {type(error).__name__}",
-                f"Reward function {path!r} raised {type(error).__name__}: {error}",
+                f"Reward function {path!r} raised {type(error).__name__}: "
+                f"{str(error)[:_MESSAGE_CHARS]}",
             )
     return Scored(values)
 
@@ -129,6 +135,13 @@ def _number(value: Any, path: str) -> float | None:
         raise BadReward(
             f"{path} not finite",
             f"Reward function {path!r} must return finite numbers, got {value}.",
+        )
+    if abs(number) > _LARGEST:
+        # Squared and summed over groups, they must still be finite in float32.
+        raise BadReward(
+            f"{path} too large",
+            f"Reward function {path!r} must return numbers of at most {_LARGEST:g} in size, "
+            f"got {number:g}.",
         )
     return number
 

@@ -14,9 +14,8 @@ All rollouts of a group start on one server, which then computes the prompt once
 server was writing when it left READY is written by another, or by the same one once it is
 READY again: from the beginning, and never under weights older than it was first given to.
 
-A server names new weights as soon as it has them, a little before they are attested. What
-was written under them is held back until then: if they turn out to be wrong, it is lost
-with the server.
+In reading order: `server_state` (one server), `concurrency` (how much it is given), `placement`
+(who is given what), `attempts` (one request), `hedging` (two of them), `load_watch`.
 """
 
 import asyncio
@@ -24,110 +23,46 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
-from torchtitan.grpo.rollout.requests import Sampling, check_generation
-from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
+from torchtitan.grpo.rollout.attempts import Attempts, GivenBack, ServersFailing
+from torchtitan.grpo.rollout.concurrency import ConcurrencyWindow
+from torchtitan.grpo.rollout.hedging import first_answer, is_overdue
+from torchtitan.grpo.rollout.load_watch import watch_loads
+from torchtitan.grpo.rollout.placement import best_server, holder_of
+from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.server_state import Job, Server
+from torchtitan.grpo.types import Generation, Prompt
+
+__all__ = ["Dispatcher", "Server", "ServersFailing"]
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
-_FIRST_BACKOFF_SECONDS = 0.1
-_LONGEST_BACKOFF_SECONDS = 5.0
 _CLOSE_SECONDS = 0.7
 # How often a completion that no server can take looks for one.
 _LOOK_SECONDS = 0.05
-
-
-class ServersFailing(RuntimeError):
-    """Too many completions in a row failed on the servers: the run must stop."""
-
-
-class _GivenBack(ServerError):
-    """The server left READY while it wrote: no sign that requests fail on it."""
-
-
-@dataclass(eq=False)
-class Server:
-    """One server, as dispatch sees it.
-
-    Attributes:
-        client: For generation.
-        version: What it serves, attested; None while it is not READY.
-        is_down: Its process is known to have ended.
-        load: Completions in flight on it.
-        requests: Until the server has answered, or was told that nobody waits any more.
-    """
-
-    client: InferenceClient
-    version: int | None = None
-    is_down: bool = False
-    load: int = 0
-    requests: set[asyncio.Task[Generation]] = field(default_factory=set)
-    retry_at: float = 0.0
-    last_failure_at: float = 0.0
-    failures_in_a_row: int = 0
-    _left: asyncio.Future[None] | None = None
-    _attested: asyncio.Future[None] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.client.url
-
-    def is_ready(self) -> bool:
-        """Attested, and not in the pause after a failure."""
-        return self.version is not None and time.monotonic() >= self.retry_at
-
-    def left(self) -> asyncio.Future[None]:
-        """Done once the server leaves READY."""
-        if self._left is None:
-            self._left = asyncio.get_running_loop().create_future()
-        return self._left
-
-    def attest(self, version: int) -> None:
-        """It serves ``version``, and is READY."""
-        self.version = version
-        self.retry_at = 0.0
-        former, self._attested = self._attested, None
-        if former is not None:
-            former.set_result(None)
-
-    def next_attestation(self) -> asyncio.Future[None]:
-        """Done once a further version was attested."""
-        if self._attested is None:
-            self._attested = asyncio.get_running_loop().create_future()
-        return self._attested
-
-    def leave(self) -> None:
-        """Leaves READY. Those who wait for a request are told at once: to cancel it takes as
-        long as the server takes to answer."""
-        self.version = None
-        left, self._left = self._left, None
-        if left is not None:
-            left.set_result(None)
-        for request in list(self.requests):
-            request.cancel()
-
-    def start_request(self, request: asyncio.Task[Generation]) -> None:
-        self.requests.add(request)
-        request.add_done_callback(self._end_request)
-
-    def _end_request(self, request: asyncio.Task[Generation]) -> None:
-        self.requests.discard(request)
-        if not request.cancelled():
-            request.exception()  # nobody may be waiting for it any more
+# Of the difference between a completion's length and the mean so far.
+_LENGTH_GAIN = 0.02
 
 
 @dataclass(eq=False)
 class _Completion:
-    """One completion, from submission to its end; ``floor`` is the oldest version it takes."""
+    """One completion, from submission to its end.
+
+    Attributes:
+        floor: The oldest version it takes.
+        jobs: Its place on each server that has it now: none, one, or two where it is hedged.
+    """
 
     prompt: Prompt
     sampling: Sampling
     floor: int
-    server: Server
+    expected_tokens: float
+    jobs: dict[Server, Job] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -138,11 +73,18 @@ class Dispatcher:
         vocab_size: Sampled token ids must be below it.
         request_timeout_seconds: ``rollout.request_timeout_seconds``.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
+        group_size: ``grpo.group_size``.
+        max_concurrent_rollouts: ``rollout.max_concurrent_rollouts``; None is no bound. Whoever
+            submits keeps to it; here it bounds windows and hedges.
+        adaptive_concurrency: ``rollout.adaptive_concurrency``; nothing without that bound.
+        hedge_seconds: ``rollout.hedge_seconds``.
 
     Attributes:
         servers: By URL.
-        in_flight: Completions submitted and not ended, over all servers.
+        in_flight: Completions submitted and not ended, over all servers; twice where hedged.
         listeners: Called when a server may have become free or ready.
+        num_hedged: Completions that were asked of a second server.
+        num_hedges_won: Those that the second server answered first.
     """
 
     def __init__(
@@ -152,26 +94,57 @@ class Dispatcher:
         vocab_size: int,
         request_timeout_seconds: float,
         max_consecutive_failures: int,
+        group_size: int = 1,
+        max_concurrent_rollouts: int | None = None,
+        adaptive_concurrency: bool = True,
+        hedge_seconds: float = 0.0,
     ) -> None:
-        self.servers = {client.url: Server(client) for client in clients}
         self.in_flight = 0
         self.listeners: list[Callable[[], None]] = []
-        self._vocab_size = vocab_size
+        self.num_hedged = 0
+        self.num_hedges_won = 0
+        self._attempts = Attempts(
+            vocab_size=vocab_size,
+            request_timeout_seconds=request_timeout_seconds,
+            max_consecutive_failures=max_consecutive_failures,
+            set_lost=self.set_lost,
+        )
         self._request_timeout = request_timeout_seconds
-        self._max_consecutive_failures = max_consecutive_failures
-        self._consecutive_failures = 0
+        self._group_size = group_size
+        self._max_concurrent = max_concurrent_rollouts
+        self._is_adaptive = adaptive_concurrency
+        self._hedge_seconds = hedge_seconds
+        self._mean_tokens: float | None = None
         self._is_closed = False
         # Ids of other runs on the same server must not collide with ours.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
-        self.num_failed_requests = 0
-        self.num_tokens = 0
-        self.last_error = ""
+        self.servers = {client.url: Server(client) for client in clients}
+        for server in self.servers.values():
+            server.window = self._window()
+
+    @property
+    def num_failed_requests(self) -> int:
+        """Requests without a usable answer."""
+        return self._attempts.num_failed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return self._attempts.num_tokens
+
+    @property
+    def last_error(self) -> str:
+        """The last failure of a request or loss of a server; empty at first."""
+        return self._attempts.last_error
+
+    # -- servers ----------------------------------------------------------------------
 
     def add(self, client: InferenceClient) -> None:
         """One more server, WAITING."""
         assert client.url not in self.servers, f"{client.url} is a server already"
-        self.servers[client.url] = Server(client)
+        server = self.servers[client.url] = Server(client)
+        server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
         """Forgets a server. What it had is given back at once.
@@ -181,6 +154,7 @@ class Dispatcher:
         """
         server = self.servers.pop(url)
         server.leave()
+        self._share_windows()
         self._changed()
         return list(server.requests)
 
@@ -201,8 +175,9 @@ class Dispatcher:
         if server is None:
             return
         logger.warning("Server %s gets no work until it is synchronised again: %s", url, reason)
-        self.last_error = f"{url}: {reason}"
+        self._attempts.last_error = f"{url}: {reason}"
         server.leave()
+        self._share_windows()
         self._changed()
 
     def set_down(self, url: str, reason: str) -> None:
@@ -215,23 +190,88 @@ class Dispatcher:
         """The server at ``url`` was started again, and is WAITING."""
         if url in self.servers:
             self.servers[url].is_down = False
+            self.servers[url].window = self._window()
 
-    def choose(self, usable: Callable[[int], bool]) -> Server | None:
-        """The least loaded ready server whose version is ``usable``, if there is one."""
-        ready = [
-            server
-            for server in self.servers.values()
-            if server.is_ready() and server.version is not None and usable(server.version)
-        ]
-        return min(ready, key=lambda server: server.load, default=None)
+    async def watch_loads(self) -> None:
+        """Follows the servers' load, for ever; without it, failures alone are pressure."""
+        await watch_loads(self.servers, self._changed)
+
+    def metrics(self) -> dict[str, float]:
+        """What each server is doing now, and the hedges of the whole run.
+
+        Of a server's own report (running, waiting, kv_use) only what is known.
+        """
+        values = {
+            "rollout/hedged_completions": float(self.num_hedged),
+            "rollout/hedges_won": float(self.num_hedges_won),
+        }
+        for url, server in self.servers.items():
+            name = f"servers/{url.partition('://')[2]}"
+            values |= {f"{name}/{key}": value for key, value in server.metrics().items()}
+        return values
+
+    def _window(self) -> ConcurrencyWindow | None:
+        if self._max_concurrent is None or not self._is_adaptive:
+            return None
+        return ConcurrencyWindow(
+            floor=self._group_size, ceiling=self._max_concurrent, share=self._share()
+        )
+
+    def _share(self) -> int:
+        """Of ``rollout.max_concurrent_rollouts``, for each server that is not lost."""
+        num_servers = sum(not server.is_lost for server in self.servers.values())
+        return -(-(self._max_concurrent or 0) // max(num_servers, 1))
+
+    def _share_windows(self) -> None:
+        for server in self.servers.values():
+            if server.window is not None:
+                server.window.offer(self._share())
+
+    # -- completions ------------------------------------------------------------------
+
+    def choose(
+        self,
+        usable: Callable[[int], bool],
+        *,
+        prefer: str | None = None,
+        has_begun: bool = False,
+    ) -> Server | None:
+        """The server for a group or a completion; None while there is none.
+
+        It is ready, its version is ``usable``, its window is not full, and of those that have
+        room for a whole group it has the least work left.
+
+        Args:
+            usable: Whether a server of that version will do.
+            prefer: URL of a server that has the prefix; chosen where it may be.
+            has_begun: It is no new work, and does not wait for room in a window.
+        """
+        return best_server(
+            self._ready(usable),
+            num_completions=self._group_size,
+            prefer=self.servers.get(prefer) if prefer is not None else None,
+            has_begun=has_begun,
+        )
 
     def submit(
-        self, prompt: Prompt, server: Server, sampling: Sampling
+        self,
+        prompt: Prompt,
+        server: Server,
+        sampling: Sampling,
+        *,
+        expected_tokens: float | None = None,
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``; it is in flight from now on.
 
         A failed request is sent once more, one that was given back as often as it takes: to a
         ready server whose weights are not older than those of the first, as soon as there is one.
+
+        Args:
+            prompt: What is asked.
+            server: From :meth:`choose`.
+            sampling: How it is answered.
+            expected_tokens: What is probably still to be written, beyond this request too where
+                it is one of several segments; None is the mean of the answers so far.
 
         Returns:
             A task that raises :class:`ServerError` where both tries failed, or where no
@@ -239,12 +279,25 @@ class Dispatcher:
             :class:`ServersFailing` where ``rollout.max_consecutive_failures`` was reached.
         """
         assert server.version is not None, f"{server.url} is not ready"
-        completion = _Completion(prompt, sampling, server.version, server)
-        server.load += 1
+        if expected_tokens is None:
+            longest = float(sampling.max_new_tokens)
+            expected_tokens = longest if self._mean_tokens is None else self._mean_tokens
+        completion = _Completion(prompt, sampling, server.version, expected_tokens)
+        self._place(completion, server)
         self.in_flight += 1
-        task = asyncio.create_task(self._complete(completion))
+        task = asyncio.create_task(self._complete(completion, server))
         task.add_done_callback(lambda _: self._release(completion))
         return task
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Counts a completion as in flight that no server writes just now: its environment
+        works, and nothing new is to take its place."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self._leave_flight()
 
     async def close(self) -> None:
         """Cancels what is in flight, so that the servers are told. Bounded in time."""
@@ -255,8 +308,30 @@ class Dispatcher:
         if requests:
             await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
 
+    def _ready(self, usable: Callable[[int], bool]) -> list[Server]:
+        return [
+            server
+            for server in self.servers.values()
+            if server.is_ready() and server.version is not None and usable(server.version)
+        ]
+
+    def _place(self, completion: _Completion, server: Server) -> None:
+        job = server.begin_job(completion.expected_tokens, completion.prompt.index)
+        completion.jobs[server] = job
+
+    def _vacate(
+        self, completion: _Completion, server: Server, num_tokens: int | None = None
+    ) -> None:
+        job = completion.jobs.pop(server, None)
+        if job is not None:
+            server.end_job(job, num_tokens)
+
     def _release(self, completion: _Completion) -> None:
-        completion.server.load -= 1
+        for server in list(completion.jobs):  # an attempt that was cancelled before it began
+            self._vacate(completion, server)
+        self._leave_flight()
+
+    def _leave_flight(self) -> None:
         self.in_flight -= 1
         self._changed()
 
@@ -264,117 +339,77 @@ class Dispatcher:
         for listener in self.listeners:
             listener()
 
-    async def _complete(self, completion: _Completion) -> Generation:
+    async def _complete(self, completion: _Completion, server: Server) -> Generation:
         num_failures = 0
         while True:
-            request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
-            request = completion.sampling.request(request_id, completion.prompt)
             try:
-                return await self._attempt(completion.server, request)
+                return await self._answer(completion, server)
             except ServerError as error:
-                num_failures += not isinstance(error, _GivenBack)
+                num_failures += not isinstance(error, GivenBack)
                 if num_failures == _ATTEMPTS:
                     raise
-                server = await self._next_server(completion.floor, error)
-            completion.server.load -= 1
-            server.load += 1
-            completion.server = server
+                server = await self._next_server(completion, error)
+            self._place(completion, server)
 
-    async def _attempt(self, server: Server, request: GenerateRequest) -> Generation:
-        started_at, attested = time.monotonic(), server.version
-        if attested is None:
-            raise _GivenBack(f"{server.url} was lost before it was sent a request")
-        task = asyncio.create_task(self._request(server, request))
-        server.start_request(task)
-        left = server.left()
-        try:
-            await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            task.cancel()  # the server is told
-            raise
-        if left.done() and (not task.done() or task.cancelled() or task.exception() is not None):
-            # Whoever reported the loss handles it.
-            self.num_failed_requests += 1
-            raise _GivenBack(f"{server.url} was lost while it wrote a completion")
-        try:
-            generation = task.result()
-        except ServerError as error:
-            self._record_failure(server, started_at, error)
-            raise
-        self._consecutive_failures = 0
-        server.failures_in_a_row = 0
-        newest = max(segment.version for segment in generation.segments)
-        if newest > attested:
-            await self._until_attested(server, newest, left)
-        self.num_tokens += len(generation.token_ids)
-        oldest = min(segment.version for segment in generation.segments)
-        if server.version is not None and oldest < attested:
-            # It was restarted: no more work until its weights are attested again.
-            self.set_lost(server.url, f"it answered with version {oldest}, not {attested}")
+    async def _answer(self, completion: _Completion, server: Server) -> Generation:
+        if self._hedge_seconds == 0:
+            return await self._attempt(completion, server)
+        generation, is_hedge = await first_answer(
+            asyncio.create_task(self._attempt(completion, server)),
+            lambda: self._hedge(completion, server),
+            max(self._hedge_seconds / 4, _LOOK_SECONDS),
+        )
+        self.num_hedges_won += is_hedge
         return generation
 
-    async def _until_attested(
-        self, server: Server, newest: int, left: asyncio.Future[None]
-    ) -> None:
-        """Returns when ``newest``, which the server names, was attested.
-
-        Raises:
-            _GivenBack: The server left READY before that.
-            ServerError: It was neither attested nor lost in time.
-        """
-        deadline = time.monotonic() + self._request_timeout
-        while not left.done() and (server.version is None or server.version < newest):
-            news = {left, server.next_attestation()}
-            seconds = deadline - time.monotonic()
-            done, _ = await asyncio.wait(news, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise ServerError(
-                    f"{server.url} wrote under version {newest}, which was not attested within "
-                    f"rollout.request_timeout_seconds = {self._request_timeout:g}."
-                )
-        if left.done():
-            self.num_failed_requests += 1
-            raise _GivenBack(f"{server.url} was lost before version {newest} was attested")
-
-    async def _request(self, server: Server, request: GenerateRequest) -> Generation:
+    async def _attempt(self, completion: _Completion, server: Server) -> Generation:
+        """One request on a server where the completion has a place, which it gives up."""
+        request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
+        request = completion.sampling.request(request_id, completion.prompt)
         try:
-            async with asyncio.timeout(self._request_timeout):
-                generation = await server.client.generate(request)
-        except TimeoutError as error:
-            raise ServerError(
-                f"{server.url} did not finish a completion of at most {request.max_new_tokens} "
-                f"tokens within rollout.request_timeout_seconds = {self._request_timeout:g}."
-            ) from error
-        check_generation(generation, request, self._vocab_size, server.url)
+            generation = await self._attempts.run(server, completion.jobs[server], request)
+            num_tokens = len(generation.token_ids)
+            self._vacate(completion, server, num_tokens)
+        finally:
+            self._vacate(completion, server)  # where it failed; else it has left already
+        former = num_tokens if self._mean_tokens is None else self._mean_tokens
+        self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
 
-    def _record_failure(self, server: Server, started_at: float, error: ServerError) -> None:
-        """Counts a failure; a burst of requests that died together counts once.
+    def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
+        """Asks a second server where the first seems to have stalled; None where none may be."""
+        job, longest = completion.jobs[first], completion.sampling.max_new_tokens
+        if not is_overdue(first, job, longest, self._hedge_seconds, time.monotonic()):
+            return None
+        if self._max_concurrent is not None and self.in_flight >= self._max_concurrent:
+            return None
+        others = self._ready(lambda version: version >= completion.floor)
+        second = best_server(server for server in others if server is not first)
+        if second is None:
+            return None
+        logger.warning(
+            "%s has not answered for %.1f s; %s is asked as well (rollout.hedge_seconds).",
+            first.url, time.monotonic() - job.started_at, second.url,
+        )  # fmt: skip
+        self.num_hedged += 1
+        self._place(completion, second)
+        self.in_flight += 1
+        task = asyncio.create_task(self._attempt(completion, second))
+        task.add_done_callback(lambda _: self._leave_flight())
+        return task
 
-        When a server with 200 requests goes down, all 200 fail at the same moment. Only a
-        request that was sent after the last failure says that the server is still down.
+    async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
+        """Waits until a server of at least the completion's version is ready.
+
+        Of several, the one where others of its group have gone, which has the prompt.
         """
-        self.num_failed_requests += 1
-        self.last_error = str(error)
-        if started_at < server.last_failure_at:
-            return
-        now = time.monotonic()
-        server.last_failure_at = now
-        backoff = _FIRST_BACKOFF_SECONDS * 2 ** min(server.failures_in_a_row, 16)
-        server.retry_at = now + min(backoff, _LONGEST_BACKOFF_SECONDS)
-        server.failures_in_a_row += 1
-        self._consecutive_failures += 1
-        logger.warning("A completion failed: %s", error)
-        if self._consecutive_failures >= self._max_consecutive_failures:
-            raise ServersFailing(
-                f"{self._consecutive_failures} completions in a row failed "
-                f"(rollout.max_consecutive_failures), the last on {server.url}: {error}"
-            ) from error
-
-    async def _next_server(self, floor: int, error: ServerError) -> Server:
-        """Waits until a server of at least version ``floor`` is ready."""
-        deadline = time.monotonic() + self._request_timeout
-        while (server := self.choose(lambda version: version >= floor)) is None:
+        deadline, floor = time.monotonic() + self._request_timeout, completion.floor
+        while True:
+            ready = self._ready(lambda version: version >= floor)
+            holder = holder_of(completion.prompt.index, ready)
+            server = best_server(ready, prefer=holder, has_begun=True)
+            if server is not None:
+                return server
             if self._is_closed:
                 raise error
             if time.monotonic() > deadline:
@@ -384,4 +419,3 @@ class Dispatcher:
                     f"{error}"
                 ) from error
             await asyncio.sleep(_LOOK_SECONDS)
-        return server

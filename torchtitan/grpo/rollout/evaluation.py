@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
-from torchtitan.grpo.rollout.requests import Sampling
-from torchtitan.grpo.rollout.scoring import prompt_text
+from torchtitan.grpo.rollout.environments import EnvironmentFailed
+from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import Generation, Prompt
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Evaluator:
         pool: Scores.
         function: Position of ``evaluation.function`` in the pool.
         codec: The model's tokenizer.
-        sampling: Greedy.
+        writer: Of greedy completions.
         max_in_flight: ``rollout.max_concurrent_rollouts``, rollouts included.
     """
 
@@ -62,7 +63,7 @@ class Evaluator:
         pool: RewardPool,
         function: int,
         codec: TextCodec,
-        sampling: Sampling,
+        writer: TrajectoryWriter,
         max_in_flight: int,
     ) -> None:
         self._prompts = prompts
@@ -70,7 +71,7 @@ class Evaluator:
         self._pool = pool
         self._function = function
         self._codec = codec
-        self._sampling = sampling
+        self._writer = writer
         self._max_in_flight = max_in_flight
         self._room = asyncio.Event()
         dispatcher.listeners.append(self._room.set)
@@ -90,7 +91,7 @@ class Evaluator:
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 server = await self._wait_for_server(version)
-                completion = self._dispatcher.submit(prompt, server, self._sampling)
+                completion = self._writer.start(prompt, server).task
                 tasks.append(group.create_task(self._sample(prompt, completion)))
         results = [task.result() for task in tasks]
         found = [result for result in results if result is not None]
@@ -134,8 +135,9 @@ class Evaluator:
             generation = await completion
             ids = generation.token_ids.tolist()
             text = self._codec.decode(ids)
-            values = await self._pool.score(prompt, [text], [ids], [self._function])
-        except (ServerError, ScoringFailed) as error:
+            columns = environment_columns([generation]) if self._writer.has_environment else None
+            values = await self._pool.score(prompt, [text], [ids], [self._function], columns)
+        except (ServerError, EnvironmentFailed, ScoringFailed) as error:
             logger.warning("Held-out prompt %d got no score: %s", prompt.index, error)
             return None
         score = values[0][0]

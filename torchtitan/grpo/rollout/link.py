@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,9 +22,10 @@ from torchtitan.grpo.child import start_child, stop_children, without_rank_varia
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.rollout.wire import ServerInfo
-from torchtitan.grpo.types import RolloutGroup
+from torchtitan.grpo.types import PromptProgress, RolloutGroup
 
 _Answer = TypeVar("_Answer")
 
@@ -42,21 +43,32 @@ class RolloutFailed(RuntimeError):
     """The rollout process ended, or did not answer in time. The message says why."""
 
 
+class RolloutKilled(RolloutFailed):
+    """The rollout process ended without a word; :meth:`RolloutLink.restart` may be called."""
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one step learns from, in one or several optimizer steps.
+    """What one step learns from, in one or several optimizer steps; or a part of it.
 
     Attributes:
-        groups: ``grpo.prompts_per_step`` groups, by ``group_id``; every rollout has a
-            reward. Their arrays are read-only.
-        prompt_position: What a run that resumes after this batch passes as
-            ``RolloutProcessConfig.prompt_position``.
+        groups: ``grpo.prompts_per_step`` groups in all parts together, by ``group_id``; every
+            rollout has a reward. Their arrays are read-only, and all zeros where ranks fetch them
+            themselves.
+        progress: What a run that resumes after this batch passes as
+            ``RolloutProcessConfig.progress``.
+        closed: Prompts that were closed since the last batch, with their reasons.
         metrics: ``reward/...`` and ``rollout/...``.
+        is_first: The batch begins with it.
+        is_last: The batch is whole with it; ``progress``, ``closed`` and ``metrics`` count.
     """
 
     groups: list[RolloutGroup]
-    prompt_position: int
+    progress: PromptProgress
+    closed: dict[int, CloseReason]
     metrics: dict[str, float]
+    is_first: bool
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -96,12 +108,14 @@ class RolloutLink:
 
     Attributes:
         watch: The servers of now, for any thread. It exists once started.
+        share_endpoint: Where ranks fetch rollouts, once it is ready; None where rank 0 has them.
     """
 
     watch: ServerWatch
 
     def __init__(self, config: RolloutProcessConfig) -> None:
         self._config = config
+        self._restarts_left = config.rollout.max_process_restarts
         self._child: subprocess.Popen | None = None
         self._directory: Path | None = None
         self._log = Path(config.dump_folder) / LOG_FILE
@@ -109,9 +123,12 @@ class RolloutLink:
         self._messages: zmq.Socket | None = None
         self._notices: zmq.Socket | None = None
         self._notices_lock = threading.Lock()
+        self._is_restarting = False
         self._failure: str | None = None
+        self._has_spoken = False
         self._asked_version: int | None = None
         self._evaluation_id = 0
+        self.share_endpoint: str | None = None
         self._progress = ""
         # Answers that came while another one was waited for.
         self._unclaimed: list[tuple[wire.Answer, list[bytes]]] = []
@@ -119,6 +136,37 @@ class RolloutLink:
     def start(self) -> None:
         """Starts the process. Call it from a thread that lives as long as the run."""
         assert self._child is None, "the rollout process is already started"
+        self._launch()
+        self.watch = ServerWatch(self._connect(zmq.PULL, wire.SERVERS_SOCKET))
+
+    def restart(self, config: RolloutProcessConfig) -> None:
+        """Starts the process anew after :class:`RolloutKilled`; :meth:`wait_ready` comes next.
+
+        What it is told of servers until it is ready is lost: it names all of them as new, so
+        that whoever watches tells it again.
+
+        Raises:
+            RolloutFailed: ``rollout.max_process_restarts`` are used up.
+        """
+        assert self._child is not None and self._child.poll() is not None, "it is not gone"
+        if self._restarts_left == 0:
+            raise RolloutFailed(
+                f"{self._describe_exit()}\nIt is not started again: it was started "
+                f"{config.rollout.max_process_restarts} times (rollout.max_process_restarts)."
+            )
+        with self._notices_lock:
+            self._is_restarting = True
+        self._restarts_left -= 1
+        self._close_sockets()
+        self._config = replace(config, incarnation=self._config.incarnation + 1)
+        self._failure, self._asked_version, self._progress = None, None, ""
+        self._unclaimed = []
+        self._launch()
+        with self._notices_lock:
+            self._is_restarting = False
+        self.watch.reconnect(self._connect(zmq.PULL, wire.SERVERS_SOCKET))
+
+    def _launch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._directory = _private_directory()
         config_file = self._directory / wire.CONFIG_FILE
@@ -126,8 +174,8 @@ class RolloutLink:
         # It may hold the servers' keys.
         config_file.chmod(0o600)
         self._messages = self._connect(zmq.PAIR, wire.MESSAGES_SOCKET)
-        self._notices = self._connect(zmq.PUSH, wire.NOTICES_SOCKET)
-        self.watch = ServerWatch(self._connect(zmq.PULL, wire.SERVERS_SOCKET))
+        with self._notices_lock:
+            self._notices = self._connect(zmq.PUSH, wire.NOTICES_SOCKET)
         self._child = start_child(
             [*LIGHT_PYTHON, "torchtitan.grpo.rollout.process", str(self._directory)],
             env=without_rank_variables(os.environ),
@@ -145,13 +193,17 @@ class RolloutLink:
         answer = self._wait_for(wire.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
             return []
-        self.watch.begin(answer[0].servers)
+        self.share_endpoint = answer[0].share_endpoint
+        if self._config.incarnation == 0:
+            self.watch.begin(answer[0].servers)
+        else:
+            self.watch.renew(answer[0].servers)
         return answer[0].servers
 
     def next_batch(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> RolloutBatch | None:
-        """Waits for the batch that turns ``version`` into ``version + 1``.
+        """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
 
         Args:
             version: Batches trained on until now.
@@ -171,8 +223,11 @@ class RolloutLink:
         batch, frames = answer
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
-        groups = wire.unpack_groups(batch.groups, frames)
-        return RolloutBatch(groups, batch.prompt_position, batch.metrics)
+        has_arrays = self._config.prompts.single_rank_load
+        groups = wire.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
+        return RolloutBatch(
+            groups, batch.progress, batch.closed, batch.metrics, batch.is_first, batch.is_last
+        )
 
     def evaluate(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
@@ -198,6 +253,15 @@ class RolloutLink:
                 return EvaluationResult(
                     done.score, done.num_prompts, done.version, done.seconds, samples
                 )
+
+    def save(self, version: int, kept_steps: Sequence[int]) -> None:
+        """Has what is not yet trained on kept with a checkpoint; does not wait for it.
+
+        Args:
+            version: The checkpoint's step: the batches trained on until now.
+            kept_steps: Steps whose checkpoints are still there.
+        """
+        self._send(wire.Save(version, list(kept_steps)))
 
     def raise_if_ended(self) -> None:
         """Raises :class:`RolloutFailed`, with the process's own words, where it has ended."""
@@ -226,16 +290,19 @@ class RolloutLink:
         if self._child is not None:
             stop_children([self._child], grace_seconds=_KILL_GRACE_SECONDS)
             self._failure = self._failure or "The rollout process is closed."
+        self._close_sockets()
+        if hasattr(self, "watch"):
+            self.watch.close()
+        self._context.term()
+
+    def _close_sockets(self) -> None:
         if self._messages is not None:
             self._messages.close(linger=0)
         with self._notices_lock:
             if self._notices is not None:
                 self._notices.close(linger=0)
             self._notices = None
-        if hasattr(self, "watch"):
-            self.watch.close()
         self._messages = None
-        self._context.term()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -256,6 +323,8 @@ class RolloutLink:
 
     def _notify(self, notice: wire.Notice) -> None:
         with self._notices_lock:
+            if self._is_restarting or (self._was_killed() and self._restarts_left):
+                return  # the next process is told of all servers anew
             if self._notices is None or self._child is None or self._child.poll() is not None:
                 raise RolloutFailed(self._failure or self._describe_exit())
             self._notices.send(wire.encode(notice))
@@ -297,7 +366,7 @@ class RolloutLink:
         header, *frames = self._messages.recv_multipart()
         answer = wire.decode_answer(header)
         if isinstance(answer, wire.Fatal):
-            self._failure = answer.message
+            self._failure, self._has_spoken = answer.message, True
             raise RolloutFailed(answer.message)
         if isinstance(answer, wire.Progress):
             self._progress = answer.message
@@ -306,11 +375,16 @@ class RolloutLink:
         return True
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise RolloutFailed(self._failure)
-        if self._child is None or self._child.poll() is not None:
+        has_ended = self._child is None or self._child.poll() is not None
+        if self._failure is None and has_ended:
             self._failure = self._describe_exit()
-            raise RolloutFailed(self._failure)
+        if self._failure is not None:
+            raise (RolloutKilled if self._was_killed() else RolloutFailed)(self._failure)
+
+    def _was_killed(self) -> bool:
+        """Whether the process ended, neither in order nor with an error that it named."""
+        has_ended = self._child is not None and self._child.poll() not in (None, 0)
+        return has_ended and not self._has_spoken
 
     def _describe_exit(self) -> str:
         if self._child is None:

@@ -4,13 +4,23 @@
 """What the rollout process reports with each batch."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.types import Rollout, RolloutGroup
+
+_NAMES_OF_CLOSED: dict[CloseReason, str] = {
+    "too long": "rollout/prompts_too_long",
+    "failed": "rollout/failed_groups",
+    "unscored": "rollout/unscored_groups",
+    "expired": "rollout/expired_groups",
+    "overdue": "rollout/overdue_groups",
+    "filtered": "rollout/filtered_groups",
+}
 
 
 @dataclass
@@ -19,20 +29,17 @@ class RolloutCounts:
 
     Attributes:
         failed_requests: Requests that a server did not answer with a usable completion.
-        failed_groups: Groups closed because fewer than two completions succeeded.
-        unscored_groups: Groups closed because fewer than two rollouts have a reward.
-        expired_groups: Groups closed because a server wrote them with older weights than
-            it was attested to have.
-        prompts_too_long: Prompts left out.
+        closed: Prompts closed without training on them, by reason.
         tokens: Tokens generated.
+        cut: Completions that were ended where they were (``rollout.overdue``).
+        resumed: Groups that were begun anew with what was written as context.
     """
 
     failed_requests: int = 0
-    failed_groups: int = 0
-    unscored_groups: int = 0
-    expired_groups: int = 0
-    prompts_too_long: int = 0
     tokens: int = 0
+    cut: int = 0
+    resumed: int = 0
+    closed: Counter[CloseReason] = field(default_factory=Counter)
 
 
 class RolloutMetrics:
@@ -60,23 +67,30 @@ class RolloutMetrics:
         """
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
-        last, self._last, self._last_time = self._last, RolloutCounts(**vars(counts)), now
-        return group_metrics(groups) | {
-            "rollout/tokens_per_second": (counts.tokens - last.tokens) / elapsed,
-            "rollout/failed_requests": float(counts.failed_requests - last.failed_requests),
-            "rollout/failed_groups": float(counts.failed_groups - last.failed_groups),
-            "rollout/unscored_groups": float(counts.unscored_groups - last.unscored_groups),
-            "rollout/expired_groups": float(counts.expired_groups - last.expired_groups),
-            "rollout/prompts_too_long": float(counts.prompts_too_long - last.prompts_too_long),
-            "rollout/buffer_groups": float(buffered),
-            "rollout/inflight_rollouts": float(in_flight),
+        last, self._last_time = self._last, now
+        self._last = replace(counts, closed=counts.closed.copy())
+        closed = {
+            name: float(counts.closed[reason] - last.closed[reason])
+            for reason, name in _NAMES_OF_CLOSED.items()
         }
+        return (
+            group_metrics(groups)
+            | closed
+            | {
+                "rollout/tokens_per_second": (counts.tokens - last.tokens) / elapsed,
+                "rollout/failed_requests": float(counts.failed_requests - last.failed_requests),
+                "rollout/cut_rollouts": float(counts.cut - last.cut),
+                "rollout/resumed_groups": float(counts.resumed - last.resumed),
+                "rollout/buffer_groups": float(buffered),
+                "rollout/inflight_rollouts": float(in_flight),
+            }
+        )
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """What the rollouts of a batch tell by themselves: rewards and lengths."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    lengths = [rollout.num_written for rollout in rollouts]
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]
     return _reward_metrics(rollouts) | {
         "rollout/completion_tokens_mean": float(np.mean(lengths)),

@@ -10,6 +10,7 @@ workers that it started end with it.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -24,7 +25,10 @@ import zmq.asyncio
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout.loop_lag import LoopLag
+from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.rollout.shares import ShareServer
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ logger = logging.getLogger(__name__)
 _PARENT_POLL_SECONDS = 1.0
 _PROGRESS_SECONDS = 2.0
 _CANCEL_SECONDS = 0.5
+_SAVE_SECONDS = 1.5
 _LINGER_MILLISECONDS = 2000
 
 
@@ -50,7 +55,13 @@ class RolloutProcess:
         self._notices = self._bind(zmq.PULL, directory / wire.NOTICES_SOCKET)
         self._servers = self._bind(zmq.PUSH, directory / wire.SERVERS_SOCKET)
         self._stop = asyncio.Event()
+        self._lag = LoopLag()
         self._session: RolloutSession | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+        self._shares: ShareServer | None = None
+        if not config.prompts.single_rank_load:
+            self._shares = ShareServer(self._context, config.share_host, config.share_secret)
 
     def stop(self) -> None:
         """Begins the orderly end."""
@@ -64,6 +75,8 @@ class RolloutProcess:
         try:
             tasks = {work, stopped, parent}
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._saving is not None:  # the run may end right behind its last checkpoint
+                await asyncio.wait({self._saving}, timeout=_SAVE_SECONDS)
             for task in tasks:
                 task.cancel()
             # Bounded: a request that is cancelled tells its server, which may not answer.
@@ -76,6 +89,8 @@ class RolloutProcess:
             self._messages.close(linger=_LINGER_MILLISECONDS)
             self._notices.close(linger=0)
             self._servers.close(linger=0)
+            if self._shares is not None:
+                self._shares.close()
             self._context.term()
 
     async def _work(self) -> None:
@@ -84,10 +99,17 @@ class RolloutProcess:
             tasks.create_task(self._listen(tasks))
             self._session = session = RolloutSession(self._config)
             await session.open()
-            await self._send(wire.Ready(session.servers))
+            endpoint = self._shares.endpoint if self._shares is not None else None
+            await self._send(wire.Ready(session.servers, endpoint))
+            if self._shares is not None:
+                tasks.create_task(self._shares.run())
+            # Not before: what is slow in coming up holds up nobody.
+            spare_collections()
+            tasks.create_task(self._lag.run())
             tasks.create_task(self._hear_notices(session))
             tasks.create_task(session.producer.run())
             tasks.create_task(session.watch_servers(self._tell_servers))
+            tasks.create_task(session.dispatcher.watch_loads())
 
     async def _report(self, error: BaseException | None) -> int:
         if error is None or isinstance(error, asyncio.CancelledError):
@@ -107,6 +129,10 @@ class RolloutProcess:
                 tasks.create_task(self._send_batch(self._opened(), command))
             elif isinstance(command, wire.Evaluate):
                 tasks.create_task(self._send_evaluation(self._opened(), command))
+            elif isinstance(command, wire.Save):
+                # Taken now: what comes later belongs to a later checkpoint.
+                saved = self._opened().producer.save()
+                self._saving = tasks.create_task(self._save(saved, command))
             else:
                 self.stop()
 
@@ -128,7 +154,20 @@ class RolloutProcess:
         await self._say_progress(waiting, session.producer.describe)
         batch = await waiting
         headers, frames = wire.pack_groups(batch.groups)
-        answer = wire.Batch(command.version, batch.prompt_position, batch.metrics, headers)
+        if self._shares is not None:
+            self._shares.hold(command.version, batch.groups)
+            frames = wire.without_arrays(frames)
+        # What is measured between two batches is told with the whole one.
+        metrics = batch.metrics | self._lag.take_metrics() if batch.is_last else {}
+        answer = wire.Batch(
+            command.version,
+            batch.progress,
+            batch.closed,
+            metrics,
+            headers,
+            batch.is_first,
+            batch.is_last,
+        )
         await self._send(answer, frames)
 
     async def _send_evaluation(self, session: RolloutSession, command: wire.Evaluate) -> None:
@@ -149,6 +188,16 @@ class RolloutProcess:
                 samples,
             )
         )
+
+    async def _save(self, saved: SavedRollouts, command: wire.Save) -> None:
+        """Writes what goes with a checkpoint. A run goes on without: it is work, not state."""
+        folder = self._config.dump_folder
+        try:
+            async with self._writing:  # one at a time: two may be of the same step
+                await asyncio.to_thread(write_saved, file_of(folder, command.version), saved)
+                await asyncio.to_thread(remove_others, folder, [*command.kept, command.version])
+        except OSError as error:
+            logger.error("Rollouts in flight are not kept with step %d: %s", command.version, error)
 
     async def _say_progress(
         self, waiting: "asyncio.Future[Any]", describe: Callable[[], str]
@@ -180,6 +229,20 @@ class RolloutProcess:
         socket.set_hwm(0)
         socket.bind(f"ipc://{path}")
         return socket
+
+
+def spare_collections() -> None:
+    """Has the garbage collector stop the loop for less, and more seldom.
+
+    A full collection looks at every object while nothing else runs. So it passes over all that
+    is there now, and stays: modules, prompts. With a thousand completions in flight there are
+    still 150 objects of each, so it is also made ten times more seldom than by default, about
+    once in two minutes then; what waits for it is little, since cycles are few.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, 10 * old)
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -23,12 +23,16 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
 
+    def room_after(self, prompt: Prompt) -> int:
+        """Tokens that a completion of the prompt may have."""
+        return min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids))
+
     def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
         """The request for one completion, cut so that prompt and completion fit."""
         return GenerateRequest(
             request_id=request_id,
             prompt_ids=prompt.token_ids.tolist(),
-            max_new_tokens=min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids)),
+            max_new_tokens=self.room_after(prompt),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,

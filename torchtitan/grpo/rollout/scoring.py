@@ -21,6 +21,8 @@ class Scorer:
         codec: The model's tokenizer.
         functions: ``reward.functions``.
         weights: ``reward.weights``; empty is 1 each.
+        acceptor: Position in the pool of ``rollout.should_accept``; None where there is none.
+        has_environment: Functions are given the column ``environment_reward``.
     """
 
     def __init__(
@@ -29,6 +31,9 @@ class Scorer:
         codec: TextCodec,
         functions: Sequence[str],
         weights: Sequence[float],
+        acceptor: int | None = None,
+        *,
+        has_environment: bool = False,
     ) -> None:
         if weights and len(weights) != len(functions):
             raise ValueError(
@@ -39,6 +44,8 @@ class Scorer:
         self._codec = codec
         self._names = short_names(functions)
         self._weights = list(weights) or [1.0] * len(functions)
+        self._acceptor = acceptor
+        self._has_environment = has_environment
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """One rollout a generation; its reward is None where no function applied.
@@ -50,11 +57,27 @@ class Scorer:
         # Long completions take milliseconds to decode, and the library releases the GIL.
         texts = await asyncio.to_thread(self._decode, generations)
         ids = [generation.token_ids.tolist() for generation in generations]
-        values = await self._pool.score(prompt, texts, ids, range(len(self._names)))
+        columns = environment_columns(generations) if self._has_environment else None
+        values = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
         return [
             self._rollout(prompt, generation, text, [column[i] for column in values])
             for i, (generation, text) in enumerate(zip(generations, texts, strict=True))
         ]
+
+    async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The scored rollouts that ``rollout.should_accept`` keeps; all without one.
+
+        Raises:
+            ScoringFailed: It cannot be asked.
+            RewardError: The run must stop.
+        """
+        if self._acceptor is None:
+            return list(rollouts)
+        texts = [rollout.completion for rollout in rollouts]
+        ids = [rollout.completion_ids.tolist() for rollout in rollouts]
+        rewards = {"rewards": [rollout.reward for rollout in rollouts]}
+        (verdicts,) = await self._pool.score(prompt, texts, ids, [self._acceptor], rewards)
+        return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
 
     def _decode(self, generations: Sequence[Generation]) -> list[str]:
         return [self._codec.decode(generation.token_ids.tolist()) for generation in generations]
@@ -76,7 +99,14 @@ class Scorer:
             completion=text,
             reward=weighted_sum(values, self._weights),
             reward_components=components,
+            sampled=generation.sampled,
+            num_context=generation.num_context,
         )
+
+
+def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:
+    """What reward functions are given of the environment: its reward, None where it gave none."""
+    return {"environment_reward": [generation.environment_reward for generation in generations]}
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

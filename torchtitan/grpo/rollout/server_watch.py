@@ -35,6 +35,18 @@ class ServerWatch:
             if self._servers is None:
                 self._servers = servers
 
+    def renew(self, servers: list[ServerInfo]) -> None:
+        """Takes the servers of a process that was started anew, which is news in any case."""
+        with self._lock:
+            self._receive()
+            self._servers, self._has_news = servers, True
+
+    def reconnect(self, socket: zmq.Socket) -> None:
+        """Listens to another process from here on; what was known stays known until then."""
+        self.close()
+        with self._lock:
+            self._socket = socket
+
     def servers(self) -> list[ServerInfo]:
         """The servers of now; none before the rollout process is ready."""
         with self._lock:

@@ -29,6 +29,7 @@ from torchtitan.grpo.rollout.wire import ServerInfo
 logger = logging.getLogger(__name__)
 
 _FILE_POLL_SECONDS = 1.0
+_JOINS_OF_A_PROCESS = 1_000_000
 _CLOSE_SECONDS = 0.5
 _STOP_GRACE_SECONDS = 1.5
 
@@ -177,7 +178,9 @@ class ServerFleet:
             control_timeout_seconds=inference.control_timeout_seconds,
             request_timeout_seconds=self._config.rollout.request_timeout_seconds,
         )
-        self._num_joined[client.url] = joined = self._num_joined.get(client.url, 0) + 1
+        # Above all that an earlier rollout process can have said.
+        before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
+        self._num_joined[client.url] = joined = before + 1
         self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
         return client
 

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, ServerKind, VersionSegment
+from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.types import (
+    FinishReason,
+    PromptProgress,
+    Rollout,
+    RolloutGroup,
+    ServerKind,
+    VersionSegment,
+)
 
 CONFIG_FILE = "config.json"
 MESSAGES_SOCKET = "messages"
@@ -40,7 +48,7 @@ class ServerInfo:
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """Rank 0 asks for the batch that turns ``version`` into ``version + 1``."""
+    """Rank 0 asks for the batch that turns ``version`` into ``version + 1``, or its next part."""
 
     version: int
 
@@ -50,6 +58,16 @@ class Evaluate(msgspec.Struct, tag=True):
 
     request_id: int
     version: int
+
+
+class Save(msgspec.Struct, tag=True):
+    """Rank 0 has written the checkpoint of ``version``: keep what goes with it.
+
+    ``kept`` are the steps whose checkpoints are still there.
+    """
+
+    version: int
+    kept: list[int]
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -75,9 +93,14 @@ class RereadUrls(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Servers are up, prompts read, rewards checked."""
+    """Servers are up, prompts read, rewards checked.
+
+    ``share_endpoint`` is where ranks fetch their rollouts, with
+    ``prompts.single_rank_load = false``.
+    """
 
     servers: list[ServerInfo]
+    share_endpoint: str | None = None
 
 
 class Fatal(msgspec.Struct, tag=True):
@@ -112,6 +135,8 @@ class RolloutHeader(msgspec.Struct):
     completion: str
     reward: float | None
     reward_components: dict[str, float]
+    has_mask: bool = False
+    num_context: int = 0
 
 
 class GroupHeader(msgspec.Struct):
@@ -125,15 +150,22 @@ class GroupHeader(msgspec.Struct):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Answer to :class:`NextBatch`; three frames follow, see :func:`pack_groups`."""
+    """Answer to :class:`NextBatch`; four frames follow, see :func:`pack_groups`.
+
+    Those of token ids and logprobs are empty where ranks fetch them themselves. Of a batch in
+    parts ``progress``, ``closed`` and ``metrics`` count with the last one only.
+    """
 
     version: int
-    prompt_position: int
+    progress: PromptProgress
+    closed: dict[int, CloseReason]
     metrics: dict[str, float]
     groups: list[GroupHeader]
+    is_first: bool = True
+    is_last: bool = True
 
 
-Command = NextBatch | Evaluate | Stop
+Command = NextBatch | Evaluate | Save | Stop
 Notice = VersionServed | ServerLost | RereadUrls
 Answer = Ready | Fatal | Progress | Batch | EvaluationDone
 
@@ -147,31 +179,51 @@ decode_servers = msgspec.msgpack.Decoder(list[ServerInfo]).decode
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
-    """Splits groups into headers and three frames.
+    """Splits groups into headers and four frames.
 
     Returns:
         Headers, and: all prompts' token ids (int32), all completions' token ids (int32),
-        all completions' logprobs (float32), each concatenated in order.
+        all completions' logprobs (float32), and of those that have one the mask of sampled
+        tokens (bool), each concatenated in order.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     frames = [
         _concatenate([group.rollouts[0].prompt_ids for group in groups], np.int32),
         _concatenate([rollout.completion_ids for rollout in rollouts], np.int32),
         _concatenate([rollout.generator_logprobs for rollout in rollouts], np.float32),
+        _concatenate([r.sampled for r in rollouts if r.sampled is not None], np.bool_),
     ]
     return [_group_header(group) for group in groups], frames
 
 
-def unpack_groups(headers: Sequence[GroupHeader], frames: Sequence[bytes]) -> list[RolloutGroup]:
-    """Undoes :func:`pack_groups`; the rollouts of a group share one prompt array."""
-    prompts = _Cursor(np.frombuffer(frames[0], dtype=np.int32))
-    tokens = _Cursor(np.frombuffer(frames[1], dtype=np.int32))
-    logprobs = _Cursor(np.frombuffer(frames[2], dtype=np.float32))
+def without_arrays(frames: Sequence[bytes]) -> list[bytes]:
+    """The frames of a batch without token ids and logprobs."""
+    return [b"", b"", b"", *frames[3:]]
+
+
+def unpack_groups(
+    headers: Sequence[GroupHeader], frames: Sequence[bytes], *, has_arrays: bool = True
+) -> list[RolloutGroup]:
+    """Undoes :func:`pack_groups`; the rollouts of a group share one prompt array.
+
+    Args:
+        headers: Of the groups.
+        frames: Their arrays.
+        has_arrays: False after :func:`without_arrays`: all lengths are right, and every token
+            id and logprob is 0.
+    """
+    cursor = _Cursor if has_arrays else _Zeros
+    prompts = cursor(np.frombuffer(frames[0], dtype=np.int32))
+    tokens = cursor(np.frombuffer(frames[1], dtype=np.int32))
+    logprobs = cursor(np.frombuffer(frames[2], dtype=np.float32))
+    masks = _Cursor(np.frombuffer(frames[3], dtype=np.bool_))
     return [
         RolloutGroup(
             group_id=header.group_id,
             prompt_text=header.prompt_text,
-            rollouts=tuple(_rollouts(header, prompts.take(header.prompt_len), tokens, logprobs)),
+            rollouts=tuple(
+                _rollouts(header, prompts.take(header.prompt_len), tokens, logprobs, masks)
+            ),
             server_url=header.server_url,
         )
         for header in headers
@@ -187,6 +239,13 @@ class _Cursor:
         start, self.position = self.position, self.position + length
         assert self.position <= len(self.array), "a batch's frames are shorter than its header says"
         return self.array[start : self.position]
+
+
+class _Zeros(_Cursor):
+    """Arrays of zeros that take no memory, of the dtype of what is not there."""
+
+    def take(self, length: int) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), self.array.dtype), length)
 
 
 def _group_header(group: RolloutGroup) -> GroupHeader:
@@ -207,6 +266,8 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
                 completion=rollout.completion,
                 reward=rollout.reward,
                 reward_components=rollout.reward_components,
+                has_mask=rollout.sampled is not None,
+                num_context=rollout.num_context,
             )
             for rollout in group.rollouts
         ],
@@ -214,7 +275,11 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
 
 
 def _rollouts(
-    header: GroupHeader, prompt_ids: np.ndarray, tokens: _Cursor, logprobs: _Cursor
+    header: GroupHeader,
+    prompt_ids: np.ndarray,
+    tokens: _Cursor,
+    logprobs: _Cursor,
+    masks: _Cursor,
 ) -> Iterator[Rollout]:
     for rollout in header.rollouts:
         yield Rollout(
@@ -226,6 +291,8 @@ def _rollouts(
             completion=rollout.completion,
             reward=rollout.reward,
             reward_components=rollout.reward_components,
+            sampled=masks.take(rollout.num_tokens) if rollout.has_mask else None,
+            num_context=rollout.num_context,
         )
 
 

@@ -113,7 +113,7 @@ class LocalAgent:
 
     def _gather(self, slot: int, version: int, payload: Payload | None) -> None:
         try:
-            self._gatherer.gather(self._read_snapshot(slot, version), payload)
+            self._gatherer.gather(slot, self._read_snapshot(slot, version), payload)
         except BaseException as error:
             if payload is not None:
                 payload.fail(f"{type(error).__name__}: {error}")

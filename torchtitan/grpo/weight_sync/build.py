@@ -40,6 +40,7 @@ from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.probe import Probes, probe_tokens
 from torchtitan.grpo.weight_sync.publisher import FilledSlots, WeightPublisher, read_snapshot
+from torchtitan.grpo.weight_sync.shared_slots import CAN_SHARE
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
@@ -70,7 +71,9 @@ def build_publisher(
     backend = weight_backend(config, device.type)
     parameters = dict(named_parameters(model_parts))
     staging = "device" if sync.staging == "auto" else sync.staging
-    snapshots = Snapshots(parameters, sync.num_slots, wire_dtype, device, staging)
+    # Other ranks read them where they lie, if they are processors' and on the same host.
+    is_shared = CAN_SHARE and device.type == "cpu" and dist.get_world_size() > 1
+    snapshots = Snapshots(parameters, sync.num_slots, wire_dtype, device, staging, is_shared)
     snapshot_device = torch.device("cpu") if staging == "host" else device
     gatherer = Gatherer(
         parameters,
@@ -80,6 +83,7 @@ def build_publisher(
         backend=default_backend(snapshot_device.type),
         timeout_seconds=_patience_seconds(sync),
         device=snapshot_device,
+        shared=snapshots.shared,
     )
     # The setting is an address of rank 0's host; sources on others find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -214,6 +218,8 @@ def _leader_parts(
     async def close() -> None:
         await agent.close()
         channel.close()
+        if disk is not None:
+            disk.close()
 
     return LeaderParts(
         agents=agents,

@@ -11,9 +11,7 @@ not wait for one another; the bound of each is its caller's business.
 
 import asyncio
 import itertools
-import os
 import secrets
-import socket
 from typing import Any
 
 import msgspec
@@ -21,6 +19,7 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
+from torchtitan.grpo.groups import leader_address
 from torchtitan.grpo.inference.client import BucketSpec, WeightGroupInfo
 from torchtitan.grpo.weight_sync.agent import Agent, LocalAgent
 
@@ -74,8 +73,8 @@ class LeaderChannel:
         # Bound at once, so that its port can be told to the others.
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
-        port = self._socket.bind_to_random_port(f"tcp://{_own_address()}")
-        self.address = Address(f"tcp://{_own_address()}:{port}", secrets.token_bytes(16))
+        port = self._socket.bind_to_random_port(f"tcp://{leader_address()}")
+        self.address = Address(f"tcp://{leader_address()}:{port}", secrets.token_bytes(16))
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}
         self._is_closed = False
@@ -223,10 +222,3 @@ def agents_of_all_ranks(
     """On the leader: one agent a rank, in the order of ranks."""
     others = range(1, dist.get_world_size())
     return [own, *(RemoteAgent(channel, rank, num_buckets.get(rank, 0)) for rank in others)]
-
-
-def _own_address() -> str:
-    """Where the other ranks reach this one: loopback where there is but one host."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        return "127.0.0.1"
-    return socket.gethostbyname(os.environ["MASTER_ADDR"])

@@ -130,8 +130,10 @@ class GroupConnection(Connection):
         super().__init__(client)
         self._agents, self._timeout_seconds = agents, timeout_seconds
         self._group_of: dict[int, str] = {}
+        self._is_known = False  # the server may hold a group, an update or a pause of ours
 
     async def join(self) -> None:
+        self._is_known = True
         # A predecessor that was killed may have left an update open or the server paused.
         await self.client.leave_weight_groups()
         await self.client.resume()
@@ -210,9 +212,10 @@ class GroupConnection(Connection):
         if isinstance(taken_down, Exception):
             # Of a communicator that broke; there is nothing left to keep.
             logger.warning("Leaving the groups with %s: %s", self.client.url, taken_down)
+        self._is_known = False
 
     async def close(self) -> None:
-        if self._group_of:
+        if self._is_known:  # also where recovering was broken off
             await self.recover()
 
     async def _beside(self, ours, theirs) -> None:

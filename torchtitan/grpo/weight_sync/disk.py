@@ -8,11 +8,17 @@
 
 A directory appears under its name only when it is complete and on the disk, with the
 checksums of all tensors beside them, which a server of this project's own compares.
+
+DISK_PATH belongs to one run at a time: another's versions have the same names. The run holds a
+lock on it, which ends with its process.
 """
 
+import fcntl
 import json
+import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +28,12 @@ from safetensors.torch import save_file
 from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 from torchtitan.grpo.weight_sync.payloads import Bucket
 from torchtitan.grpo.weight_sync.wire import CHECKSUMS_FILE, split_bucket
+
+logger = logging.getLogger(__name__)
+
+# A predecessor that was killed may take this long to be gone.
+_LOCK_SECONDS = 15.0
+_POLL_SECONDS = 0.1
 
 
 def write_part(directory: Path, rank: int, buckets: Sequence[Bucket]) -> None:
@@ -53,11 +65,16 @@ class VersionDirectories:
         root: The directory; made where it does not exist.
         source: The trained model's directory, whose config and tokenizer files a server
             may want beside the weights.
+        lock_seconds: How long another run may still hold the directory.
+
+    Raises:
+        ValueError: It holds it for longer.
     """
 
-    def __init__(self, root: Path, source: Path) -> None:
+    def __init__(self, root: Path, source: Path, lock_seconds: float = _LOCK_SECONDS) -> None:
         self._root, self._source = root, source
         root.mkdir(parents=True, exist_ok=True)
+        self._lock: int | None = _locked(root, lock_seconds)
         # A killed predecessor's are nobody's: half written, or of another run.
         for left in root.glob("version-*"):
             if left.suffix == ".partial" or (left / CHECKSUMS_FILE).is_file():
@@ -90,3 +107,30 @@ class VersionDirectories:
         """Deletes what there is of a version."""
         for name in (f"version-{version}", f"version-{version}.partial"):
             shutil.rmtree(self._root / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets another run have the directory. What is served now stays there. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(root: Path, timeout_seconds: float) -> int:
+    """A handle of the directory, locked against other runs until it is closed."""
+    handle = os.open(root, os.O_RDONLY)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise ValueError(
+                    f"weight_sync.disk_path must be of this run alone, and another one has held "
+                    f"{root} for {timeout_seconds:g} s. Give each run a directory of its own."
+                ) from error
+        except OSError as error:  # a filesystem without locks
+            logger.warning("%s cannot be locked (%s): let no other run use it.", root, error)
+            return handle
+        time.sleep(_POLL_SECONDS)

@@ -73,3 +73,7 @@ class DiskVersions:
             # Not cancelled: what has begun on the writers' threads could not be.
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.to_thread(self._directories.remove, version)
+
+    def close(self) -> None:
+        """Lets another run have the directory."""
+        self._directories.close()

@@ -9,6 +9,7 @@ be completed.
 """
 
 import asyncio
+import errno
 import functools
 import socket
 import uuid
@@ -163,9 +164,11 @@ def route_address(setting: str, server_url: str) -> str:
     if setting != "auto":
         return setting
     url = urlsplit(server_url)
+    host, port = url.hostname or "127.0.0.1", url.port or 80
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     # Connecting a datagram socket sends nothing; it only asks for the route.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((url.hostname or "127.0.0.1", url.port or 80))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
         return probe.getsockname()[0]
 
 
@@ -174,11 +177,14 @@ def _listening_store(address: str, world_size: int, timeout_seconds: float) -> d
 
     Raises:
         ValueError: ``address`` is not one of this host.
+        OSError: Something else is wrong, such as too many open files.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(target[:2], family=family)
     except OSError as error:
+        if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+            raise
         raise ValueError(
             f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
         ) from error

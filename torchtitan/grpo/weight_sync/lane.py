@@ -106,6 +106,7 @@ class Lane:
         num_pushes: Confirmed pushes.
         num_attested: Of those, attested by log-probabilities.
         num_failures: How often the server was lost.
+        is_blocked: What is newest could not be written on our side; the server goes on with less.
         last_error: Of the last loss, or of the last version that could not be sent.
         last_push: Of the last confirmed push.
     """
@@ -121,6 +122,7 @@ class Lane:
         self.state = LaneState.JOINING
         self.version = -1
         self.num_pushes = self.num_attested = self.num_failures = 0
+        self.is_blocked = False
         self.last_error = ""
         self.last_push: PushReport | None = None
         self._connection, self._client = connection, connection.client
@@ -183,11 +185,12 @@ class Lane:
         try:
             await self._connection.prepare(version)
         except VersionNotWritten as error:
-            self.last_error = str(error)
+            self.is_blocked, self.last_error = True, str(error)
             logger.warning("%s goes on with version %d: %s", self.url, self.version, error)
             self._listeners.on_change()
             await asyncio.sleep(self._backoff.seconds_after_failure())
             return False
+        self.is_blocked = False
         return True
 
     async def _push(self, version: int) -> PushReport:
@@ -254,7 +257,7 @@ class Lane:
     def _lose(self, error: BaseException) -> None:
         reason = str(error) or type(error).__name__
         self.num_failures += 1
-        self.last_error = reason
+        self.is_blocked, self.last_error = False, reason
         self.version = -1
         self._keep_as_base(None)
         logger.warning("Lost %s while %s: %s", self.url, self.state.value, reason)

@@ -158,7 +158,7 @@ class Leader:
             logger.info("%s has left the run.", lane.url)
             self.lanes = [other for other in self.lanes if other is not lane]
             self._closing[lane.url] = asyncio.create_task(
-                _close_lane(lane, self._tasks.pop(lane.url))
+                _close_lane(lane, self._tasks.pop(lane.url), self._closing.get(lane.url))
             )
         known = {lane.url: lane for lane in self.lanes}
         for server in servers:
@@ -168,7 +168,7 @@ class Leader:
                 connection = self._parts.make_connection(server)
                 lane = Lane(connection, self._versions, self._settings, self._listeners)
                 self.lanes = [*self.lanes, lane]
-                running = _run_after(self._closing.pop(lane.url, None), lane)
+                running = _run_after(self._closing.get(lane.url), lane)
                 self._tasks[lane.url] = asyncio.create_task(running, name=lane.url)
         self._versions.max_alive = max_alive(
             self._max_versions, len(self.lanes), self._settings.delta
@@ -182,7 +182,10 @@ class Leader:
                 task.result()
 
     async def _end(self, listening: "asyncio.Task[None]") -> None:
-        closing = [_close_lane(lane, self._tasks[lane.url]) for lane in self.lanes]
+        closing = [
+            _close_lane(lane, self._tasks[lane.url], self._closing.get(lane.url))
+            for lane in self.lanes
+        ]
         await asyncio.gather(*closing, *self._closing.values())
         await self._versions.close()
         listening.cancel()
@@ -201,11 +204,15 @@ def max_alive(setting: int, num_servers: int, delta: bool) -> int:
 async def _run_after(former: "asyncio.Task[None] | None", lane: Lane) -> None:
     """Serves a lane once a former one of the same server has left its groups."""
     if former is not None:
-        await former
+        await asyncio.wait({former})  # which goes on if this is cancelled
     await lane.run()
 
 
-async def _close_lane(lane: Lane, running: "asyncio.Task[None]") -> None:
+async def _close_lane(
+    lane: Lane, running: "asyncio.Task[None]", former: "asyncio.Task[None] | None"
+) -> None:
     running.cancel()
+    if former is not None:
+        await asyncio.wait({former})
     await asyncio.gather(running, return_exceptions=True)
     await lane.close()

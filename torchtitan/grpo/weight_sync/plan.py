@@ -10,7 +10,7 @@ has put together there; every block is sent to its source once, by the lowest ra
 holds it (see `models/shards.py`), so replicas send nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,17 @@ class BucketPlan:
     Attributes:
         assemblies: How its parameters are put together, in the order of the bytes.
         spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
-        num_bytes: Size of the payload.
+        num_bytes_of: Size of what each parameter becomes, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
     spec: BucketSpec
-    num_bytes: int
+    num_bytes_of: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the payload."""
+        return sum(self.num_bytes_of.values())
 
 
 @dataclass(frozen=True)
@@ -101,5 +106,5 @@ def plan_buckets(
             dtypes=(str(wire_dtype).removeprefix("torch."),) * len(shapes),
             shapes=tuple(shapes.values()),
         )
-        plans.append(BucketPlan(tuple(members), spec, sum(map(num_bytes, members))))
+        plans.append(BucketPlan(tuple(members), spec, {a.name: num_bytes(a) for a in members}))
     return plans

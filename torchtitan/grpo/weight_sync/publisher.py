@@ -149,11 +149,11 @@ class WeightPublisher:
         """Leader: waits until the servers serve ``version`` or something newer.
 
         Lost servers are not waited for, as long as one that is not lost is there: its lane
-        has bounds of its own.
+        has bounds of its own, unless the version cannot be written for it.
 
         Args:
             version: Policy version.
-            timeout_seconds: How long all servers may be lost.
+            timeout_seconds: How long there may be no server that could take it.
             should_stop: Ends the wait.
 
         Raises:
@@ -164,7 +164,7 @@ class WeightPublisher:
         with self._changed:
             while not self._are_served(version) and not should_stop():
                 self.raise_if_failed()
-                if any(not lane.is_lost for lane in self.lanes):
+                if any(not (lane.is_lost or lane.is_blocked) for lane in self.lanes):
                     deadline = time.monotonic() + timeout_seconds
                 elif time.monotonic() > deadline:
                     raise TimeoutError(
@@ -222,7 +222,9 @@ class WeightPublisher:
         return self.error
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the threads; a push under way is given up after the timeout."""
+        """Ends the threads; a push under way is given up after the timeout. Idempotent."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():

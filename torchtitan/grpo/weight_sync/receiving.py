@@ -16,9 +16,9 @@ from torchtitan.grpo.weight_sync.process_group import create_weight_group, destr
 # How soon a waiting receive notices that its group was left.
 _POLL = timedelta(seconds=0.1)
 
-# Groups left while a gloo operation was outstanding. Dropping the last reference would join
-# gloo's threads, and so block whoever drops it until the trainer closes its end.
-_abandoned: list[dist.ProcessGroup] = []
+# Groups left while a gloo operation was outstanding, with that. Dropping the last reference would
+# join gloo's threads, and so block whoever drops it until the trainer closes its end.
+_abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
 class WeightGroup:
@@ -42,7 +42,8 @@ class WeightGroup:
         self._is_nccl = backend == "nccl"
         self._timeout_seconds = timeout_seconds
         self._left = threading.Event()
-        self._is_receiving = False
+        self._outstanding: dist.Work | None = None
+        _let_go_of_ended()
         self._group = create_weight_group(
             master_address, master_port, rank, world_size, name, backend, timeout_seconds
         )
@@ -59,8 +60,7 @@ class WeightGroup:
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
-        self._is_receiving = True
-        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        work = self._outstanding = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None, "this server is a member of the group"
         if self._is_nccl:
             # NCCL only queues the broadcast; returning must mean that it has arrived.
@@ -68,16 +68,16 @@ class WeightGroup:
             torch.cuda.current_stream(tensor.device).synchronize()
         else:
             self._wait(work)
-        self._is_receiving = False
+        self._outstanding = None
 
     def _wait(self, work: dist.Work) -> None:
         deadline = time.monotonic() + self._timeout_seconds
         while not work.is_completed():
             if self._left.is_set():
-                _abandoned.append(self._group)
+                _abandoned.append((self._group, work))
                 raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
             if time.monotonic() > deadline:
-                _abandoned.append(self._group)
+                _abandoned.append((self._group, work))
                 raise RuntimeError(
                     f"No broadcast came in group {self.name!r} within {self._timeout_seconds} s."
                 )
@@ -92,7 +92,13 @@ class WeightGroup:
         if self._left.is_set():
             return
         self._left.set()
-        if self._is_receiving and not self._is_nccl:
+        outstanding = self._outstanding
+        if outstanding is not None and not self._is_nccl:
             # Before the waiting thread can end, and drop its reference.
-            _abandoned.append(self._group)
+            _abandoned.append((self._group, outstanding))
         destroy_weight_group(self._group)
+
+
+def _let_go_of_ended() -> None:
+    """Groups whose operation the trainer has ended since have threads to join no longer."""
+    _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]

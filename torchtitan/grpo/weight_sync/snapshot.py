@@ -26,6 +26,7 @@ import torch
 
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.weight_sync.priority import yield_to_training
+from torchtitan.grpo.weight_sync.shared_slots import SharedSlots
 
 Staging = Literal["device", "host"]
 _WAIT_SECONDS = 120.0
@@ -50,6 +51,10 @@ class Snapshots:
         device: The training device.
         staging: Where copies lie: in the training device's memory or in pinned host
             memory. The same on CPU.
+        is_shared: On CPU: other ranks of this host may read the slots.
+
+    Attributes:
+        shared: What they need for it; None where the slots are this process's alone.
     """
 
     def __init__(
@@ -59,13 +64,21 @@ class Snapshots:
         wire_dtype: torch.dtype,
         device: torch.device,
         staging: Staging = "device",
+        is_shared: bool = False,
     ) -> None:
+        assert not (is_shared and device.type == "cuda"), "slots on a device are not shared"
         sources = {name: local_tensor(p) for name, p in parameters.items()}
         is_pinned = device.type == "cuda" and staging == "host"
-        self._slots = [
-            {name: _room_for(source, wire_dtype, is_pinned) for name, source in sources.items()}
-            for _ in range(num_slots)
-        ]
+        self.shared: SharedSlots | None = None
+        if is_shared:
+            shapes = {name: tuple(source.shape) for name, source in sources.items()}
+            self.shared = SharedSlots(shapes, num_slots, wire_dtype)
+            self._slots = self.shared.slots
+        else:
+            self._slots = [
+                {name: _room_for(source, wire_dtype, is_pinned) for name, source in sources.items()}
+                for _ in range(num_slots)
+            ]
         make_copies = _StreamCopies if device.type == "cuda" else _ThreadCopies
         self._copies = make_copies(
             [list(slot.values()) for slot in self._slots], list(sources.values()), device

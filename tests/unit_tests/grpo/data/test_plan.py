@@ -1,5 +1,7 @@
 """A plan weighs every sample once, keeps groups whole, and gives ranks equal shares."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.data.cost import FlopsCost, token_cost
 from torchtitan.grpo.data.plan import epoch_order, plan_step
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
 from torchtitan.grpo.losses.advantages import compute_advantages
@@ -34,7 +37,8 @@ def supervised(length):
 
 def plan(groups, config=None, **arguments):
     defaults = {"version": 7, "num_ranks": 1, "row_len": ROW_LEN, "local_batch_size": 1}
-    return plan_step(groups, config or GRPO(), **defaults | {"max_new_tokens": 8} | arguments)
+    defaults |= {"max_new_tokens": 8, "balance": True, "cost": token_cost, "row_bucket": 1}
+    return plan_step(groups, config or GRPO(), **defaults | arguments)
 
 
 def minibatches_of(made):
@@ -64,6 +68,18 @@ def test_a_plan_counts_tokens_ages_and_leaves_unscored_samples_out():
     assert made.samples.group_ids.tolist() == [4, 4, 9, 9]
     assert made.samples.completion_lengths.tolist() == [3, 3, 5, 3]
     assert sum(int(rows.loss_mask.sum()) for rows in made.rows_of_rank) == 14
+
+
+def test_tokens_of_an_environment_are_neither_trained_nor_counted():
+    masked = replace(rollout(1.0, 5), sampled=np.array([True, False, False, True, True]))
+    made = plan([RolloutGroup(0, "", (masked, rollout(0.0, 3)), "")])
+    assert made.samples.completion_lengths.tolist() == [3, 3]
+    assert (made.num_trained_tokens, made.minibatch_tokens) == (6, [6])
+    assert made.num_tokens == 2 * 2 + 5 + 3
+    assert total(made.rows_of_rank, "loss_mask") == 6
+    assert total(made.rows_of_rank, "loss_weights") == pytest.approx(1)
+    # Its logprobs are those of the tokens that it wrote.
+    assert total(made.rows_of_rank, "generator_logprobs") == -(0 + 3 + 4) - (0 + 1 + 2)
 
 
 def test_advantages_found_by_sample_id_are_those_of_the_sample():
@@ -197,27 +213,39 @@ def batches(draw):
     ]
 
 
+layouts = st.fixed_dictionaries(
+    {
+        "num_ranks": st.integers(1, 3),
+        "local_batch_size": st.integers(1, 2),
+        "row_bucket": st.integers(1, 3),
+        "balance": st.booleans(),
+        "cost": st.sampled_from([token_cost, FlopsCost(1.0, 5.0)]),
+    }
+)
+
+
 @given(
     batches(),
     st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 2),
+    layouts,
     st.booleans(),
     st.lists(st.integers(1, 10), max_size=4),
     st.sampled_from(["token_mean", "sequence_mean"]),
 )
 def test_plans_keep_their_invariants(
-    groups, num_minibatches, num_ranks, batch_size, filtered, ptx_lengths, aggregation
+    groups, num_minibatches, layout, filtered, ptx_lengths, aggregation
 ):
     config = GRPO(
         num_minibatches=num_minibatches, filter_zero_advantage=filtered, aggregation=aggregation
     )
     ptx = [supervised(n) for n in ptx_lengths]
-    arguments = {"num_ranks": num_ranks, "local_batch_size": batch_size, "ptx": ptx}
+    arguments = layout | {"ptx": ptx}
     made = plan(groups, config, **arguments)
     sizes = {rows.num_rows for rows in made.rows_of_rank}
-    assert len(sizes) == 1
-    assert sizes.pop() % (num_minibatches * batch_size) == 0
+    assert sizes == {made.metrics["data/rows_per_rank"]}
+    multiple = num_minibatches * layout["local_batch_size"] * layout["row_bucket"]
+    assert sizes.pop() % multiple == 0
+    assert made.metrics["data/max_over_mean_cost"] >= 1 - 1e-9
     places = [
         sorted({i for rows in of_rank for i in rows.sample_ids.unique().tolist()} - {NO_SAMPLE})
         for of_rank in minibatches_of(made)
@@ -237,3 +265,67 @@ def test_plans_keep_their_invariants(
     again = plan(groups, config, **arguments)
     for rows, same in zip(made.rows_of_rank, again.rows_of_rank, strict=True):
         assert all(torch.equal(value, vars(same)[name]) for name, value in vars(rows).items())
+
+
+def trained_tokens(made):
+    """What the loss sees, place in the rows aside: one entry a trained or supervised token."""
+    seen = []
+    for m, of_rank in enumerate(minibatches_of(made)):
+        for rows in of_rank:
+            where = rows.loss_mask | (rows.ptx_weights > 0)
+            columns = [
+                rows.sample_ids, rows.positions, rows.tokens, rows.labels,
+                rows.generator_logprobs, rows.loss_weights, rows.ptx_weights,
+            ]  # fmt: skip
+            values = torch.stack([column[where].double() for column in columns], dim=1)
+            seen += [(m, *token) for token in values.tolist()]
+    return sorted(seen)
+
+
+@given(batches(), st.integers(1, 3), layouts, layouts, st.lists(st.integers(1, 10), max_size=4))
+def test_the_layout_changes_nothing_of_what_is_learned(
+    groups, num_minibatches, one_layout, other_layout, ptx_lengths
+):
+    config = GRPO(num_minibatches=num_minibatches, aggregation="sequence_mean")
+    ptx = [supervised(n) for n in ptx_lengths]
+    one, other = (plan(groups, config, ptx=ptx, **layout) for layout in (one_layout, other_layout))
+    assert trained_tokens(one) == trained_tokens(other)
+    assert one.minibatch_tokens == other.minibatch_tokens
+    assert one.samples.rewards.tolist() == other.samples.rewards.tolist()
+
+
+def heavy_groups():
+    """Rollouts of 14 and of 2 tokens with their prompts' 2, groups of one kind each."""
+    return [
+        RolloutGroup(g, "", tuple(rollout(1.0, n) for _ in range(4)), "")
+        for g, n in enumerate([12, 2, 12, 2])
+    ]
+
+
+def test_balanced_ranks_have_even_costs():
+    cost = FlopsCost(1.0, 2.0)
+    arguments = {"num_ranks": 4, "cost": cost}
+    made = plan(heavy_groups(), **arguments)
+    assert made.metrics["data/max_over_mean_cost"] == pytest.approx(1.0)
+    # Each rank has two long sequences and two short ones.
+    for rows in made.rows_of_rank:
+        assert int(rows.loss_mask.sum()) == 2 * 12 + 2 * 2
+    dealt = plan(heavy_groups(), **arguments, balance=False)
+    assert dealt.metrics["data/max_over_mean_cost"] > 1.0
+    assert dealt.metrics["data/rows_per_rank"] >= made.metrics["data/rows_per_rank"]
+
+
+def test_rows_of_a_rank_come_in_multiples_of_the_bucket():
+    for balance in (False, True):
+        made = plan(heavy_groups(), local_batch_size=2, row_bucket=3, balance=balance)
+        assert made.metrics["data/rows_per_rank"] == 12
+        made = plan(heavy_groups(), local_batch_size=2, row_bucket=1, balance=balance)
+        assert made.metrics["data/rows_per_rank"] == 10
+
+
+def test_microbatches_of_a_rank_have_even_costs_the_heaviest_first():
+    lengths = [14, 12, 7, 7]
+    groups = [RolloutGroup(0, "", tuple(rollout(1.0, n) for n in lengths), "")]
+    made = plan(groups, cost=FlopsCost(1.0, 2.0), local_batch_size=2)
+    tokens = [int(part.loss_mask.sum()) for part in made.rows_of_rank[0].microbatches(2)]
+    assert tokens == [14 + 7, 12 + 7]

@@ -1,6 +1,7 @@
 """What is recorded is read back to the bit, whenever and however the run ended."""
 
 import gzip
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_groups
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 VOCAB_SIZE = 100
 TEMPERATURE = 0.7
@@ -33,7 +34,7 @@ def group(group_id=0, logprobs=(-0.1, -2.5), reward: float | None = 1.0):
 def record(path, groups, first_version=0):
     recorder = RolloutRecorder(str(path), VOCAB_SIZE, TEMPERATURE, first_version)
     for version, some in enumerate(groups, start=first_version):
-        recorder.write(version, 10 * (version + 1), some)
+        recorder.write(version, PromptProgress(10 * (version + 1), (3, 7)), some)
     return recorder
 
 
@@ -52,9 +53,9 @@ def test_a_batch_is_read_back_as_it_was(path):
     recorder = record(path, [[group(4), group(9, reward=None)], [group(11)]])
     batches = read(path)  # before close: each batch is on disk once it is written
     recorder.close()
-    assert [(b.version, b.prompt_position, len(b.groups)) for b in batches] == [
-        (0, 10, 2),
-        (1, 20, 1),
+    assert [(b.version, b.progress, len(b.groups)) for b in batches] == [
+        (0, PromptProgress(10, (3, 7)), 2),
+        (1, PromptProgress(20, (3, 7)), 1),
     ]
     expected = group(9, reward=None)
     found = read_groups(batches[0])[1]
@@ -70,6 +71,23 @@ def test_a_batch_is_read_back_as_it_was(path):
                 assert vars(mine)[name].tobytes() == value.tobytes()
             else:
                 assert vars(mine)[name] == value
+
+
+@given(sampled=st.lists(st.booleans(), min_size=1, max_size=20))
+def test_what_an_environment_put_in_is_told_apart_again(tmp_path_factory, sampled):
+    sampled[-1] = True
+    mask = np.array(sampled)
+    first, *_ = group(logprobs=[-0.5] * len(sampled)).rollouts
+    mixed = replace(first, sampled=mask)
+    path = tmp_path_factory.mktemp("record") / "rollouts.jsonl"
+    record(path, [[RolloutGroup(0, "", (mixed, first), "")]]).close()
+    found, plain = read_groups(read(path)[0])[0].rollouts
+    assert plain.sampled is None
+    # A mask that is True throughout says nothing.
+    assert (found.sampled is None) == mask.all()
+    assert found.num_written == mixed.num_written
+    if found.sampled is not None:
+        assert found.sampled.tolist() == sampled
 
 
 @given(
@@ -133,7 +151,7 @@ def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
         (b'{"prompt": "a"}\n', r"other\.jsonl:1: .*format"),
         (
             b'{"format": "torchtitan-grpo-rollouts", "format_version": 1, "vocab_size": 100}\n',
-            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 2, got .* 1",
+            r"other\.jsonl:1: the format must be torchtitan-grpo-rollouts 3, got .* 1",
         ),
     ):
         path.write_bytes(content)
@@ -143,7 +161,7 @@ def test_a_file_of_another_kind_is_refused_with_its_line(tmp_path):
 
 def test_a_broken_line_is_named(path):
     record(path, [[group()]]).close()
-    line = b'{"version": 1, "prompt_position": 2, "groups": [{"group_id": "x"}]}\n'
+    line = b'{"version": 1, "progress": {"position": 2}, "groups": [{"group_id": "x"}]}\n'
     with path.open("ab") as file:
         file.write(gzip.compress(line) if path.suffix == ".gz" else line)
     with pytest.raises(DataError, match=r":3: Expected `int`, got `str` - at `\$\.groups"):

@@ -11,7 +11,7 @@ from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource, check_batch
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 SEQ_LEN = 16
 
@@ -45,7 +45,7 @@ def record(tmp_path, model):
         for version in range(num_batches):
             pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
             groups = [RolloutGroup(2 * version + g, "ask", pair, "") for g in range(2)]
-            recorder.write(version, 2 * (version + 1), groups)
+            recorder.write(version, PromptProgress(2 * (version + 1), (1,)), groups)
         recorder.close()
         return path
 
@@ -55,18 +55,29 @@ def record(tmp_path, model):
 @pytest.fixture
 def replay(tmp_path, model):
     def make(
-        path, start_version=0, should_stop=lambda: False, temperature=1.0, **grpo
+        path,
+        start_version=0,
+        should_stop=lambda: False,
+        temperature=1.0,
+        stream_parts=None,
+        **grpo,
     ) -> ReplaySource:
         config = JobConfig()
         config.job.dump_folder = str(tmp_path / "out")
         config.rollout.replay = str(path)
         config.rollout.temperature = temperature
+        config.rollout.stream = stream_parts is not None
+        config.rollout.stream_parts = stream_parts or 4
         config.training.seq_len = SEQ_LEN
         config.training.local_batch_size = 1
         for key, value in grpo.items():
             setattr(config.grpo, key, value)
         source = ReplaySource(
-            config, model, start_version=start_version, prompt_position=0, should_stop=should_stop
+            config,
+            model,
+            start_version=start_version,
+            progress=PromptProgress(),
+            should_stop=should_stop,
         )
         source.start()
         return source
@@ -83,7 +94,7 @@ def test_steps_come_in_the_file_s_order_and_end_with_it(record, replay):
         first = rows.labels[rows.loss_mask][0].item()
         assert first == version
         assert step.plan.samples.rewards.tolist() == [1, 0, 1, 0]
-        assert source.prompt_position == 2 * (version + 1)
+        assert source.progress == PromptProgress(2 * (version + 1), (1,))
         assert step.metrics["reward/mean"] == 0.5
         assert step.metrics["reward/exact_match"] == 0.5
         assert step.metrics["rollout/completion_tokens_mean"] == 3
@@ -92,6 +103,26 @@ def test_steps_come_in_the_file_s_order_and_end_with_it(record, replay):
     assert source.next_step(2, num_ranks=1) is None
     assert source.is_exhausted
     source.close()
+
+
+def test_a_batch_may_come_in_parts(record, replay):
+    path = record(2)
+    source, whole = replay(path, stream_parts=2), replay(path)
+    for version in range(2):
+        expected = whole.next_step(version, num_ranks=1)
+        assert expected is not None
+        first = source.next_step(version, num_ranks=1)
+        assert first is not None
+        assert (first.is_first, first.is_last, first.metrics) == (True, False, {})
+        assert source.progress.position == 2 * version, "not before the batch is whole"
+        last = source.next_step(version, num_ranks=1)
+        assert last is not None
+        assert (last.is_first, last.is_last) == (False, True)
+        assert source.progress == whole.progress
+        assert len(first.plan.samples) + len(last.plan.samples) == len(expected.plan.samples)
+        assert last.metrics["reward/mean"] == expected.metrics["reward/mean"]
+    assert source.next_step(2, num_ranks=1) is None
+    assert source.is_exhausted
 
 
 def test_there_is_nothing_around_it(record, replay):
@@ -171,6 +202,9 @@ def batch(**changes):
         ({"logprobs": [-1.0]}, r"each of the 2 completion tokens must have a logprob, got 1"),
         ({"logprobs": [-1.0, -1e300]}, r"finite in float32"),
         ({"segments": []}, r"segments must name a version"),
+        ({"observed": [(0, 2)]}, r"observed must be ascending spans .* leave one to train on"),
+        ({"observed": [(1, 3)]}, r"observed must be ascending spans within the 2"),
+        ({"observed": [(1, 1), (0, 1)]}, r"observed must be ascending spans"),
         (
             {"completion_ids": [7] * 9, "logprobs": [-1.0] * 9},
             r"at most training\.seq_len \(10\) tokens, got 11",

@@ -8,12 +8,16 @@ The bodies below were recorded from SGLang 0.5.23 and vLLM 0.32.0.
 
 import asyncio
 import copy
+import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchtitan.grpo.inference import sglang, vllm
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
@@ -68,6 +72,12 @@ VLLM_ANSWER: dict[str, Any] = {
     "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
 }
 
+GENERATE_ROUTES = {
+    "embedded": "/generate",
+    "sglang": "/generate",
+    "vllm": "/inference/v1/generate",
+}
+
 KINDS = {
     "sglang": (sglang.parse_generation, SGLANG_ANSWER),
     "vllm": (vllm.parse_generation, VLLM_ANSWER),
@@ -98,6 +108,7 @@ def change(answer: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any
 META = ["meta_info"]
 CHOICE = ["choices", 0]
 CONTENT = [*CHOICE, "logprobs", "content"]
+BEYOND_THE_END = {"version": "4", "start": 5, "end": 9}
 
 
 @pytest.mark.parametrize(
@@ -108,11 +119,30 @@ CONTENT = [*CHOICE, "logprobs", "content"]
         ("sglang", [*META, "output_token_logprobs"], [[-1.0, 12, None]], "as many ids as"),
         ("sglang", [*META, "output_token_logprobs", 0], [-1.0, 99, None], "other tokens"),
         ("sglang", [*META, "output_token_logprobs", 0], [None, 12, None], "finite"),
+        ("sglang", [*META, "output_token_logprobs", 0], [math.nan, 12, None], "finite"),
+        ("sglang", [*META, "output_token_logprobs", 0], [-math.inf, 12, None], "finite"),
+        ("sglang", [*META, "output_token_logprobs", 0], [0.5, 12, None], "not above 0"),
+        ("sglang", [*META, "output_token_logprobs", 0], ["-0.5", 12, None], "finite"),
+        ("sglang", [*META, "output_token_logprobs", 0], [-(10**400), 12, None], "finite"),
+        ("sglang", [*META, "output_token_logprobs", 0], [-1e300, 12, None], "finite"),
+        ("sglang", [*META, "output_token_logprobs"], 7, "must hold output_ids"),
+        ("sglang", ["output_ids"], [12, [13], 9], "int32"),
+        ("sglang", ["output_ids"], {"12": 1, "13": 2, "9": 3}, "int32"),
+        ("sglang", [*META, "id"], "3:r-2", "under its own id, the answer bears '3:r-2'"),
+        ("sglang", [*META, "prompt_tokens"], 2, "with 3 prompt tokens, the answer continues 2"),
         ("sglang", [*META, "finish_reason"], {"type": "error"}, "finish reason"),
         ("sglang", [*META, "finish_reason"], None, "must hold output_ids"),
         ("sglang", [*META, "weight_versions", 2, "end"], 2, "cover 3 tokens"),
         ("sglang", [*META, "weight_versions", 0, "start"], 1, "cover 3 tokens"),
         ("sglang", [*META, "weight_versions", 2, "version"], "updating", "broke off half-way"),
+        ("sglang", [*META, "weight_versions", 2, "version"], math.inf, "not the number"),
+        ("sglang", [*META, "weight_versions", 2, "version"], "9" * 5000, "not the number"),
+        ("sglang", [*META, "weight_versions", 2, "end"], 3.0, "cover 3 tokens"),
+        ("sglang", [*META, "weight_versions", 1], BEYOND_THE_END, "cover 3 tokens"),
+        ("vllm", ["request_id"], "generate-tokens-r-2", "the answer bears 'generate-tokens-r-2'"),
+        ("vllm", ["usage", "prompt_tokens"], 4, "with 3 prompt tokens, the answer continues 4"),
+        ("vllm", [*CONTENT, 1, "logprob"], math.nan, "finite"),
+        ("vllm", [*CONTENT, 1, "logprob"], 0.5, "not above 0"),
         ("vllm", [*CHOICE, "token_ids"], [12, 13], "as many ids as logprobs"),
         ("vllm", ["usage", "completion_tokens"], 2, "as many ids as logprobs"),
         ("vllm", [*CONTENT, 1, "token_id"], 14, "other tokens"),
@@ -137,7 +167,7 @@ def test_token_ids_outside_int32_are_refused(token: int) -> None:
 
 
 def test_more_tokens_than_asked_for_are_refused() -> None:
-    request = GenerateRequest("r-1", [5], max_new_tokens=2)
+    request = GenerateRequest("r-1", [5, 6, 7], max_new_tokens=2)
     with pytest.raises(ServerError, match="1 to 2 tokens, got 3"):
         sglang.parse_generation("url", request, SGLANG_ANSWER)
 
@@ -207,8 +237,9 @@ PROMPT_ANSWERS: dict[str, tuple[Any, Any]] = {
 def test_prompt_logprobs_are_of_all_tokens_but_the_first(kind: str) -> None:
     parse, answer = PROMPT_ANSWERS[kind]
     assert parse("url", [5, 6, 7], answer([None, -1.0, -2.0])) == [-1.0, -2.0]
-    with pytest.raises(ServerError, match="finite"):
-        parse("url", [5, 6, 7], answer([None, -1.0, None]))
+    for wrong in (None, math.nan, 0.5, "-1", -(10**400)):
+        with pytest.raises(ServerError, match="prompt logprobs must be finite"):
+            parse("url", [5, 6, 7], answer([None, -1.0, wrong]))
     for wrong in (answer([None, -1.0]), {}, None):
         with pytest.raises(ServerError, match=r"prompt_?logprobs|tokens sent|input_token"):
             parse("url", [5, 6, 7], wrong)
@@ -273,6 +304,46 @@ def test_a_client_for_nonsense_is_refused(kind: Any, url: str, message: str) -> 
         make_client(kind, url)
 
 
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all parts of an answer, but of the whole."""
+    steps: Any = ()
+    if isinstance(value, dict):
+        steps = value
+    elif isinstance(value, list):
+        steps = range(len(value))
+    below = [place for step in steps for place in places(value[step], (*path, step))]
+    return [path, *below] if path else below
+
+
+WILD: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just("9"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_whatever_stands_in_an_answer_it_is_exact_or_a_server_error(kind: str, data: Any) -> None:
+    parse, answer = KINDS[kind]
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(places(answer)))
+        answer = change(answer, list(path), data.draw(WILD))
+    try:
+        generation = parse("url", REQUEST, answer)
+    except ServerError:
+        return
+    ids, logprobs = generation.token_ids, generation.logprobs
+    assert ids.dtype == np.int32
+    assert logprobs.dtype == np.float32
+    assert 1 <= len(ids) == len(logprobs) <= REQUEST.max_new_tokens
+    assert (ids >= 0).all()
+    assert np.isfinite(logprobs).all()
+    ends = [0, *(segment.end for segment in generation.segments)]
+    assert [segment.start for segment in generation.segments] == ends[:-1]
+    assert ends[-1] == len(ids)
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -316,6 +387,35 @@ def test_an_error_names_url_route_status_and_body() -> None:
         client = make_client("vllm", url + "/")
         with pytest.raises(ServerError, match=rf"{url}/pause\?mode=keep answered 503: loading"):
             await client.pause()
+        await client.close()
+
+    asyncio.run(with_server(handler, test))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[" * 200_000, r"must answer a JSON object, got \[\["),
+        (b'{"text": "\xff"}', "must be answered in UTF-8"),
+        (b'{"output_ids": [1', "must answer a JSON object, got {"),
+        (b"<html>Bad gateway</html>", "must answer a JSON object, got <html>Bad gateway"),
+        (b"", "must answer a JSON object, got null"),
+        (b" " * (2**20 + 10_000), "at most 1055744 bytes, and the answer is longer"),
+    ],
+    ids=["deep", "no UTF-8", "cut", "html", "empty", "long"],
+)
+@pytest.mark.parametrize(("kind", "route"), GENERATE_ROUTES.items())
+def test_what_is_no_answer_at_all_is_refused_under_its_address(
+    kind: Any, route: str, body: bytes, message: str
+) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type="application/json")
+
+    async def test(url: str) -> None:
+        client = make_client(kind, url)
+        with pytest.raises(ServerError, match=message) as caught:
+            await client.generate(replace(REQUEST, temperature=1.0))
+        assert url + route in str(caught.value)
         await client.close()
 
     asyncio.run(with_server(handler, test))
@@ -439,7 +539,7 @@ def test_unknown_names_are_refused_before_sglang_is_asked_to_receive() -> None:
     assert "/update_weight_version" not in routes
 
 
-def vllm_answer(logprob: float, token: int) -> dict[str, Any]:
+def vllm_answer(request_id: str, logprob: float, token: int) -> dict[str, Any]:
     entry = {"token_id": token, "logprob": logprob}
     choice = {
         "token_ids": [token],
@@ -447,7 +547,8 @@ def vllm_answer(logprob: float, token: int) -> dict[str, Any]:
         "logprobs": {"content": [entry]},
         "weight_versions": [{"version": "1", "start": 0, "end": 1}],
     }
-    return {"choices": [choice], "usage": {"completion_tokens": 1}}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    return {"request_id": f"generate-tokens-{request_id}", "choices": [choice], "usage": usage}
 
 
 @pytest.mark.parametrize("mode", ["processed", "raw"])
@@ -455,13 +556,15 @@ def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> None:
     probes: list[list[int]] = []
 
     async def handler(request: web.Request) -> web.Response:
-        allowed = (await request.json())["sampling_params"].get("allowed_token_ids")
+        body = await request.json()
+        request_id, allowed = body["request_id"], body["sampling_params"].get("allowed_token_ids")
         if allowed is None:
-            return web.json_response(vllm_answer(-1.0, 7))
+            return web.json_response(vllm_answer(request_id, -1.0, 7))
         probes.append(allowed)
         # Raw: this model is nearly sure of token 0, as a real one may be.
         certain = mode == "processed" or allowed == [0]
-        return web.json_response(vllm_answer(-1e-5 if certain else -9.0, allowed[0]))
+        logprob = -1e-5 if certain else -9.0
+        return web.json_response(vllm_answer(request_id, logprob, allowed[0]))
 
     async def test(url: str) -> None:
         client = make_client("vllm", url)

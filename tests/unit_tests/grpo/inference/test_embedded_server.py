@@ -604,7 +604,8 @@ def test_leaving_all_groups_ends_a_broadcast_and_drops_the_update(server: Server
             waiting = asyncio.create_task(
                 client.refused("/update_weights_from_distributed", **body)
             )
-            await client.generate([1])
+            for _ in range(5):  # by then the server has been asked
+                await client.generate([1])
             await client.post("/leave_weight_groups")
             assert "was left" in await waiting
             assert "No weight update" in await client.refused("/end_weight_update")

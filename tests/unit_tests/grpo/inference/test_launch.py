@@ -28,6 +28,7 @@ from torchtitan.grpo.inference.launch import (
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.types import PromptProgress
 
 SPEC = ServerSpec(
     kind="vllm",
@@ -160,7 +161,7 @@ def make_config(folder: Path, num_servers: int) -> config.RolloutProcessConfig:
         seed=0,
         dump_folder=str(folder),
         start_version=0,
-        prompt_position=0,
+        progress=PromptProgress(),
         server_gpus=[],
     )
 

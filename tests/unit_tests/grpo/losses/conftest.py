@@ -215,8 +215,13 @@ def pack(
     config: GRPO,
     *,
     junk: float = 0.0,
+    num_observed: int = 0,
 ) -> LossInputs:
-    """Rows of sequences by index, padded; ``junk`` stands wherever nothing is trained."""
+    """Rows of sequences by index, padded; ``junk`` stands wherever nothing is trained.
+
+    With ``num_observed`` so many tokens stand behind each token of a rollout that an environment
+    has put in.
+    """
     lengths = [0 if s.is_ptx else s.num_tokens for s in sequences]
     weights = token_weights(
         np.array(lengths),
@@ -247,14 +252,18 @@ def pack(
                 "weight": filled(weights[index] if trained else junk, n),
                 "ptx": filled(0.0 if trained else config.ptx_coef / num_ptx, n),
             }
+            num_behind = num_observed if trained else 0
             for name, part in parts.items():
                 blank = 0.0 if name in ("mask", "ptx") else junk
+                behind = filled(blank, n * num_behind, part.dtype).reshape(n, num_behind)
+                part = torch.cat([part[:, None], behind], dim=1).flatten()
                 # The prompt's tokens but its last predict nothing; nor does the last token.
                 row[name] += [
                     filled(blank, s.num_prompt_tokens - 1, part.dtype), part,
                     filled(blank, 1, part.dtype),
                 ]  # fmt: skip
-            row["ids"].append(filled(sequence_id, s.num_prompt_tokens + n, torch.int64))
+            length = s.num_prompt_tokens + n * (1 + num_behind)
+            row["ids"].append(filled(sequence_id, length, torch.int64))
         room = row_len - sum(len(part) for part in row["ids"])
         assert room >= 0
         row["ids"].append(filled(min(len(members), row_len - 1), room, torch.int64))

@@ -105,7 +105,9 @@ def test_the_chunk_size_changes_nothing(tokens, vocab, chunk_tokens, seed):
         )
         results.append((packed, *torch.autograd.grad(packed.square().sum(), (hidden, weight))))
     for x, y in zip(*results, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        # Sums of terms that may cancel: against the largest of them.
+        scale = max(float(y.detach().abs().max()), 1.0)
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5 * scale)
 
 
 def test_without_entropy_the_entropy_is_zero_and_logprobs_are_the_same():

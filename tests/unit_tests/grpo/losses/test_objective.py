@@ -186,6 +186,18 @@ def test_compiled_is_as_eager(lab, name, backend):
 
 
 @each_variant
+def test_tokens_of_an_environment_change_nothing(lab, name):
+    config = config_of(name)
+    sequences = lab.make_sequences(6)
+    inputs = lab.pack(sequences, ROWS, 60, config, junk=3.0, num_observed=2)
+    loss, metrics, gradients = run(lab, sequences, inputs, config)
+    expected_loss, expected_metrics, expected_gradients = expected_of(lab, sequences, config)
+    close(loss, expected_loss)
+    close(gradients, expected_gradients)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-9, abs=1e-12)
+
+
+@each_variant
 def test_one_sequence_a_row_is_the_same_as_packed(lab, name):
     config = config_of(name)
     packed, batch = lab.make_sequences(5), lab.make_sequences(5)

@@ -51,6 +51,7 @@ def test_weights_come_out_as_they_went_in(num_ranks, make_model, run_ranks, tmp_
             label = f"{name} on rank {rank}"
             assert result[name]["wrongly_loaded"] == [], label
             assert result[name]["wrongly_gathered"] == [], label
+            assert result[name]["wrongly_shared"] == [], label
             assert result[name]["wrongly_exported"] == [], label
             holds_all = layout.get("pp", 1) == 1
             assert ("tok_embeddings.weight" in result[name]["own_names"]) or not holds_all
@@ -58,6 +59,10 @@ def test_weights_come_out_as_they_went_in(num_ranks, make_model, run_ranks, tmp_
         by_source = [r[name] for r in results if r[name]["gathered_names"]]
         assert len(by_source) == CASES[num_ranks][name][1].get("pp", 1), name
         assert all(source["num_buckets"] > 1 for source in by_source), name
+        is_sharded = {"dp_shard", "tp", "cp"} & layout.keys()
+        for source in by_source:
+            sent, shared = source["read_in_place"]
+            assert (sent, bool(shared)) == ([], bool(is_sharded)), name
         assert_in_model_order([source["gathered_names"] for source in by_source])
         assert_complete_directory(tmp_path / name, Path(folders[kind]))
 

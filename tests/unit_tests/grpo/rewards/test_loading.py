@@ -29,7 +29,7 @@ def test_file_is_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("exact_mach", "built-in boxed_math, exact_match"),
+        ("exact_mach", "built-in boxed_math, environment, exact_match"),
         ("no_such_module:reward", "importing no_such_module failed with ModuleNotFoundError"),
         ("os.path:no_such", "os.path has no 'no_such'"),
         ("os.path:sep", "must be callable, got a str"),

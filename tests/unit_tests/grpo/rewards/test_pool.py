@@ -30,6 +30,14 @@ def by_completion(completions, **kw):
         return [float("nan")] * len(completions)
     if c == "count":
         return [1.0]
+    if c == "huge":
+        return [1e300] * len(completions)
+    if c == "channel":
+        for file in range(3, 32):
+            try:
+                os.write(file, b"\\x03\\x00\\x00\\x00\\xff\\xff\\xff")
+            except OSError:
+                pass
     if c == "none":
         return [None] * len(completions)
     if c == "type":
@@ -127,6 +135,8 @@ def test_none_means_not_applicable(functions: str):
     ("completion", "message"),
     [
         ("nan", "must return finite numbers, got nan"),
+        ("huge", r"numbers of at most 1e\+12 in size, got 1e\+300"),
+        ("channel", "answer cannot be read: a reward function wrote to a file descriptor"),
         ("count", "one number for each of 2 completions, got 1"),
         ("type", "must return numbers .* got 'good' of type str"),
         ("scalar", "must return a list of 2 numbers, got a float"),

@@ -6,6 +6,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,18 +83,48 @@ def test_resumed_run_counts_its_earlier_batches_as_consumed():
     assert admission.may_start(7, 0)
 
 
+def test_a_batch_taken_group_by_group_leaves_places_for_what_is_due_before():
+    admission = make(groups_per_batch=2, max_staleness=1)
+    for group_id in range(2):
+        admission.start(group_id, 0)
+    for group_id in range(2, 4):
+        admission.start(group_id, 0)
+    admission.finish(3, oldest_version=0)
+    assert admission.take_next() == 3
+    assert admission.next_batch == 0
+    admission.finish(0, oldest_version=0)
+    assert admission.take_next() == 0
+    assert admission.next_batch == 1
+    for group_id in range(4, 6):
+        assert admission.may_start(1, 0)
+        admission.start(group_id, 1)
+        admission.finish(group_id, oldest_version=1)
+    assert not admission.may_start(1, 0)
+    assert admission.take_next() is None, "both places are for groups 1 and 2, due in this batch"
+    admission.finish(1, oldest_version=0)
+    assert admission.take_next() == 1
+    assert admission.take_next() is None
+    admission.finish(2, oldest_version=1)  # written under newer weights than it was begun with
+    assert [admission.take_next(), admission.next_batch] == [2, 2], "as old as 4, and begun before"
+
+
 @dataclass
 class Simulation:
-    """Servers of random speed, lag and mortality around one admission."""
+    """Servers of random speed, lag and mortality around one admission.
+
+    ``streams``: batches are taken group by group.
+    """
 
     admission: Admission
     rng: random.Random
     num_servers: int
+    streams: bool = False
     trained_versions: int = 0
     versions: list[int | None] = field(default_factory=list)
     running: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     oldest: dict[int, int] = field(default_factory=dict)
     next_id: int = 0
+    taken: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.trained_versions = self.admission.next_batch
@@ -111,7 +142,10 @@ class Simulation:
         elif action == "end" and self.running:
             self.end(self.rng.choice(list(self.running)), stalled)
         elif action == "train":
-            self.train()
+            if self.streams:
+                self.train_one()
+            else:
+                self.train()
 
     def start(self) -> None:
         server = self.rng.randrange(self.num_servers)
@@ -134,22 +168,39 @@ class Simulation:
             self.oldest[group_id] = oldest
 
     def train(self) -> bool:
-        step = self.trained_versions
         batch = self.admission.take_batch()
         if batch is None:
             return False
         assert len(batch) == len(set(batch)) == self.admission.groups_per_batch
         for group_id in batch:
-            age = step - self.oldest.pop(group_id)
-            assert 0 <= age <= self.admission.max_staleness, f"age {age} in batch {step}"
+            self.check_age(group_id)
         self.trained_versions += 1
         return True
+
+    def train_one(self) -> None:
+        group_id = self.admission.take_next()
+        if group_id is None:
+            return
+        self.check_age(group_id)
+        assert group_id not in self.taken
+        self.taken.add(group_id)
+        if self.admission.next_batch > self.trained_versions:
+            assert len(self.taken) == self.admission.groups_per_batch
+            self.taken = set()
+            self.trained_versions += 1
+
+    def check_age(self, group_id: int) -> None:
+        age = self.trained_versions - self.oldest.pop(group_id)
+        assert 0 <= age <= self.admission.max_staleness, (
+            f"age {age} in batch {self.trained_versions}"
+        )
 
 
 def check_invariant(admission: Admission) -> None:
     deadlines = sorted(group.deadline for group in admission._open.values())
     for count, deadline in enumerate(deadlines, start=1):
-        assert count <= (deadline - admission.next_batch + 1) * admission.groups_per_batch
+        places = (deadline - admission.next_batch + 1) * admission.groups_per_batch
+        assert count <= places - admission._num_taken
 
 
 @settings(max_examples=150, deadline=None)
@@ -159,12 +210,21 @@ def check_invariant(admission: Admission) -> None:
     max_staleness=st.integers(0, 4),
     num_servers=st.integers(1, 4),
     start_version=st.integers(0, 3),
+    streams=st.booleans(),
 )
 def test_no_consumed_group_is_older_than_the_bound_and_no_run_deadlocks(
-    seed: int, groups_per_batch: int, max_staleness: int, num_servers: int, start_version: int
+    seed: int,
+    groups_per_batch: int,
+    max_staleness: int,
+    num_servers: int,
+    start_version: int,
+    streams: bool,
 ):
     simulation = Simulation(
-        make(groups_per_batch, max_staleness, start_version), random.Random(seed), num_servers
+        make(groups_per_batch, max_staleness, start_version),
+        random.Random(seed),
+        num_servers,
+        streams,
     )
     for _ in range(400):
         simulation.advance(stalled=False)
@@ -177,3 +237,39 @@ def test_no_consumed_group_is_older_than_the_bound_and_no_run_deadlocks(
         simulation.advance(stalled=True)
         check_invariant(simulation.admission)
     raise AssertionError(f"deadlock: {simulation.admission.describe()}")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_bound_holds_for_each_of_ten_thousand_groups(streams: bool):
+    num_trained = seed = 0
+    while num_trained < 10_000:
+        seed += 1
+        rng = random.Random(seed)
+        groups_per_batch, max_staleness = rng.randint(1, 8), rng.randint(0, 5)
+        simulation = Simulation(
+            make(groups_per_batch, max_staleness), rng, rng.randint(1, 5), streams
+        )
+        for _ in range(4000):
+            simulation.advance(stalled=rng.random() < 0.5)  # where the ages are checked
+        check_invariant(simulation.admission)
+        num_trained += simulation.trained_versions * groups_per_batch
+    assert seed > 10  # of many kinds
+
+
+def test_starts_wait_while_too_many_finished_groups_do():
+    admission = make(groups_per_batch=1, max_staleness=5)
+    bounded = Admission(
+        groups_per_batch=1,
+        max_staleness=5,
+        group_size=1,
+        max_concurrent_rollouts=100,
+        max_buffered=2,
+    )
+    for ledger in (admission, bounded):
+        for group_id in range(2):
+            ledger.start(group_id, 0)
+            ledger.finish(group_id, 0)
+    assert admission.may_start(0, 0)
+    assert not bounded.may_start(0, 0)
+    assert bounded.take_batch() == [0]
+    assert bounded.may_start(0, 0)

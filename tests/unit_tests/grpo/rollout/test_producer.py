@@ -6,6 +6,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,32 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.config import Prompts
-from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rewards.pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.evaluation import Evaluator
-from torchtitan.grpo.rollout.producer import Producer
+from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget
+from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.ledger import Ledger
+from torchtitan.grpo.rollout.producer import OverduePolicy, Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.rows import open_rows
+from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import GenerateRequest, Generation, VersionSegment
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.types import (
+    GenerateRequest,
+    Generation,
+    Prompt,
+    PromptProgress,
+    Rollout,
+    RolloutGroup,
+    VersionSegment,
+)
 
 GROUP_SIZE = 3
 GROUPS_PER_BATCH = 2
@@ -54,14 +69,17 @@ class RandomServer(InferenceClient):
             await asyncio.sleep(0)
         if self.rng.random() < self.failure_rate:
             raise ServerError(f"{self.url}: unlucky")
-        length = self.rng.randint(2, request.max_new_tokens)
+        length = self.rng.randint(1, request.max_new_tokens)
         segments = (VersionSegment(first, 0, 1), VersionSegment(self.served, 1, length))
         return Generation(
             np.array(request.prompt_ids[:1] * length, np.int32),
             np.full(length, -0.5, np.float32),
-            "stop",
-            segments,
+            "length" if length == request.max_new_tokens else "stop",
+            segments if length > 1 else segments[:1],
         )
+
+    async def load(self) -> ServerLoad:
+        raise ServerError(f"{self.url} does not say")
 
     async def _none(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("this server only generates")
@@ -79,6 +97,7 @@ class World:
     dispatcher: Dispatcher
     producer: Producer
     evaluator: Evaluator
+    prompts: PromptStream
 
     def push(self, server: RandomServer, version: int) -> None:
         server.served = version
@@ -98,6 +117,15 @@ def run_world(repository: Path, tmp_path: Path):
         failure_rate: float = 0.0,
         reward: str = "exact_match",
         seed: int = 0,
+        acceptor: str | None = None,
+        completion_filter: CompletionFilter | None = None,
+        waste: WasteBudget | None = None,
+        overdue: OverduePolicy = "wait",
+        num_parts: int = 1,
+        segment_tokens: int = 0,
+        saved: SavedRollouts | None = None,
+        max_buffered: int | None = None,
+        ranker: LengthRanker | None = None,
     ) -> None:
         file = tmp_path / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in prompts))
@@ -107,9 +135,15 @@ def run_world(repository: Path, tmp_path: Path):
         prompt_set = PromptSet(rows, table, codec, PromptLimits(20, 128), "prompts.path")
         rng = random.Random(seed)
 
+        progress = saved.progress if saved is not None else PromptProgress()
+        kept = saved.group_ids if saved is not None else set()
+        pending = [index for index in progress.open if index not in kept]
+        position = progress.position
+        ledger = Ledger(progress)
+
         async def main() -> None:
             pool = RewardPool(
-                [reward, "exact_match"],
+                [reward, "exact_match", *([acceptor] if acceptor is not None else [])],
                 num_workers=1,
                 timeout_seconds=30,
                 max_consecutive_failures=1000,
@@ -124,22 +158,37 @@ def run_world(repository: Path, tmp_path: Path):
                 max_staleness=max_staleness,
                 group_size=GROUP_SIZE,
                 max_concurrent_rollouts=12,
+                max_buffered=max_buffered,
+                start_version=saved.version if saved is not None else 0,
             )
             sampling = Sampling(6, 26, 1.0, 1.0, -1, (1,))
+            stream = PromptStream(
+                prompt_set, seed=0, shuffle=False, position=position, pending=pending
+            )
             producer = Producer(
-                PromptStream(prompt_set, seed=0, shuffle=False),
+                stream,
                 admission,
                 dispatcher,
-                Scorer(pool, codec, [reward], [2.0]),
-                sampling,
+                GroupJudge(
+                    Scorer(pool, codec, [reward], [2.0], 2 if acceptor is not None else None),
+                    completion_filter,
+                    waste,
+                ),
+                ledger,
+                TrajectoryWriter(dispatcher, sampling, segment_tokens=segment_tokens),
                 group_size=GROUP_SIZE,
-                prompt_position=0,
+                num_parts=num_parts,
+                overdue=overdue,
+                saved=saved,
+                ranker=ranker,
+                window=GROUPS_PER_BATCH,
             )
             held_out, _ = first_prompts(prompt_set, 0)
-            evaluator = Evaluator(held_out, dispatcher, pool, 1, codec, sampling, 12)
+            writer = TrajectoryWriter(dispatcher, sampling)
+            evaluator = Evaluator(held_out, dispatcher, pool, 1, codec, writer, 12)
             work = asyncio.create_task(producer.run())
             try:
-                await body(World(servers, dispatcher, producer, evaluator))
+                await body(World(servers, dispatcher, producer, evaluator, stream))
                 assert not work.done()
             finally:
                 work.cancel()
@@ -151,8 +200,11 @@ def run_world(repository: Path, tmp_path: Path):
     return run
 
 
+@pytest.mark.parametrize("segment_tokens", [0, 2])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_bound_holds_over_random_servers_deaths_and_restarts(run_world, max_staleness: int):
+def test_bound_holds_over_random_servers_deaths_and_restarts(
+    run_world, max_staleness: int, segment_tokens: int
+):
     num_steps = 12
 
     async def body(world: World) -> None:
@@ -184,7 +236,66 @@ def test_bound_holds_over_random_servers_deaths_and_restarts(run_world, max_stal
         max_staleness=max_staleness,
         num_servers=3,
         failure_rate=0.02,
+        segment_tokens=segment_tokens,
         seed=max_staleness,
+    )
+
+
+def test_a_batch_comes_in_parts_before_its_last_group_is_there(run_world):
+    async def body(world: World) -> None:
+        server, go_on = world.servers[0], asyncio.Event()
+        write = server.generate
+
+        async def hold_back(request: GenerateRequest) -> Generation:
+            prompts.append(list(request.prompt_ids))
+            if prompts[-1] != prompts[0]:
+                await go_on.wait()
+            return await write(request)
+
+        prompts: list[list[int]] = []
+        server.generate = hold_back
+        world.push(server, 0)
+        first = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [group.prompt_text for group in first.groups] == ["1"]
+        assert (first.is_first, first.is_last) == (True, False)
+        assert {0, 1} <= set(first.progress.open), "not trained before the batch is whole"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(world.producer.batch(0), 0.2)
+        go_on.set()
+        last = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [group.prompt_text for group in last.groups] == ["2"]
+        assert (last.is_first, last.is_last) == (False, True)
+        assert not {0, 1} & set(last.progress.open)
+        assert first.metrics == {}
+        rewards = [r.reward for part in (first, last) for g in part.groups for r in g.rollouts]
+        assert last.metrics["reward/mean"] == np.mean(rewards)
+
+    run_world(body, prompts=list("12"), max_staleness=0, num_parts=2)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_bound_holds_for_batches_in_parts(run_world, max_staleness: int):
+    async def body(world: World) -> None:
+        rng = random.Random(max_staleness)
+        for server in world.servers:
+            world.push(server, 0)
+        seen: set[int] = set()
+        for version in range(8):
+            parts = []
+            while not parts or not parts[-1].is_last:
+                parts.append(await asyncio.wait_for(world.producer.batch(version), 60))
+            assert [part.is_first for part in parts] == [True, False]
+            for group in (group for part in parts for group in part.groups):
+                assert group.group_id not in seen
+                seen.add(group.group_id)
+                ages = [version - rollout.oldest_version for rollout in group.rollouts]
+                assert 0 <= min(ages) <= max(ages) <= max_staleness
+            for server in world.servers:
+                if server is world.servers[0] or rng.random() < 0.5:
+                    world.push(server, version + 1)
+
+    run_world(
+        body, prompts=list("123456789"), max_staleness=max_staleness, num_servers=3, num_parts=2
     )
 
 
@@ -201,7 +312,9 @@ def test_unscored_groups_are_replaced_and_unscored_rollouts_left_out(run_world, 
         assert batch.metrics["reward/by_prompt"] == 1.0
         assert batch.metrics["reward/mean"] == 2.0
         assert batch.metrics["reward/std"] == 0.0
-        assert batch.prompt_position == 3
+        # The next prompt may have been drawn already.
+        assert batch.progress in (PromptProgress(3), PromptProgress(4, (3,)))
+        assert batch.closed == {0: "unscored"}
 
     run_world(
         body,
@@ -238,3 +351,260 @@ def test_reward_is_the_weighted_sum_of_what_applies():
     assert weighted_sum([1.0, 0.5], [2.0, 4.0]) == 4.0
     assert weighted_sum([None, 0.5], [2.0, 4.0]) == 2.0
     assert weighted_sum([None, None], [2.0, 4.0]) is None
+
+
+SOME_EQUAL = """
+def rewards(prompts, completions, **kw):
+    return [float(i) if "1" in prompts[0] else 1.0 for i in range(len(completions))]
+def keep(prompts, completions, rewards, **kw):
+    return [reward > 0 for reward in rewards]
+"""
+
+
+def test_groups_without_an_advantage_are_refilled_within_the_budget(run_world, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(SOME_EQUAL)
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        first = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [group.prompt_text for group in first.groups] == ["1", "13"]
+        assert first.closed == {1: "filtered", 2: "filtered"}
+        assert first.metrics["rollout/filtered_groups"] == 2
+        world.push(world.servers[0], 1)
+        second = await asyncio.wait_for(world.producer.batch(1), 60)
+        # Of four equal ones two were left out, and the others are taken as they are.
+        assert len(second.closed) == 2
+        assert len(second.groups) == GROUPS_PER_BATCH
+
+    run_world(
+        body,
+        prompts=["1", "2", "3", "13", "5", "6", "7", "8"],
+        max_staleness=0,
+        reward=f"{tmp_path / 'mine.py'}:rewards",
+        waste=WasteBudget(2),
+    )
+
+
+def test_a_function_of_the_users_decides_what_is_kept(run_world, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(SOME_EQUAL)
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        batch = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [[r.reward for r in group.rollouts] for group in batch.groups] == [
+            [2.0, 4.0],
+            [2.0] * GROUP_SIZE,
+        ]
+
+    run_world(
+        body,
+        prompts=["1", "2"],
+        max_staleness=0,
+        reward=f"{tmp_path / 'mine.py'}:rewards",
+        acceptor=f"{tmp_path / 'mine.py'}:keep",
+    )
+
+
+def test_what_a_checkpoint_keeps_is_gone_on_with_and_nothing_is_lost_or_asked_twice(run_world):
+    kept: list[SavedRollouts] = []
+    trained: list[int] = []
+
+    async def first(world: World) -> None:
+        world.push(world.servers[0], 0)
+        batch = await asyncio.wait_for(world.producer.batch(0), 60)
+        trained.extend(group.group_id for group in batch.groups)
+        while not (saved := world.producer.save()).finished:
+            await asyncio.sleep(0.01)
+        kept.append(saved)
+
+    run_world(first, prompts=list("123456789"), max_staleness=2)
+    (saved,) = kept
+    in_file = {group.group_id for group in saved.finished}
+    assert in_file <= set(saved.progress.open)
+
+    async def second(world: World) -> None:
+        world.push(world.servers[0], 1)
+        for version in (1, 2, 3):
+            batch = await asyncio.wait_for(world.producer.batch(version), 60)
+            trained.extend(group.group_id for group in batch.groups)
+            for group in batch.groups:
+                ages = [version - rollout.oldest_version for rollout in group.rollouts]
+                assert 0 <= min(ages) <= max(ages) <= 2
+            world.push(world.servers[0], version + 1)
+        # What was finished before is in the first of these batches.
+        assert in_file <= set(trained[2:])
+        position, still_open = batch.progress.position, set(batch.progress.open)
+        assert sorted([*trained, *still_open]) == list(range(position))
+
+    run_world(second, prompts=list("123456789"), max_staleness=2, saved=saved)
+
+
+def finished_group(group_id: int, version: int) -> RolloutGroup:
+    tokens = np.array([5, 6], np.int32)
+    rollout = Rollout(
+        tokens, tokens, np.full(2, -0.5, np.float32), (VersionSegment(version, 0, 2),), "stop", "7", 1.0
+    )  # fmt: skip
+    return RolloutGroup(group_id, "5", (rollout, rollout), "http://0")
+
+
+def test_a_full_buffer_of_saved_groups_does_not_hold_up_what_their_batch_waits_for(run_world):
+    """Prompt 0 has nothing saved and may not start; the batch needs group 4, behind it."""
+    saved = SavedRollouts(
+        version=2,
+        progress=PromptProgress(5, (0, 1, 2, 4)),
+        finished=(finished_group(1, 2), finished_group(2, 2)),
+        unfinished=(UnfinishedGroup(4, 0, (), ()),),
+    )
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 2)
+        batch = await asyncio.wait_for(world.producer.batch(2), 60)
+        assert batch.closed == {}
+        # Written under version 2 after all, it is due later than it was.
+        assert {group.group_id for group in batch.groups} == {1, 2}
+        following = await asyncio.wait_for(world.producer.batch(3), 60)
+        assert 4 in {group.group_id for group in following.groups}
+
+    run_world(
+        body, prompts=list("123456789"), max_staleness=2, saved=saved, max_buffered=GROUPS_PER_BATCH
+    )
+
+
+def test_a_saved_group_goes_on_only_on_servers_that_are_as_new_as_its_first(run_world):
+    saved = SavedRollouts(
+        version=2,
+        progress=PromptProgress(1, (0,)),
+        unfinished=(UnfinishedGroup(0, 2, (), ()),),
+    )
+
+    async def body(world: World) -> None:
+        old, new = world.servers
+        world.push(old, 1)
+        await asyncio.sleep(0.5)  # it looks for a server twice, and does not take this one
+        assert world.dispatcher.in_flight == 0
+        world.push(new, 2)
+        batch = await asyncio.wait_for(world.producer.batch(2), 60)
+        assert batch.closed == {}
+        (group,) = (group for group in batch.groups if group.group_id == 0)
+        assert group.server_url == new.url
+
+    run_world(body, prompts=list("123456789"), max_staleness=2, num_servers=2, saved=saved)
+
+
+@pytest.mark.parametrize("overdue", ["drop", "wait"])
+def test_an_overdue_group_holds_up_its_batch_unless_it_is_to_be_dropped(run_world, overdue):
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        let_go, write = asyncio.Event(), server.generate
+
+        async def hold_first_prompt(request: GenerateRequest) -> Generation:
+            if request.prompt_ids == first_prompt:
+                await let_go.wait()
+            return await write(request)
+
+        server.generate = hold_first_prompt  # pyright: ignore[reportAttributeAccessIssue]
+        first_prompt = world.prompts.prompt_at(0).token_ids.tolist()
+        world.push(server, 0)
+        await asyncio.wait_for(world.producer.batch(0), 60)
+        world.push(server, 1)
+        second = asyncio.create_task(world.producer.batch(1))
+        if overdue == "drop":
+            assert (await asyncio.wait_for(second, 60)).closed == {0: "overdue"}
+        else:
+            lacks_one = re.compile(r"batch 1: [2-9] of 2 groups finished, .* 1 of them due now")
+            async with asyncio.timeout(60):
+                while not lacks_one.match(world.producer.describe()):
+                    await asyncio.sleep(0.01)
+            assert not second.done()
+            let_go.set()
+            batch = await asyncio.wait_for(second, 60)
+            assert batch.closed == {} and batch.groups[0].group_id == 0
+
+    run_world(body, prompts=list("123456789"), max_staleness=1, overdue=overdue)
+
+
+@pytest.mark.parametrize("overdue", ["cut", "resume"])
+def test_an_overdue_group_is_cut_or_goes_on_under_newer_weights(run_world, overdue):
+    """The first prompt's completions stop after their first segment until the batch is due."""
+
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        let_go, write = asyncio.Event(), server.generate
+
+        async def whole_segments(request: GenerateRequest) -> Generation:
+            prompt = request.prompt_ids[: len(first_prompt)]
+            if prompt == first_prompt and len(request.prompt_ids) > len(first_prompt):
+                await let_go.wait()
+            length = request.max_new_tokens
+            if prompt != first_prompt:
+                return await write(request)
+            return Generation(
+                np.full(length, 5 + server.served, np.int32),
+                np.full(length, -0.5, np.float32),
+                "length",
+                (VersionSegment(server.served, 0, length),),
+            )
+
+        server.generate = whole_segments  # pyright: ignore[reportAttributeAccessIssue]
+        first_prompt = world.prompts.prompt_at(0).token_ids.tolist()
+        world.push(server, 0)
+        first = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert 0 not in {group.group_id for group in first.groups}
+        world.push(server, 1)
+        second = await asyncio.wait_for(world.producer.batch(1), 60)
+        assert second.closed == {}
+        groups = {group.group_id: group for group in second.groups}
+        if overdue == "cut":
+            assert second.metrics["rollout/cut_rollouts"] == GROUP_SIZE
+            assert [r.completion_ids.tolist() for r in groups[0].rollouts] == [[5, 5]] * GROUP_SIZE
+            assert {r.finish_reason for r in groups[0].rollouts} == {"length"}
+            return
+        assert second.metrics["rollout/resumed_groups"] == 1
+        assert 0 not in groups
+        assert 0 in second.progress.open
+        let_go.set()
+        version, group = 2, None
+        while group is None:
+            world.push(server, version)
+            batch = await asyncio.wait_for(world.producer.batch(version), 60)
+            group = next((g for g in batch.groups if g.group_id == 0), None)
+            version += 1
+        for rollout in group.rollouts:
+            assert rollout.completion_ids[:2].tolist() == [5, 5]
+            assert rollout.sampled is not None
+            assert rollout.sampled.tolist() == [False, False] + [True] * 4
+            assert rollout.generator_logprobs[:2].tolist() == [0, 0]
+            # To a penalty of its length it is as long as what was written.
+            assert (rollout.num_context, rollout.num_written) == (2, 6)
+            assert rollout.segments[0].version == 0
+            assert version - 1 - rollout.oldest_version <= 1
+
+    run_world(body, prompts=list("123456789"), max_staleness=1, overdue=overdue, segment_tokens=2)
+
+
+def test_prompts_with_long_answers_are_started_first_among_those_of_a_batch(run_world):
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        asked: list[int] = []
+        write = server.generate
+
+        async def note(request: GenerateRequest) -> Generation:
+            asked.append(int(request.request_id.split("-")[1]))
+            return await write(request)
+
+        server.generate = note  # pyright: ignore[reportAttributeAccessIssue]
+        for version in range(3):
+            world.push(server, version)
+            batch = await asyncio.wait_for(world.producer.batch(version), 60)
+            # The set of prompts is that of the stream; their order is not.
+            ids = [group.group_id for group in batch.groups]
+            assert ids == [2 * version, 2 * version + 1]
+            assert list(dict.fromkeys(asked))[2 * version :][:2] == ids[::-1]
+
+    class Later(LengthRanker):
+        """Finds that answers get longer and longer."""
+
+        def predict(self, prompt: Prompt) -> float:
+            return float(prompt.index)
+
+    run_world(body, prompts=list("123456789"), max_staleness=0, ranker=Later(4.0))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.grpo.rollout import wire
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 
 def rollout(rng: np.random.Generator, prompt_ids: np.ndarray, length: int) -> Rollout:
@@ -19,6 +19,7 @@ def rollout(rng: np.random.Generator, prompt_ids: np.ndarray, length: int) -> Ro
         completion="färbig\n",
         reward=float(rng.random()),
         reward_components={"exact_match": 1.0},
+        sampled=rng.random(length) < 0.7 if rng.random() < 0.5 else None,
     )
 
 
@@ -45,6 +46,7 @@ def plain(groups: list[RolloutGroup]) -> list:
                     r.completion,
                     r.reward,
                     r.reward_components,
+                    None if r.sampled is None else r.sampled.tolist(),
                 )
                 for r in g.rollouts
             ],
@@ -59,10 +61,13 @@ def test_batch_survives_the_wire_bit_for_bit(lengths: list[list[int]]):
     rng = np.random.default_rng(0)
     groups = [group(rng, i, sizes) for i, sizes in enumerate(lengths)]
     headers, frames = wire.pack_groups(groups)
-    message = wire.encode(wire.Batch(7, 42, {"reward/mean": 0.5}, headers))
+    message = wire.encode(
+        wire.Batch(7, PromptProgress(42, (3, 40)), {5: "failed"}, {"reward/mean": 0.5}, headers)
+    )
     batch = wire.decode_answer(message)
     assert isinstance(batch, wire.Batch)
-    assert (batch.version, batch.prompt_position, batch.metrics) == (7, 42, {"reward/mean": 0.5})
+    assert (batch.version, batch.metrics) == (7, {"reward/mean": 0.5})
+    assert (batch.progress, batch.closed) == (PromptProgress(42, (3, 40)), {5: "failed"})
     received = wire.unpack_groups(batch.groups, frames)
     assert plain(received) == plain(groups)
     for g in received:

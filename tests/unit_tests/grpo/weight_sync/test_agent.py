@@ -29,7 +29,7 @@ class FillingGatherer:
 
     own = SimpleNamespace(buckets=SPECS)
 
-    def gather(self, shards: dict[str, torch.Tensor], payload: Payload) -> None:
+    def gather(self, slot: int, shards: dict[str, torch.Tensor], payload: Payload) -> None:
         for index, spec in enumerate(SPECS):
             if shards[spec.names[0]].isnan().any():
                 raise RuntimeError("rank 3 is gone")
@@ -74,7 +74,7 @@ def test_a_delta_makes_the_new_bucket_of_the_old_one():
         pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=False)
         for version in (3, 9):
             payload = pool.take(version)
-            FillingGatherer().gather(snapshot(version), payload)
+            FillingGatherer().gather(0, snapshot(version), payload)
         with pool.reading(3) as old, pool.reading(9) as new:
             bucket = agent_module.encode_delta(new, old, 0)
             spec = bucket.spec

@@ -184,3 +184,13 @@ def test_a_predecessors_versions_are_removed_and_nothing_else(tmp_path):
     (root / "version-2" / "checksums.json").write_text("{}")
     VersionDirectories(root, tmp_path)
     assert names_in(root) == {"version-1", "other"}
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(tmp_path):
+    root = tmp_path / "versions"
+    first = VersionDirectories(root, tmp_path)
+    with pytest.raises(ValueError, match="must be of this run alone, and another one has held"):
+        VersionDirectories(root, tmp_path, lock_seconds=0.2)
+    first.close()
+    first.close()
+    VersionDirectories(root, tmp_path, lock_seconds=0.2).close()

@@ -27,6 +27,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.inference.embedded.model import ModelRunner
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
@@ -120,6 +121,19 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self._waiting)
+
+    def load(self) -> ServerLoad:
+        """How busy the engine is, between two steps or amid one.
+
+        Requests that the next steps take in are counted as running: new weights send all of
+        them back to the queue for a moment, which is no sign that there is no room.
+        """
+        running = [request for request in list(self._rows) if request is not None]
+        num_rows, num_queued = self._runner.max_slots, self.num_waiting
+        entering = min(num_queued, max(num_rows - len(running), 0))
+        num_tokens = sum(request.length for request in running)
+        capacity = num_rows * self._runner.max_length
+        return ServerLoad(len(running) + entering, num_queued - entering, num_tokens / capacity)
 
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
         """Queues requests; their listeners hear of their tokens."""

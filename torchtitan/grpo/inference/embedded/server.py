@@ -116,6 +116,7 @@ class EmbeddedServer:
             ("GET", "/get_model_info", self._model_info, normal),
             ("GET", "/server_info", self._server_info, normal),
             ("GET", "/get_server_info", self._server_info, normal),
+            ("GET", "/v1/loads", self._loads, normal),
             ("POST", "/generate", self._generate, normal),
             ("POST", "/abort_request", self._abort_request, control),
             ("POST", "/pause_generation", self._pause, control),
@@ -284,6 +285,23 @@ class EmbeddedServer:
                 "num_recomputed": engine.num_recomputed,
                 "num_swaps": engine.num_swaps,
                 "weight_groups": self.updater.group_names,
+            }
+        )
+
+    async def _loads(self, http: web.Request) -> web.Response:
+        load = self.engine.load()
+        return web.json_response(
+            {
+                "version": DIALECT_VERSION,
+                "loads": [
+                    {
+                        "dp_rank": 0,
+                        "num_running_reqs": load.running,
+                        "num_waiting_reqs": load.waiting,
+                        "token_usage": load.kv_use,
+                        "max_running_requests": self._info["max_running_requests"],
+                    }
+                ],
             }
         )
 

@@ -43,6 +43,7 @@ from torchtitan.grpo.weight_sync.wire import (
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_SECONDS = 2.0
 _UNDER_WAY = (
     "Another weight operation is under way. Wait for its answer, or end it with "
     "destroy_weights_update_group."
@@ -147,7 +148,8 @@ class WeightUpdater:
     def leave_all(self) -> None:
         """Leaves all groups and drops an open session; harmless without any."""
         self._leave_groups()
-        with self._exclusive():
+        # What waited in a group has failed by now, and is about to say so.
+        with self._exclusive(_LEAVE_SECONDS):
             session, self._session = self._session, None
             if session is not None:
                 session.staging.drop()
@@ -260,12 +262,13 @@ class WeightUpdater:
 
     def _leave_groups(self) -> None:
         for name, group in list(self._groups.items()):
-            if group is not None:
-                self.destroy_group(name)
+            # Another request may be leaving it, too.
+            if group is not None and self._groups.pop(name, None) is group:
+                group.leave()
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
+    def _exclusive(self, wait_seconds: float = 0.0) -> Iterator[None]:
+        if not self._busy.acquire(timeout=wait_seconds):
             raise UpdateError(_UNDER_WAY)
         try:
             yield

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The prompt set as an endless, shuffled, resumable stream of tokenised prompts."""
+"""A table's rows as prompts, each tokenised when it is first asked for."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torchtitan.grpo.rollout.rows import Rows, open_rows
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
+SET_COLUMN = "prompt_set"
 _MAX_CACHED_PROMPTS = 100_000
 
 
@@ -36,7 +37,7 @@ class PromptLimits:
 
 
 class PromptSet:
-    """Rows turned into prompts, each tokenised when it is first asked for.
+    """Rows turned into prompts. Used by one thread at a time.
 
     Args:
         rows: The table.
@@ -44,16 +45,25 @@ class PromptSet:
         codec: The model's tokenizer.
         limits: Longest prompt, and vocabulary size.
         key: TOML key of the table's path, for messages.
+        set_name: Given to each row as the column ``prompt_set``, unless the row has one of
+            that name; None adds nothing.
     """
 
     def __init__(
-        self, rows: Rows, settings: Prompts, codec: TextCodec, limits: PromptLimits, key: str
+        self,
+        rows: Rows,
+        settings: Prompts,
+        codec: TextCodec,
+        limits: PromptLimits,
+        key: str,
+        set_name: str | None = None,
     ) -> None:
         self._rows = rows
         self._settings = settings
         self._codec = codec
         self._limits = limits
         self.key = key
+        self._set_name = set_name
         self._token_ids: dict[int, np.ndarray] = {}
         self._too_long: set[int] = set()
 
@@ -66,6 +76,7 @@ class PromptSet:
         codec: TextCodec,
         key: str,
         name: str | None = None,
+        set_name: str | None = None,
     ) -> "PromptSet":
         """Opens and checks the table at ``path``.
 
@@ -74,7 +85,7 @@ class PromptSet:
         """
         settings = config.prompts
         rows = open_rows(path, split, settings.rename, settings.column, key, name)
-        return cls(rows, settings, codec, PromptLimits.of(config), key)
+        return cls(rows, settings, codec, PromptLimits.of(config), key, set_name)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -93,11 +104,15 @@ class PromptSet:
         """Row ``row`` as the stream's prompt ``index``; None where it is too long.
 
         Raises:
-            ValueError: The row is no prompt, or its tokens are not the model's.
+            ValueError: The row is no prompt, or its tokens are not the model's; or a check in
+                the background has found a bad row.
         """
+        self._rows.check()
         if row in self._too_long:
             return None
         columns = dict(self._rows.row(row))
+        if self._set_name is not None:
+            columns.setdefault(SET_COLUMN, self._set_name)
         text = self._text(columns, row)
         token_ids = self._token_ids.get(row)
         if token_ids is None:
@@ -109,6 +124,35 @@ class PromptSet:
                 self._token_ids[row] = token_ids
         columns.pop(self._settings.column)
         return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
+
+    def sample(self) -> Prompt:
+        """The first row that is short enough, to try reward functions on.
+
+        Raises:
+            ValueError: A row is bad, or none is short enough.
+        """
+        for row in range(len(self)):
+            prompt = self.prompt(row, row)
+            if prompt is not None:
+                return prompt
+        raise self.none_fits_error()
+
+    @property
+    def none_fits(self) -> bool:
+        """Every row was looked at, and is too long."""
+        return len(self._too_long) == len(self)
+
+    def none_fits_error(self) -> ValueError:
+        """What is wrong where no row is short enough."""
+        return ValueError(
+            f"{self.key}: none of the {len(self)} prompts in {self.path} is at most "
+            f"{self.max_tokens} tokens long. Raise prompts.max_prompt_tokens or training.seq_len, "
+            "or lower rollout.max_new_tokens."
+        )
+
+    def close(self) -> None:
+        """Lets go of the table."""
+        self._rows.close()
 
     def _text(self, columns: dict[str, Any], row: int) -> str | list[dict[str, str]]:
         value = columns[self._settings.column]
@@ -154,56 +198,6 @@ class PromptSet:
                 "config.json in model.hf_assets_path do not belong together."
             )
         return token_ids
-
-
-class PromptStream:
-    """Endless: epoch after epoch, each in a permutation of its own, given by the seed.
-
-    A prompt's ``index`` counts rows, those left out included, so a resumed stream that
-    starts at ``position`` continues exactly.
-
-    Args:
-        prompts: The set.
-        seed: ``debug.seed``.
-        shuffle: ``prompts.shuffle``.
-        position: Index of the first row to look at.
-    """
-
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool, position: int = 0) -> None:
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._position = position
-        self._epoch = -1
-        self._order: np.ndarray = np.arange(len(prompts))
-        self.num_too_long = 0
-
-    def next(self) -> Prompt:
-        """The next prompt that is short enough.
-
-        Raises:
-            ValueError: A row is bad, or a whole epoch holds no prompt short enough.
-        """
-        for _ in range(len(self._prompts)):
-            index = self._position
-            self._position += 1
-            prompt = self._prompts.prompt(self._row(index), index)
-            if prompt is not None:
-                return prompt
-            self.num_too_long += 1
-        raise ValueError(
-            f"{self._prompts.key}: none of the {len(self._prompts)} prompts in "
-            f"{self._prompts.path} is at most {self._prompts.max_tokens} tokens long. Raise "
-            "prompts.max_prompt_tokens or training.seq_len, or lower rollout.max_new_tokens."
-        )
-
-    def _row(self, index: int) -> int:
-        epoch, offset = divmod(index, len(self._prompts))
-        if self._shuffle and epoch != self._epoch:
-            rng = np.random.default_rng([self._seed, epoch])
-            self._order = rng.permutation(len(self._prompts))
-            self._epoch = epoch
-        return int(self._order[offset])
 
 
 def first_prompts(prompts: PromptSet, num_prompts: int) -> tuple[list[Prompt], int]:

@@ -1,0 +1,225 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What asynchrony gains, against what it could gain at most.
+
+    python benchmarks/async_throughput.py [--json] [--steps 16] [--batches 12] [--keep FOLDER]
+                                          [--decoding timed computed]
+
+The whole loop on fixed work: one training rank, embedded servers, a Qwen3 of a few million
+parameters, completions of a fixed length. Synchronous training
+(`rollout.max_head_offpolicyness = 0`) waits for generation, then trains; its steps say how long
+each takes, so that the best that any overlap could give is known: ``(generate + train) /
+max(generate, train)``. Then the same with a bound of 1, 2 and 4 versions. Medians over steps,
+the first ones left out. Completions are written in two ways:
+
+    timed      by two servers whose decode step takes a fixed time, asleep (`stub_server.py`):
+               they stand for hardware of their own, and all else is real
+    computed   by one server that decodes with the model, on the cores that training uses,
+               too. How much two cores do at once, against one alone, is measured before: where
+               it is less than 2, no overlap of two computations can be ideal
+
+Last, `dispatch_tail.py`: batches of heavy-tailed lengths, longest first against first come. The
+exit status is 1 where a gain with timed servers is less than 0.85 of the ideal, or a batch with
+longest first takes more than 0.85 of the time of first come.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from dispatch_tail import measure_tail
+from random_models import make_model
+from stub_servers import running_stubs
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DECODING = ("timed", "computed")
+BOUNDS = (1, 2, 4)
+SHARE_OF_IDEAL = 0.85
+SIZE = "5M"
+PROMPTS_PER_STEP, GROUP_SIZE = 2, 8
+SEQ_LEN, NEW_TOKENS = 256, 240
+NUM_TIMED_SERVERS, DECODE_SECONDS = 2, 0.006
+WARM_UP_STEPS = 4
+RUN_SECONDS = 900.0
+MULTIPLY = """
+import time, torch
+torch.set_num_threads(1)
+a = torch.randn(384, 384)
+begin, count = time.perf_counter(), 0
+while time.perf_counter() - begin < 3:
+    torch.mm(a, a)
+    count += 1
+print(count)
+"""
+
+
+def cores_at_once() -> float:
+    """What two cores multiply at once, over what one does alone: 2 where they share nothing."""
+
+    def rate(num_processes: int) -> int:
+        command = [sys.executable, "-c", MULTIPLY]
+        started = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            for _ in range(num_processes)
+        ]
+        return sum(int(process.communicate(timeout=60)[0]) for process in started)
+
+    return rate(2) / rate(1)
+
+
+@contextmanager
+def servers_of(decoding: str, model: Path, folder: Path) -> Iterator[list[str]]:
+    """Arguments that name the servers of a run."""
+    if decoding == "computed":
+        yield ["--inference.launch"]
+        return
+    with running_stubs(
+        NUM_TIMED_SERVERS,
+        model,
+        folder,
+        decode_seconds=DECODE_SECONDS,
+        mean_tokens=NEW_TOKENS,
+        max_model_len=SEQ_LEN,
+        max_running_requests=PROMPTS_PER_STEP * GROUP_SIZE,
+    ) as servers:
+        yield [f"--inference.urls={','.join(server.url for server in servers)}"]
+
+
+def run(
+    model: Path, folder: Path, servers: list[str], staleness: int, steps: int
+) -> list[dict[str, Any]]:
+    """Trains; the metrics of each step."""
+    settings = {
+        "job.dump_folder": folder,
+        "model.hf_assets_path": model,
+        "training.seq_len": SEQ_LEN,
+        "training.local_batch_size": 4,
+        "training.mixed_precision_param": "float32",
+        "training.steps": steps,
+        "optimizer.implementation": "foreach",
+        "optimizer.lr": 1e-5,
+        "lr_scheduler.warmup_steps": 0,
+        "activation_checkpoint.mode": "none",
+        "debug.seed": 0,
+        "grpo.group_size": GROUP_SIZE,
+        "grpo.prompts_per_step": PROMPTS_PER_STEP,
+        "prompts.path": REPOSITORY / "assets/reverse_digits/train.jsonl",
+        "prompts.max_prompt_tokens": 16,
+        "rollout.max_head_offpolicyness": staleness,
+        "rollout.max_new_tokens": NEW_TOKENS,
+        "rollout.max_concurrent_rollouts": PROMPTS_PER_STEP * GROUP_SIZE,
+        "inference.kind": "embedded",
+        "inference.dtype": "float32",
+        "reward.functions": "exact_match",
+        "observe.progress": "none",
+        "observe.samples_per_step": 0,
+    }
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"),
+        *("-m", "torchtitan.grpo_train", "--rollout.ignore_eos", *servers),
+        *(token for key, value in settings.items() for token in (f"--{key}", str(value))),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"The run failed:\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][WARM_UP_STEPS:]
+
+
+def median(records: list[dict[str, Any]], key: str) -> float:
+    return float(np.median([record[key] for record in records]))
+
+
+def measure(decoding: str, model: Path, folder: Path, steps: int) -> tuple[dict[str, float], bool]:
+    """Runs of all bounds; prints a line of each, and whether all are near enough to the ideal."""
+    folder.mkdir()
+    with servers_of(decoding, model, folder) as servers:
+        synchronous = run(model, folder / "bound-0", servers, 0, steps)
+    step = median(synchronous, "time/step_seconds")
+    generate = median(synchronous, "time/wait_data_seconds")
+    train = step - generate
+    ideal = step / max(generate, train)
+    num_samples = PROMPTS_PER_STEP * GROUP_SIZE
+    figures = {
+        "generate_seconds": generate,
+        "train_seconds": train,
+        "ideal_gain": ideal,
+        "bound0/samples_per_second": num_samples / step,
+    }
+    print(
+        f"{decoding}: synchronous {num_samples / step:6.2f} samples/s; generating {generate:.3f} s, training "
+        f"{train:.3f} s a step, so at best x{ideal:.2f}",
+        flush=True,
+    )
+    holds = True
+    for bound in BOUNDS:
+        # Their versions go back with the trainer's, so each run has servers of its own.
+        with servers_of(decoding, model, folder) as servers:
+            records = run(model, folder / f"bound-{bound}", servers, bound, steps)
+        gain = step / median(records, "time/step_seconds")
+        figures |= {
+            f"bound{bound}/samples_per_second": gain * num_samples / step,
+            f"bound{bound}/gain": gain,
+            f"bound{bound}/share_of_ideal": gain / ideal,
+            f"bound{bound}/staleness_mean": median(records, "staleness/mean_steps"),
+        }
+        holds = holds and gain / ideal >= SHARE_OF_IDEAL
+        print(
+            f"{decoding}: bound {bound}     {gain * num_samples / step:6.2f} samples/s, x{gain:.2f}, "
+            f"{gain / ideal:.2f} of the ideal; mean age "
+            f"{figures[f'bound{bound}/staleness_mean']:.2f}, waiting for data "
+            f"{median(records, 'time/wait_data_seconds'):.3f} s",
+            flush=True,
+        )
+    return figures, holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--steps", type=int, default=16, help=f"{WARM_UP_STEPS} are left out")
+    parser.add_argument("--batches", type=int, default=12, help="of heavy-tailed lengths")
+    parser.add_argument(
+        "--decoding", nargs="*", choices=DECODING, default=list(DECODING), help="which to measure"
+    )
+    parser.add_argument("--keep", type=Path, help="folder for the runs, kept")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="async-throughput-") as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model, _ = make_model(folder, SIZE)
+        figures: dict[str, float] = {"cores_at_once": cores_at_once()}
+        print(f"two cores multiply {figures['cores_at_once']:.2f} times what one does alone")
+        holds = True
+        for decoding in options.decoding:
+            found, is_near = measure(decoding, model, folder / decoding, options.steps)
+            figures |= {f"{decoding}/{name}": value for name, value in found.items()}
+            holds = holds and (is_near or decoding == "computed")
+        print(
+            f"{'ok  ' if holds else 'FAIL'} with timed servers, each bound must reach "
+            f"{SHARE_OF_IDEAL} of the ideal"
+        )
+    tail, is_faster = measure_tail(options.batches, taught=400, seed=0)
+    figures |= {f"tail/{name}": value for name, value in tail.items()}
+    holds = holds and is_faster
+    if options.json:
+        print(json.dumps({"benchmark": "async_throughput", "ok": holds, "figures": figures}))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Prompts across kills: each is trained once, or closed with a reason, and none is lost.
+
+    python benchmarks/exactly_once.py [--json] [--kills 50] [--seed 0] [--keep FOLDER]
+
+A real run (one training rank, two embedded servers, the shipped tiny model, a checkpoint every
+second step, learning rate 0 so that lengths have one distribution) is killed with SIGKILL at
+random moments: the rollout process, a server, or the whole trainer, which is then started anew
+and resumes. At the end `ledger.jsonl` and the record of what was trained on must agree: all
+prompts up to the position are trained, closed or open, none is two of these, and no step is
+missing or there twice. A run of as many steps without kills follows; the lengths of trained
+completions of both must not differ by the Kolmogorov-Smirnov test at the 1 % level. (One that
+prefers short answers when it resumes would.) The exit status is 1 where something does not hold.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MARK = "TORCHTITAN_GRPO_BENCHMARK_MARK"
+VICTIMS = ("rollout process", "server", "trainer")
+WORDS = {"rollout process": "grpo.rollout.process", "server": "grpo.inference.embedded"}
+PROGRESS_SECONDS = 180.0
+END_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 4.0
+# Of kills that do not wait until the run has gone on since the one before.
+HASTE = 0.2
+# Two-sided, 1 %: the asymptotic quantile of Kolmogorov's distribution.
+CRITICAL = 1.63
+
+
+class KilledRun:
+    """One run in a folder, started as often as it takes.
+
+    Args:
+        folder: Its dump folder.
+        seed: ``debug.seed``.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self._seed = folder, seed
+        self._mark = uuid.uuid4().hex
+        self._process: subprocess.Popen[bytes] | None = None
+        self.num_starts = 0
+
+    def start(self, steps: int) -> None:
+        """Starts it, or resumes it from its newest checkpoint."""
+        settings = {
+            "job.config_file": REPOSITORY / "train_configs/quickstart.toml",
+            "job.dump_folder": self.folder,
+            "training.steps": steps,
+            "optimizer.lr": 0.0,
+            "debug.seed": self._seed,
+            "grpo.prompts_per_step": 4,
+            "grpo.group_size": 4,
+            "rollout.max_head_offpolicyness": 2,
+            "rollout.max_new_tokens": 24,
+            "rollout.temperature": 1.5,
+            "rollout.record": self.folder / "rollouts.jsonl",
+            "rollout.max_process_restarts": 1000,
+            "inference.num_servers": 2,
+            "inference.max_restarts": 1000,
+            "inference.restart_seconds": 0.1,
+            "evaluation.num_prompts": 1,
+            "checkpoint.interval": 2,
+            "checkpoint.keep_latest_k": 2,
+            "observe.progress": "none",
+        }
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", "1", "-m", "torchtitan.grpo_train", "--checkpoint.enable"),
+            *(token for key, value in settings.items() for token in (f"--{key}", str(value))),
+        ]
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "console.log").open("ab") as console:
+            self._process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=os.environ | environment,
+                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self.num_starts += 1
+
+    @property
+    def steps(self) -> int:
+        """The newest step that has been logged."""
+        lines = read_lines(self.folder / "metrics.jsonl")
+        return lines[-1]["step"] if lines else 0
+
+    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
+        """Waits until ``holds``.
+
+        Raises:
+            SystemExit: It does not in time, or the run ends before.
+        """
+        assert self._process is not None
+        deadline = time.monotonic() + PROGRESS_SECONDS
+        while not holds():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                console = (self.folder / "console.log").read_text(errors="replace")
+                raise SystemExit(f"The run did not {what}:\n{console[-6000:]}")
+            time.sleep(0.02)
+
+    def kill(self, victim: str, rng: random.Random) -> str:
+        """SIGKILL for one process, or for the trainer's; returns who it was in the end."""
+        found = [p for p in self._processes() if WORDS.get(victim, "?") in command_of(p)]
+        if not found:
+            self.kill_all()
+            return "trainer"
+        with contextlib.suppress(psutil.Error):
+            rng.choice(sorted(found, key=lambda p: p.pid)).kill()
+        return victim
+
+    def kill_all(self) -> None:
+        """The trainer at once, and then what has not ended with it."""
+        for process in sorted(self._processes(), key=lambda p: "grpo_train" not in command_of(p)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        deadline = time.monotonic() + END_SECONDS
+        while self._processes():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"Processes are left after {END_SECONDS:g} s.")
+            time.sleep(0.02)
+        if self._process is not None:
+            self._process.wait(END_SECONDS)
+
+    def stop(self) -> None:
+        """Ends it as Ctrl-C does."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGINT)
+        self._process.wait(END_SECONDS)
+        self.kill_all()
+
+    def finish(self) -> None:
+        """Waits for its own end."""
+        assert self._process is not None
+        if self._process.wait(20 * PROGRESS_SECONDS) != 0:
+            console = (self.folder / "console.log").read_text(errors="replace")
+            raise SystemExit(f"The run failed:\n{console[-6000:]}")
+        self.kill_all()
+
+    def _processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_alive = process.status() != psutil.STATUS_ZOMBIE
+                if is_alive and process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+
+def command_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSONL file; one that is being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[str]:
+    """Runs and kills; the run is alive afterwards. Returns how often each was the victim."""
+    killed: Counter[str] = Counter()
+    run.start(steps=1_000_000)
+    while killed.total() < num_kills:
+        if rng.random() > HASTE:
+            before = run.steps
+            run.wait_for(lambda: run.steps > before, "go on")  # noqa: B023
+        time.sleep(rng.uniform(0.0, LONGEST_WAIT_SECONDS))
+        victim = run.kill(rng.choice(VICTIMS), rng)
+        killed[victim] += 1
+        print(f"  kill {killed.total():2}: {victim} after step {run.steps}", flush=True)
+        if victim == "trainer":
+            run.kill_all()
+            run.start(steps=1_000_000)
+    goal = run.steps + 5
+    run.wait_for(lambda: run.steps >= goal, "go on after the last kill")
+    return killed
+
+
+def check_ledger(folder: Path) -> dict[str, float]:
+    """Compares ledger and record; ``violations`` counts what must not be."""
+    ledger, record = read_lines(folder / "ledger.jsonl"), read_lines(folder / "rollouts.jsonl")[1:]
+    trained = [index for line in ledger for index in line["trained"]]
+    closed = [int(index) for line in ledger for index in line["closed"]]
+    last = ledger[-1]
+    seen = Counter([*trained, *closed, *last["open"]])
+    issued = set(range(last["position"]))
+    in_record = [[group["group_id"] for group in batch["groups"]] for batch in record]
+    violations = {
+        "twice": sum(count - 1 for count in seen.values()),
+        "lost": len(issued - seen.keys()),
+        "unknown": len(seen.keys() - issued),
+        "steps": int([line["step"] for line in ledger] != list(range(1, len(ledger) + 1))),
+        "record": int([line["trained"] for line in ledger] != in_record[: len(ledger)]),
+    }
+    for name, count in violations.items():
+        if count:
+            print(f"  VIOLATION {name}: {count}")
+    return {
+        "steps": len(ledger),
+        "issued": len(issued),
+        "trained": len(trained),
+        "closed": len(closed),
+        "open": len(last["open"]),
+        "violations": sum(violations.values()),
+    }
+
+
+def lengths_of(folder: Path, steps: int) -> np.ndarray:
+    """[completions] lengths in tokens of what the first ``steps`` steps were trained on."""
+    batches = read_lines(folder / "rollouts.jsonl")[1 : steps + 1]
+    return np.array(
+        [
+            len(rollout["completion_ids"])
+            for batch in batches
+            for group in batch["groups"]
+            for rollout in group["rollouts"]
+        ]
+    )
+
+
+def ks_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference of two empirical distribution functions (Smirnov 1939)."""
+    points = np.union1d(a, b)
+    of_a = np.searchsorted(np.sort(a), points, side="right") / len(a)
+    of_b = np.searchsorted(np.sort(b), points, side="right") / len(b)
+    return float(np.abs(of_a - of_b).max())
+
+
+def measure(folder: Path, num_kills: int, seed: int) -> tuple[dict[str, float], bool]:
+    run = KilledRun(folder / "killed", seed)
+    try:
+        killed = kill_often(run, num_kills, random.Random(seed))
+        run.stop()
+    finally:
+        run.kill_all()
+    figures = check_ledger(run.folder)
+    steps = int(figures["steps"])
+    unkilled = KilledRun(folder / "unkilled", seed)
+    try:
+        unkilled.start(steps)
+        unkilled.finish()
+    finally:
+        unkilled.kill_all()
+    figures_unkilled = check_ledger(unkilled.folder)
+    a, b = (lengths_of(r.folder, steps) for r in (run, unkilled))
+    distance = ks_distance(a, b)
+    bound = CRITICAL * math.sqrt((len(a) + len(b)) / (len(a) * len(b)))
+    figures |= {f"kills/{victim}": killed[victim] for victim in VICTIMS}
+    figures |= {
+        "starts": run.num_starts,
+        "unkilled/violations": figures_unkilled["violations"],
+        "mean_length": float(a.mean()),
+        "unkilled/mean_length": float(b.mean()),
+        "ks_distance": distance,
+        "ks_bound": bound,
+    }
+    print(
+        f"{killed.total()} kills ({', '.join(f'{n} x {v}' for v, n in sorted(killed.items()))}), "
+        f"{steps} steps: {figures['issued']:.0f} prompts issued, {figures['trained']:.0f} trained, "
+        f"{figures['closed']:.0f} closed, {figures['open']:.0f} open, "
+        f"{figures['violations']:.0f} violations (must be 0).\n"
+        f"Lengths: mean {a.mean():.2f} tokens against {b.mean():.2f} without kills; "
+        f"Kolmogorov-Smirnov distance {distance:.4f} (must be <= {bound:.4f})"
+    )
+    holds = figures["violations"] + figures_unkilled["violations"] == 0 and distance <= bound
+    return figures, holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for both runs, kept")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="exactly-once-") as temporary:
+        folder = options.keep or Path(temporary)
+        figures, holds = measure(folder, options.kills, options.seed)
+    if options.json:
+        print(json.dumps({"benchmark": "exactly_once", "ok": holds, "figures": figures}))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

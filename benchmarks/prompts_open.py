@@ -1,0 +1,187 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""How soon a large prompt file is open, and what a row of it costs afterwards.
+
+    python benchmarks/prompts_open.py [--json] [--mib 256] [--prompt-bytes 300]
+
+Writes a JSONL file of random prompts, and the same rows as parquet. Opening: lines a second of
+the index and of the sample that are made before training, against reading and parsing every line
+in Python, and against the check of every line that smaller files still get. A row: seconds of one
+in random order. Background: what the check that goes on meanwhile takes of a core, and how much it
+reads in a second. Seconds are those of one core, and files are in the page cache: where they are
+not, the disk may set the pace. The exit status is 1 where a file is not open at least 4 times as
+fast as by parsing it in Python.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchtitan.grpo.rollout.rows import Rows
+from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
+from torchtitan.grpo.rollout.rows.lines import index_lines
+from torchtitan.grpo.rollout.rows.parquet import ParquetRows
+
+LEAST_SPEED_UP = 4.0
+ROUNDS = 5
+RANDOM_ROWS = 1000
+PARQUET_ROWS = 200_000
+ROW_GROUPS = (1000, 20_000)
+WORDS = ["the", "sum", "of", "all", "numbers", "that", "divide", "a", "given", "one", "how", "many"]
+
+
+def make_rows(num_bytes: int, prompt_bytes: int) -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    words = np.array(WORDS)
+    written = 0
+    while written < num_bytes:
+        text = " ".join(rng.choice(words, size=max(1, int(rng.exponential(prompt_bytes / 5)))))
+        row = {"prompt": text, "answer": str(int(rng.integers(10**6))), "level": 3}
+        written += len(text) + 45
+        yield row
+
+
+def write_jsonl(path: Path, num_bytes: int, prompt_bytes: int) -> None:
+    """The same few MiB of rows again and again, which are quicker made than new ones."""
+    rows = make_rows(min(num_bytes, 4 << 20), prompt_bytes)
+    content = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    with path.open("wb") as file:
+        for _ in range(max(1, round(num_bytes / len(content)))):
+            file.write(content)
+
+
+def best_seconds(work: Callable[[], object]) -> float:
+    return min(seconds(work) for _ in range(ROUNDS))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of a core: the same on a busy machine. Nothing that is measured waits for anything."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def open_and_close(path: Path, **settings: Any) -> None:
+    JsonlRows(str(path), {}, "prompt", "prompts.path", **settings).close()
+
+
+def parse_every_line(path: Path) -> None:
+    """Without an index of numpy's: Python reads the lines, and all of them are parsed."""
+    offsets, numbers, offset = array("q"), array("q"), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                if "prompt" not in msgspec.json.decode(line):
+                    raise ValueError(where)
+                offsets.append(offset)
+                numbers.append(number)
+            offset += len(line)
+
+
+def index_alone(path: Path) -> int:
+    with path.open("rb", buffering=0) as file:
+        return len(index_lines(file))
+
+
+def seconds_of_a_row(rows: Rows) -> float:
+    order = np.random.default_rng(1).integers(len(rows), size=RANDOM_ROWS).tolist()
+    return seconds(lambda: [rows.row(i) for i in order]) / RANDOM_ROWS
+
+
+def measure_opening(path: Path) -> tuple[dict[str, float], bool]:
+    num_bytes, num_lines = path.stat().st_size, index_alone(path)
+    measured = {
+        "index": best_seconds(lambda: index_alone(path)),
+        "open": best_seconds(lambda: open_and_close(path, full_check_bytes=0)),
+        "check_all": best_seconds(lambda: open_and_close(path, full_check_bytes=num_bytes)),
+        "line_by_line": best_seconds(lambda: parse_every_line(path)),
+    }
+    print(f"{path.name}: {num_bytes / 2**20:.0f} MiB, {num_lines} lines")
+    print(f"{'':36} {'seconds':>8} {'lines/s':>12} {'MiB/s':>8}")
+    names = {
+        "index": "index of the lines",
+        "open": "open: index, and sample checked",
+        "check_all": "open: index, and every line checked",
+        "line_by_line": "every line read and parsed by Python",
+    }
+    figures = {"mib": num_bytes / 2**20, "lines": float(num_lines)}
+    for key, took in measured.items():
+        figures[f"{key}_lines_per_second"] = num_lines / took
+        print(
+            f"{names[key]:36} {took:8.3f} {num_lines / took:12,.0f} {num_bytes / 2**20 / took:8.0f}"
+        )
+    figures["speed_up"] = measured["line_by_line"] / measured["open"]
+    ok = figures["speed_up"] >= LEAST_SPEED_UP
+    print(f"{figures['speed_up']:.1f} times as fast (must be >= {LEAST_SPEED_UP:g})", flush=True)
+    return figures, ok
+
+
+def measure_background(path: Path) -> dict[str, float]:
+    num_bytes = path.stat().st_size
+    cpu = time.process_time()
+    rows = JsonlRows(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    opened, cpu = time.perf_counter(), time.process_time() - cpu
+    began = time.process_time()
+    rows.wait_until_checked(1000.0)
+    took, cpu = time.perf_counter() - opened, time.process_time() - began
+    rows.check()
+    rows.close()
+    print(
+        f"check in the background: {num_bytes / 2**20 / took:.0f} MiB/s, {took:.1f} s for this file, "
+        f"{cpu / took:.2f} of a core",
+        flush=True,
+    )
+    return {"background_mib_per_second": num_bytes / 2**20 / took, "background_cores": cpu / took}
+
+
+def measure_rows(path: Path, folder: Path) -> dict[str, float]:
+    jsonl = JsonlRows(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    figures = {"jsonl": seconds_of_a_row(jsonl)}
+    table = pa.Table.from_pylist([jsonl.row(i) for i in range(min(len(jsonl), PARQUET_ROWS))])
+    jsonl.close()
+    for group_size in ROW_GROUPS:
+        file = folder / f"{group_size}.parquet"
+        pq.write_table(table, file, row_group_size=group_size)
+        # A twentieth of the rows: how a file is read that is much larger than what is kept.
+        for name, room in (("all_kept", 1 << 40), ("few_kept", table.nbytes // 20)):
+            rows = ParquetRows(str(file), {}, "prompt", "prompts.path", cache_bytes=room)
+            seconds_of_a_row(rows)
+            figures[f"parquet_groups_of_{group_size}_{name}"] = seconds_of_a_row(rows)
+            rows.close()
+    for name, took in figures.items():
+        print(f"{name:36} {1e6 * took:10.1f} us a row", flush=True)
+    return {f"{name}_row_seconds": took for name, took in figures.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--mib", type=int, default=256, help="size of the file")
+    parser.add_argument("--prompt-bytes", type=int, default=300, help="mean length of a prompt")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="prompts-open-") as name:
+        path = Path(name) / "prompts.jsonl"
+        write_jsonl(path, options.mib << 20, options.prompt_bytes)
+        figures, ok = measure_opening(path)
+        figures |= measure_background(path)
+        figures |= measure_rows(path, Path(name))
+    if options.json:
+        print(json.dumps({"benchmark": "prompts_open", "ok": ok, "figures": figures}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

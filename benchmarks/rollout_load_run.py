@@ -1,0 +1,86 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The trainer of `rollout_load.py`.
+
+    torchrun --nproc_per_node=1 benchmarks/rollout_load_run.py OUT.json N ARGUMENTS
+
+The real one; but in every second step after the N-th, drawn at random, the rollout process with the
+reward workers stands still (SIGSTOP) while the trainer computes. (Were they every other step, each
+would come after one without, whose data was late and whose weights were pushed by then.) How long
+each step computed goes to OUT.json.
+"""
+
+# ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.child import die_with_parent
+from torchtitan.grpo.device import settle_device
+
+settle_device()
+
+import psutil
+
+from torchtitan.grpo.data.feed import TrainBatch
+from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo_train import GRPOTrainer
+
+_OUT = Path(sys.argv[1])
+_FIRST = int(sys.argv[2])
+
+
+class StoppingTrainer(GRPOTrainer):
+    """Computes about every second step alone.
+
+    Attributes:
+        steps: For each whether it was alone, and its seconds.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.steps: list[tuple[bool, float]] = []
+        self._random = random.Random(0)
+        self._others: list[psutil.Process] = []
+
+    def _train_step(self, batch: TrainBatch) -> bool:
+        if self.step == _FIRST:
+            # All that this process has started; servers are not among it.
+            self._others = psutil.Process().children(recursive=True)
+        is_alone = self.step > _FIRST and self._random.random() < 0.5
+        if is_alone:
+            _signal(self._others, signal.SIGSTOP)
+        begin = time.perf_counter()
+        try:
+            return super()._train_step(batch)
+        finally:
+            self.steps.append((is_alone, time.perf_counter() - begin))
+            if is_alone:
+                _signal(self._others, signal.SIGCONT)
+
+    def _finish(self) -> None:
+        super()._finish()
+        _OUT.write_text(json.dumps(self.steps))
+
+
+def _signal(processes: list[psutil.Process], signum: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+
+
+def main() -> int:
+    die_with_parent()
+    return run(StoppingTrainer, sys.argv[3:])
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The embedded server with a model that computes nothing.
+
+    python benchmarks/stub_server.py --decode-seconds 0.02 --mean-tokens 256 --model-path DIR ...
+
+Logits come from a fixed table, in which the end of sequence is as probable as gives
+completions of a stated mean length, and each decode step takes a stated time, asleep: so a
+thousand completions are written at once without a core of their own. Everything else is the
+server's: HTTP, batching, sampling, versions, weight updates, and the log-probabilities of
+prompts, which are the model's. All further arguments are the server's too.
+"""
+
+import argparse
+import math
+import sys
+import time
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from torchtitan.grpo.inference.embedded import __main__ as embedded
+from torchtitan.grpo.inference.embedded.model import ModelRunner
+
+
+class StubRunner(ModelRunner):
+    """Stands where the model runner does.
+
+    Args:
+        model: Its parameters are what weight updates write.
+        max_slots: Most rows at once.
+        max_length: Longest sequence.
+        decode_seconds: Time of a decode step, however many rows it has.
+        mean_tokens: Of completions, before they are cut.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_slots: int,
+        max_length: int,
+        *,
+        decode_seconds: float,
+        mean_tokens: float,
+    ) -> None:
+        super().__init__(model, max_slots, max_length)
+        self._decode_seconds = decode_seconds
+        generator = torch.Generator().manual_seed(0)
+        self._table = torch.randn(max_slots, self.vocab_size, generator=generator)
+        end = model.config.eos_token_id
+        assert isinstance(end, int), f"the model must have one end of sequence, got {end}"
+        self._table[:, end] = float("-inf")
+        # One in `mean_tokens` of all draws.
+        self._table[:, end] = self._table.logsumexp(dim=-1) - math.log(mean_tokens - 1)
+
+    def prefill(
+        self, sequences: list[list[int]], slots: list[int], sources: list[int] | None
+    ) -> torch.Tensor:
+        return self._table[slots]
+
+    def decode(
+        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        time.sleep(self._decode_seconds)
+        return self._table[: len(rows)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], add_help=False)
+    parser.add_argument("--decode-seconds", type=float, required=True)
+    parser.add_argument("--mean-tokens", type=float, required=True)
+    options, arguments = parser.parse_known_args()
+    runner = partial(
+        StubRunner, decode_seconds=options.decode_seconds, mean_tokens=options.mean_tokens
+    )
+    # The one thing that is not the server's own; what it makes of it is.
+    setattr(embedded, "ModelRunner", runner)  # noqa: B010
+    sys.argv[1:] = arguments
+    embedded.main()
+
+
+if __name__ == "__main__":
+    main()

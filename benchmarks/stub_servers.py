@@ -1,0 +1,69 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Starts `stub_server.py`: embedded servers that stand for hardware of their own."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from boundary_stall import wait_for_server
+
+from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports
+
+STARTUP_SECONDS = 240.0
+
+
+@contextmanager
+def running_stubs(
+    count: int,
+    model: Path,
+    folder: Path,
+    *,
+    decode_seconds: float,
+    mean_tokens: float,
+    max_model_len: int,
+    max_running_requests: int,
+    attend: Callable[[int], object] = lambda pid: None,
+) -> Iterator[list[LaunchedServer]]:
+    """Stub servers that are up; ended with the block.
+
+    Args:
+        count: How many.
+        model: Hugging Face directory; its parameters are what weight updates write.
+        folder: For their logs.
+        decode_seconds: Of each decode step.
+        mean_tokens: Of completions that end by themselves.
+        max_model_len: Longest sequence.
+        max_running_requests: Completions that each may write at once.
+        attend: Called with each process's id, once started and once up.
+    """
+    servers: list[LaunchedServer] = []
+    try:
+        for port in free_ports(count):
+            spec = ServerSpec(
+                "embedded", str(model), port, "cpu", "float32", max_model_len, max_running_requests
+            )
+            command = [
+                *(sys.executable, str(Path(__file__).with_name("stub_server.py"))),
+                *("--decode-seconds", str(decode_seconds), "--mean-tokens", str(mean_tokens)),
+                *("--model-path", str(model), "--port", str(port), "--seed", str(port)),
+                *("--max-model-len", str(max_model_len)),
+                *("--max-running-requests", str(max_running_requests)),
+                # Nothing is computed, so all may be taken in by one step.
+                *("--max-prefill-tokens", str(max_running_requests * max_model_len)),
+            ]
+            log_file = folder / f"server-{port}.log"
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            process = start_child(command, env=environment, log_file=log_file)
+            servers.append(LaunchedServer(spec, process, log_file))
+            attend(process.pid)
+        for server in servers:
+            wait_for_server(server, STARTUP_SECONDS)
+            attend(server.process.pid)
+        yield servers
+    finally:
+        stop_children([server.process for server in servers])

@@ -1,0 +1,177 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Makes a tiny model that half-knows how to use a calculator, for `train_configs/calculator.toml`.
+
+    python scripts/make_calculator_task.py --output outputs/calculator
+
+writes `train.jsonl` and `heldout.jsonl` (columns `prompt`, such as `47*8+13->`, and `answer`) and
+`model/`, the architecture and tokenizer of `make_tiny_model.py`. It takes less than a minute of
+one core.
+
+The model is taught to write the prompt's expression again with an equals sign behind it, and
+to end where the calculator has answered. A share of the digits in its lessons is wrong, and they
+end as soon as a sample of it is right about one time in six. It is never taught to calculate: what
+stands between `=` and the end carries no loss.
+"""
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from make_tiny_model import (
+    IGNORED,
+    SEPARATOR,
+    build_model,
+    build_tokenizer,
+    write_jsonl,
+    write_model,
+)
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from torchtitan.grpo.rollout.environments.calculator import calculate
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """How the model is taught."""
+
+    wrong_digits: float = 0.2
+    """Share of the digits replaced by a random one in the lessons, in [0, 1)."""
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    check_interval: int = 5
+    """Steps between two checks of what a sample is worth."""
+    stop_at: float = 0.16
+    """The lessons end when samples are right throughout with this probability."""
+    max_steps: int = 1500
+
+
+def draw_expressions(rng: random.Random, count: int) -> list[str]:
+    """Distinct expressions of three numbers of one or two digits."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        numbers = [str(rng.randint(1, 99)) for _ in range(3)]
+        operators = rng.choices("+-*", k=2)
+        found[numbers[0] + operators[0] + numbers[1] + operators[1] + numbers[2]] = None
+    return list(found)
+
+
+def row(expression: str) -> dict[str, str]:
+    return {"prompt": expression + SEPARATOR, "answer": str(calculate(expression))}
+
+
+def spoil(expression: str, wrong_digits: float, rng: random.Random) -> str:
+    """The expression with about ``wrong_digits`` of its digits replaced by random ones."""
+    return "".join(
+        rng.choice("123456789") if c.isdigit() and rng.random() < wrong_digits else c
+        for c in expression
+    )
+
+
+def collate(
+    tokenizer: PreTrainedTokenizerFast, lessons: list[tuple[str, str]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and shifted targets, both [batch, seq] int64, of (asked, written) expressions."""
+    texts = [
+        (asked + SEPARATOR, written + "=", str(calculate(written))) for asked, written in lessons
+    ]
+    width = max(sum(map(len, parts)) for parts in texts) + 1
+    tokens = torch.full((len(texts), width), tokenizer.pad_token_id)
+    targets = torch.full((len(texts), width), IGNORED)
+    for i, (prompt, call, result) in enumerate(texts):
+        ids = [*tokenizer.encode(prompt + call + result), tokenizer.eos_token_id]
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        start, end = len(prompt), len(prompt) + len(call)
+        targets[i, start - 1 : end - 1] = tokens[i, start:end]
+        targets[i, len(ids) - 2] = tokenizer.eos_token_id
+    return tokens, targets
+
+
+@torch.no_grad()
+def probability_of_right(
+    model: Qwen3ForCausalLM, tokens: torch.Tensor, targets: torch.Tensor
+) -> float:
+    """Mean probability with which a sample is right throughout, the calculator's part given."""
+    logits = model(input_ids=tokens).logits
+    losses = F.cross_entropy(
+        logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
+    )
+    return losses.sum(-1).neg().exp().mean().item()
+
+
+def teach(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    expressions: list[str],
+    lessons: Lessons,
+    rng: random.Random,
+) -> None:
+    """Supervised learning until the model half-knows the task.
+
+    Raises:
+        RuntimeError: if it still does not after ``lessons.max_steps``.
+    """
+    probe = collate(tokenizer, [(e, e) for e in draw_expressions(rng, 256)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))
+    warmup = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / lessons.warmup_steps)
+    )
+    score = 0.0
+    for step in range(1, lessons.max_steps + 1):
+        batch = rng.sample(expressions, lessons.batch_size)
+        tokens, targets = collate(
+            tokenizer, [(e, spoil(e, lessons.wrong_digits, rng)) for e in batch]
+        )
+        logits = model(input_ids=tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warmup.step()
+        if step % lessons.check_interval == 0:
+            score = probability_of_right(model, *probe)
+            if score >= lessons.stop_at:
+                print(f"step {step}: samples are right with probability {score:.3f}", flush=True)
+                return
+    raise RuntimeError(
+        f"Samples must be right with probability {lessons.stop_at} within {lessons.max_steps} "
+        f"steps, got {score:.3f}. Give it more steps or fewer wrong digits."
+    )
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Make the calculator's tiny model and task.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train-rows", type=int, default=4096)
+    parser.add_argument("--heldout-rows", type=int, default=256)
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    # Sums are then taken in one order, whatever the machine's number of cores.
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+
+    expressions = draw_expressions(rng, options.train_rows + options.heldout_rows)
+    train, heldout = expressions[: options.train_rows], expressions[options.train_rows :]
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_jsonl(options.output / "train.jsonl", [row(e) for e in train])
+    write_jsonl(options.output / "heldout.jsonl", [row(e) for e in heldout])
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    teach(model, tokenizer, train, Lessons(), rng)
+    write_model(options.output / "model", model, tokenizer)
+    print(f"{options.output}: done in {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,332 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Servers that answer nonsense and rewards that misbehave: refused, counted, and the run goes on.
+
+What is not trained on stands in the ledger with a reason, and nothing is trained on twice.
+"""
+
+# ruff: noqa: E402  (the programs' folder must be importable first)
+
+import asyncio
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "tests" / "programs"))
+
+from corrupting_proxy import MODES, NO_VERSION, CorruptingProxy, running_beside
+
+from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.launch import (
+    LaunchedServer,
+    ServerSpec,
+    free_ports,
+    start_server,
+    wait_until_up,
+)
+from torchtitan.grpo.rollout.dispatch import Dispatcher
+from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.types import Generation, Prompt
+
+VOCAB_SIZE = 128
+START_SECONDS = 120.0
+# Of requests; two kinds of bad answers are found out by it alone.
+PATIENCE_SECONDS = 3.0
+
+# What a refusal says beside the server's address.
+REFUSALS = {
+    "out-of-vocabulary id": r"token ids reach 4242, and the model has 128",
+    "negative id": r"token ids must be int32 and not negative, got \[-5",
+    "giant id": r"token ids must be int32 and not negative, got \[1180591620717411303424",
+    "logprob missing": r"as many ids as logprobs as completion tokens, got",
+    "logprob too many": r"as many ids as logprobs as completion tokens, got",
+    "NaN logprob": r"logprobs must be finite and not above 0, got \[nan",
+    "infinite logprob": r"logprobs must be finite and not above 0, got \[-inf",
+    "positive logprob": r"logprobs must be finite and not above 0, got \[0\.7",
+    "giant logprob": r"logprobs must be finite and not above 0, got \[-1000",
+    "text for a logprob": r"logprobs must be finite and not above 0, got \['-0\.5'",
+    "version gap": r"weight versions must cover \d+ tokens without gaps",
+    "version beyond the end": r"weight versions must cover \d+ tokens without gaps",
+    "version of the future": rf"wrote under version {NO_VERSION}, which was not attested within",
+    "cut prompt": r"was sent with \d+ prompt tokens, the answer continues \d+",
+    "too many tokens": r"must have 1 to 12 tokens, got 1\d\d\d",
+    "truncated JSON": r"must answer a JSON object, got {",
+    "no UTF-8": r"must be answered in UTF-8",
+    "deep JSON": r"must answer a JSON object, got \[\[\[",
+    "HTML": r"must answer a JSON object, got <html><body><h1>Welcome to the gateway",
+    "empty": r"must answer a JSON object, got null",
+    "previous answer": r"must be answered under its own id, the answer bears '",
+    "swapped": r"must be answered under its own id, the answer bears '",
+    "hang": r"was not answered within 3\.0 s|did not finish a completion",
+    "cut connection": r"failed: ClientPayloadError",
+    "no HTTP": r"failed: Client",
+    "endless": r"with at most \d+ bytes, and the answer is longer",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[LaunchedServer]:
+    """An embedded server whose weights are called version 0."""
+    model = str(REPOSITORY / "assets/reverse_digits/model")
+    spec = ServerSpec("embedded", model, free_ports(1)[0], "cpu", "float32", 256, 64)
+    server = start_server(spec, tmp_path_factory.mktemp("server") / "server.log")
+
+    async def prepare() -> None:
+        client = make_client("embedded", server.url)
+        try:
+            await wait_until_up([client], [server], START_SECONDS)
+            await client.update_from_disk(model, 0)
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(prepare())
+        yield server
+    finally:
+        server.stop()
+
+
+def digit_prompts(path: Path, count: int) -> list[Prompt]:
+    """The first rows of the shipped task, each as many tokens as it has characters."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path / "model/tokenizer.json"))
+    rows = [json.loads(line) for line in (path / "train.jsonl").read_text().splitlines()[:count]]
+    return [
+        Prompt(i, row["prompt"], np.array(tokenizer.encode(row["prompt"]).ids, np.int32), {})
+        for i, row in enumerate(rows)
+    ]
+
+
+async def answers_of(url: str, prompts: list[Prompt]) -> tuple[Dispatcher, list[Generation]]:
+    """What is trained on of greedy completions that are asked for all at once."""
+    client = make_client("embedded", url, request_timeout_seconds=PATIENCE_SECONDS)
+    dispatcher = Dispatcher(
+        [client],
+        vocab_size=VOCAB_SIZE,
+        request_timeout_seconds=PATIENCE_SECONDS,
+        max_consecutive_failures=32,
+    )
+    sampling = Sampling(
+        max_new_tokens=12, max_total_tokens=64, temperature=0.0, top_p=1.0, top_k=-1,
+        stop_token_ids=(1,),
+    )  # fmt: skip
+    dispatcher.set_version(url, 0)
+    home = dispatcher.servers[url]
+    try:
+        tasks = [dispatcher.submit(prompt, home, sampling) for prompt in prompts]
+        return dispatcher, await asyncio.gather(*tasks)
+    finally:
+        await dispatcher.close()
+        await client.close()
+
+
+def test_every_mode_has_its_refusal():
+    assert set(REFUSALS) == set(MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_answer_is_refused_and_counted_and_the_next_one_is_used(server, mode):
+    prompts = digit_prompts(REPOSITORY / "assets/reverse_digits", 6)
+
+    async def test() -> None:
+        _, wanted = await answers_of(server.url, prompts)
+        async with CorruptingProxy(server.url, [mode], every=3) as proxy:
+            dispatcher, taken = await answers_of(proxy.url, prompts)
+        # Of the first six answers two are bad, and of the two that replace them none.
+        assert proxy.spoiled == {mode: 2}
+        assert dispatcher.num_failed_requests == 2
+        assert proxy.num_answers == 8
+        assert proxy.url in dispatcher.last_error
+        assert re.search(REFUSALS[mode], dispatcher.last_error), dispatcher.last_error
+        for generation, expected in zip(taken, wanted, strict=True):
+            assert generation.token_ids.tolist() == expected.token_ids.tolist()
+            assert np.allclose(generation.logprobs, expected.logprobs, atol=1e-4)
+            assert generation.segments == expected.segments
+        # What was not read was not sent: buffers on the way hold some MiB of it.
+        assert proxy.num_endless_bytes < 64 * 2**20
+
+    asyncio.run(test())
+
+
+def ledger_of(run) -> list[dict]:
+    return run.records("ledger.jsonl")
+
+
+def assert_each_prompt_has_one_fate(run) -> Counter[str]:
+    """Returns how many prompts were closed for which reason."""
+    lines = ledger_of(run)
+    closed = {int(i): reason for line in lines for i, reason in line["closed"].items()}
+    fates = [i for line in lines for i in line["trained"]]
+    fates += [int(i) for line in lines for i in line["closed"]]
+    fates += lines[-1]["open"]
+    assert sorted(fates) == list(range(lines[-1]["position"]))
+    return Counter(closed.values())
+
+
+def sum_of(run, key: str) -> float:
+    return sum(record[key] for record in run.metrics)
+
+
+def assert_learned_from_nothing_bad(run, num_steps: int) -> None:
+    assert len(run.metrics) == num_steps
+    for record in run.metrics:
+        assert np.isfinite(record["reward/mean"])
+        assert np.isfinite(record["reward/std"])
+        assert np.isfinite(record["grad_norm"])
+        # A logprob of another answer or of other weights would stand out.
+        assert record["mismatch/kl"] < 0.1
+
+
+@pytest.mark.timeout(300)
+def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
+    """Weights are pushed to it through the proxy, which passes the control routes on."""
+    num_steps = 10
+    # Of a tenth of the prompts no answer is good: they are given up.
+    proxy = CorruptingProxy(server.url, MODES, every=5, is_doomed=lambda ids: ids[0] == ids[1])
+    with running_beside(proxy):
+        run = make_run(
+            "--inference.no-launch", f"--inference.urls={proxy.url}",
+            f"--training.steps={num_steps}", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
+            f"--rollout.request_timeout_seconds={PATIENCE_SECONDS}",
+            "--rollout.max_concurrent_rollouts=16", "--evaluation.num_prompts=8",
+        )  # fmt: skip
+        run.succeed()
+    assert_learned_from_nothing_bad(run, num_steps)
+    reasons = assert_each_prompt_has_one_fate(run)
+    assert reasons["failed"] == sum_of(run, "rollout/failed_groups") > 0
+    assert set(reasons) == {"failed"}
+    assert set(proxy.spoiled) == set(MODES)
+    # What failed after the last batch, and in the evaluations, is in no record.
+    assert 0.5 * proxy.spoiled.total() < sum_of(run, "rollout/failed_requests")
+    assert sum_of(run, "rollout/failed_requests") <= proxy.spoiled.total()
+    assert run.metrics[-1]["weight_sync/server_version"] >= num_steps - 2
+    run.wait_for_nobody()
+
+
+REWARDS = '''
+import ctypes, fcntl, os, sys, time
+
+LOG = {log!r}
+LINE = 24
+
+def turn(behaviour_of):
+    """What is done this time, and a line of it in the log, where all workers count."""
+    file = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        number = os.fstat(file).st_size // LINE
+        behaviour = behaviour_of(number)
+        os.write(file, f"{{behaviour}} {{os.getpid()}}".ljust(LINE - 1).encode() + b"\\n")
+    finally:
+        os.close(file)
+    return behaviour
+
+def write_on_channel():
+    for file in range(3, 32):
+        try:
+            os.write(file, b"\\x03\\x00\\x00\\x00\\xff\\xff\\xff")
+        except OSError:
+            pass
+
+def hang():
+    while True:
+        time.sleep(1)
+
+BAD = {{
+    "hang": hang,
+    "exit": lambda: os._exit(3),
+    "sys_exit": lambda: sys.exit(0),
+    "segfault": lambda: ctypes.string_at(0),
+    "raise": lambda: {{}}["no such key"],
+    "channel": write_on_channel,
+    "nan": lambda: [float("nan")] * 4,
+    "inf": lambda: [float("inf")] * 4,
+    "huge": lambda: [1e300, -1e300, 1e300, -1e300],
+    "text": lambda: ["good"] * 4,
+    "no_list": lambda: 1.0,
+    "short": lambda: [1.0],
+    "none": lambda: [None, None, None, 1.0],
+}}
+GOOD = ["good", "slow"]
+
+def honest(completions, answer):
+    return [sum(a == b for a, b in zip(c, w)) / len(w) for c, w in zip(completions, answer)]
+
+def is_first_check(completions):
+    return completions == [""]
+
+def moody(completions, answer, **kw):
+    if is_first_check(completions):
+        return [0.0]
+    behaviours = [name for bad in BAD for name in (bad, GOOD[len(bad) % 2])]
+    behaviour = turn(lambda number: behaviours[number % len(behaviours)])
+    if behaviour in BAD:
+        return BAD[behaviour]()
+    if behaviour == "slow":
+        time.sleep(0.5)
+    return honest(completions, answer)
+
+def always_nan(completions, **kw):
+    return [0.0] if is_first_check(completions) else [float("nan")] * len(completions)
+'''
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    """A file of reward functions; what ``moody`` did stands in ``calls.log`` beside it."""
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS.format(log=str(tmp_path / "calls.log")))
+    return file
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
+    """Every second group: it hangs, crashes, is slow, or returns what is no reward."""
+    num_steps = 8
+    run = make_run(
+        f"--training.steps={num_steps}", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
+        "--rollout.max_concurrent_rollouts=16", "--evaluation.num_prompts=8",
+        f"--reward.functions={rewards}:moody", "--reward.num_workers=2",
+        "--reward.timeout_seconds=5",
+    )  # fmt: skip
+    run.succeed()
+    assert_learned_from_nothing_bad(run, num_steps)
+    for record in run.metrics:
+        assert 0 <= record["reward/mean"] <= 1
+    calls = [line.split() for line in rewards.with_name("calls.log").read_text().splitlines()]
+    behaviours = Counter(behaviour for behaviour, _ in calls)
+    num_bad = len(calls) - behaviours["good"] - behaviours["slow"]
+    assert len(behaviours) == 15, behaviours
+    reasons = assert_each_prompt_has_one_fate(run)
+    assert set(reasons) == {"unscored"}
+    # All but those after the last batch.
+    assert num_bad - 16 <= reasons["unscored"] == sum_of(run, "rollout/unscored_groups")
+    assert 13 <= reasons["unscored"] <= num_bad
+    # Five of the behaviours end the worker; another one takes its place.
+    workers = {int(pid) for _, pid in calls}
+    assert len(workers) >= 2 + 5
+    run.wait_for_nobody()
+    assert not [pid for pid in workers if psutil.pid_exists(pid)]
+
+
+@pytest.mark.timeout(240)
+def test_a_reward_that_always_fails_ends_the_run_with_the_reason(make_run, rewards):
+    run = make_run(
+        "--training.steps=8", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
+        f"--reward.functions={rewards}:always_nan", "--reward.max_consecutive_failures=5",
+        "--evaluation.num_prompts=8",
+    )  # fmt: skip
+    message = run.fail()
+    assert "5 groups in a row could not be scored (reward.max_consecutive_failures)" in message
+    assert "always_nan' must return finite numbers, got nan" in message
+    assert not run.metrics

@@ -1,0 +1,284 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A proxy before an embedded server that passes everything on, and spoils some completions.
+
+What it spoils is the answer of a real server, so all but the spoiled part is as it should be.
+"""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+GENERATE_ROUTE = "/generate"
+NO_TOKEN = 4242
+"""A token id beyond the vocabulary of the models that tests use."""
+NO_VERSION = 999_999
+"""A version that nobody ever pushes."""
+
+_MIB = 2**20
+_ENDLESS_BYTES = 256 * _MIB
+# How long an answer waits for another one to be swapped with.
+_PARTNER_SECONDS = 1.0
+_START_SECONDS = 30.0
+
+Fields = dict[str, Any]
+
+
+def _first_token(token: int) -> Callable[[Fields], None]:
+    def change(answer: Fields) -> None:
+        answer["output_ids"][0] = token
+        answer["meta_info"]["output_token_logprobs"][0][1] = token
+
+    return change
+
+
+def _first_logprob(logprob: Any) -> Callable[[Fields], None]:
+    def change(answer: Fields) -> None:
+        answer["meta_info"]["output_token_logprobs"][0][0] = logprob
+
+    return change
+
+
+def _without_last_logprob(answer: Fields) -> None:
+    answer["meta_info"]["output_token_logprobs"].pop()
+
+
+def _with_one_more_logprob(answer: Fields) -> None:
+    logprobs = answer["meta_info"]["output_token_logprobs"]
+    logprobs.append(logprobs[-1])
+
+
+def _without_first_version(answer: Fields) -> None:
+    answer["meta_info"]["weight_versions"][0]["start"] += 1
+
+
+def _with_versions_beyond_the_end(answer: Fields) -> None:
+    count = len(answer["output_ids"])
+    beyond = {"version": "0", "start": count + 1, "end": count + 2}
+    answer["meta_info"]["weight_versions"].append(beyond)
+
+
+def _of_no_version(answer: Fields) -> None:
+    for segment in answer["meta_info"]["weight_versions"]:
+        segment["version"] = str(NO_VERSION)
+
+
+def _of_a_cut_prompt(answer: Fields) -> None:
+    answer["meta_info"]["prompt_tokens"] -= 1
+
+
+def _too_long(answer: Fields) -> None:
+    """As if the server had not stopped."""
+    meta, more = answer["meta_info"], 1000
+    answer["output_ids"] += answer["output_ids"][-1:] * more
+    meta["output_token_logprobs"] += meta["output_token_logprobs"][-1:] * more
+    meta["completion_tokens"] += more
+    meta["weight_versions"][-1]["end"] += more
+
+
+# What becomes of an answer's fields, and what becomes of its bytes.
+_CHANGES: dict[str, Callable[[Fields], None]] = {
+    "out-of-vocabulary id": _first_token(NO_TOKEN),
+    "negative id": _first_token(-5),
+    "giant id": _first_token(2**70),
+    "logprob missing": _without_last_logprob,
+    "logprob too many": _with_one_more_logprob,
+    "NaN logprob": _first_logprob(float("nan")),
+    "infinite logprob": _first_logprob(float("-inf")),
+    "positive logprob": _first_logprob(0.7),
+    "giant logprob": _first_logprob(-(10**400)),
+    "text for a logprob": _first_logprob("-0.5"),
+    "version gap": _without_first_version,
+    "version beyond the end": _with_versions_beyond_the_end,
+    "version of the future": _of_no_version,
+    "cut prompt": _of_a_cut_prompt,
+    "too many tokens": _too_long,
+}
+_REPLACEMENTS: dict[str, Callable[[bytes], bytes]] = {
+    "truncated JSON": lambda body: body[: len(body) // 2],
+    "no UTF-8": lambda body: body.replace(b'"text": "', b'"text": "\xff\xfe', 1),
+    "deep JSON": lambda _: b"[" * 200_000,
+    "HTML": lambda _: b"<html><body><h1>Welcome to the gateway</h1></body></html>",
+    "empty": lambda _: b"",
+}
+# What is no answer of its own, or none at all.
+_OTHERS = ("previous answer", "swapped", "hang", "cut connection", "no HTTP", "endless")
+MODES = (*_CHANGES, *_REPLACEMENTS, *_OTHERS)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """An answer that waits for one that it is swapped with."""
+
+    body: bytes
+    other: asyncio.Future[bytes]
+
+
+class CorruptingProxy:
+    """See the module's docstring.
+
+    Args:
+        target: URL of an embedded server.
+        modes: Of :data:`MODES`, taken in turn.
+        every: Each answer of this number is spoiled.
+        is_doomed: Prompts (token ids) of which every answer is spoiled.
+
+    Attributes:
+        num_answers: Completions of the server.
+        spoiled: Of those, how many were spoiled in which way.
+        num_endless_bytes: Bytes that went out of the longest endless answer.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        modes: Sequence[str],
+        *,
+        every: int = 3,
+        is_doomed: Callable[[list[int]], bool] = lambda prompt_ids: False,
+    ) -> None:
+        assert set(modes) <= set(MODES), f"modes must be of {MODES}, got {modes}"
+        self.num_answers = 0
+        self.spoiled: Counter[str] = Counter()
+        self.num_endless_bytes = 0
+        self.url = ""
+        self._target, self._modes, self._every = target, tuple(modes), every
+        self._is_doomed = is_doomed
+        self._num_turns = 0
+        self._previous: bytes | None = None
+        self._waiting: _Waiting | None = None
+        self._runner: web.AppRunner | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "CorruptingProxy":
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        # Whoever asks decides how long it may take: it goes, and its request is cancelled.
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        app = web.Application(client_max_size=64 * _MIB)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        assert self._runner is not None and self._session is not None
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        assert self._session is not None
+        sent = await request.read()
+        headers = {"Content-Type": request.content_type} if sent else {}
+        try:
+            async with self._session.request(
+                request.method, self._target + request.path_qs, data=sent or None, headers=headers
+            ) as answer:
+                status, kind, body = answer.status, answer.content_type, await answer.read()
+        except aiohttp.ClientError as error:
+            return web.Response(status=502, text=f"The server behind the proxy: {error!r}")
+        if request.path == GENERATE_ROUTE and status == 200:
+            mode = self._next_mode(json.loads(sent)["input_ids"])
+            previous, self._previous = self._previous, body
+            if mode is not None:
+                return await self._spoil(request, mode, body, previous)
+        return web.Response(status=status, body=body, content_type=kind)
+
+    def _next_mode(self, prompt_ids: list[int]) -> str | None:
+        self.num_answers += 1
+        if self.num_answers % self._every and not self._is_doomed(prompt_ids):
+            return None
+        mode = self._modes[self._num_turns % len(self._modes)]
+        self._num_turns += 1
+        return mode
+
+    async def _spoil(
+        self, request: web.Request, mode: str, body: bytes, previous: bytes | None
+    ) -> web.StreamResponse:
+        if mode in _CHANGES:
+            answer = json.loads(body)
+            _CHANGES[mode](answer)
+            spoiled = json.dumps(answer).encode()
+        elif mode in _REPLACEMENTS:
+            spoiled = _REPLACEMENTS[mode](body)
+        elif mode == "previous answer":
+            spoiled = previous or body
+        elif mode == "swapped":
+            spoiled = await self._swap(body)
+        else:
+            self.spoiled[mode] += 1
+            return await self._misbehave(request, mode, body)
+        self.spoiled[mode] += spoiled != body
+        kind = "text/html" if mode == "HTML" else "application/json"
+        return web.Response(body=spoiled, content_type=kind)
+
+    async def _swap(self, body: bytes) -> bytes:
+        """Another request's answer, which is given this one; where none comes, its own."""
+        partner, self._waiting = self._waiting, None
+        if partner is not None and not partner.other.done():
+            partner.other.set_result(body)
+            return partner.body
+        waiting = self._waiting = _Waiting(body, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(_PARTNER_SECONDS):
+                return await waiting.other
+        except TimeoutError:
+            return body
+
+    async def _misbehave(self, request: web.Request, mode: str, body: bytes) -> web.StreamResponse:
+        transport = request.transport
+        assert transport is not None
+        if mode == "hang":
+            await asyncio.get_running_loop().create_future()  # until the client goes
+        if mode == "no HTTP":
+            transport.write(b"\x16\x03\x01 This is no HTTP.\r\n\r\n")
+            transport.close()
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        if mode == "cut connection":
+            response.content_length = len(body)
+            await response.prepare(request)
+            await response.write(body[: len(body) // 2])
+            transport.close()
+        if mode == "endless":
+            await response.prepare(request)
+            await self._write_endlessly(response)
+        return response
+
+    async def _write_endlessly(self, response: web.StreamResponse) -> None:
+        num_bytes, chunk = 0, b" " * _MIB
+        while num_bytes < _ENDLESS_BYTES:
+            try:
+                await response.write(chunk)
+            except ConnectionError:
+                return
+            num_bytes += len(chunk)
+            self.num_endless_bytes = max(self.num_endless_bytes, num_bytes)
+
+
+@contextmanager
+def running_beside(proxy: CorruptingProxy) -> Iterator[CorruptingProxy]:
+    """Runs a proxy on a thread of its own, for a test that waits for other processes."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="corrupting-proxy")
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(proxy.__aenter__(), loop).result(_START_SECONDS)
+        yield proxy
+        asyncio.run_coroutine_threadsafe(proxy.__aexit__(), loop).result(_START_SECONDS)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_START_SECONDS)
+        loop.close()

@@ -1,0 +1,28 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Requests to leave that meet what they break off."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
+
+
+def test_leaving_waits_for_what_it_breaks_off_and_anything_else_does_not():
+    table: Any = SimpleNamespace(in_wire_dtype=None, prepared=None)
+    engine: Any = None
+    updater = WeightUpdater(engine, table, torch.device("cpu"), 60.0)
+    group: Any = SimpleNamespace(leave=lambda: threading.Timer(0.2, updater._busy.release).start())
+    updater._groups["one"] = group
+    # A bucket that is awaited in that group; it fails a little after the group was left.
+    assert updater._busy.acquire(blocking=False)
+    with pytest.raises(UpdateError, match="under way"):
+        updater.begin()
+    updater.leave_all()
+    assert updater.group_names == []
+    updater.begin()

@@ -1,0 +1,460 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Completions of several turns: real worker processes, a server that reads its whole context."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.rollout.dispatch import Dispatcher
+from torchtitan.grpo.rollout.environments import (
+    EnvironmentFailed,
+    EnvironmentPool,
+    EnvironmentsFailing,
+    Episodes,
+)
+from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
+
+EOS = 1
+
+MINE = '''
+import asyncio, os, time
+from torchtitan.grpo.rollout.environments import Environment, Observation
+
+class Echo(Environment):
+    """Answers each turn with how many it has read; done at the third. The prompt says more."""
+    stop_strings = ("=",)
+
+    def __init__(self, rounds=3):
+        self.rounds, self.texts = rounds, []
+
+    async def reset(self, prompt):
+        self.prompt = prompt
+        if "reset" in prompt.text:
+            raise RuntimeError("cannot begin")
+
+    async def step(self, text, token_ids):
+        self.texts.append(text)
+        what = self.prompt.columns.get("what", "")
+        first_here = not os.path.exists(self.prompt.columns.get("flag", "/"))
+        if len(self.texts) == 2:
+            if what == "raise":
+                raise KeyError("no such thing")
+            if what == "block":
+                time.sleep(1000)
+            if what == "hang":
+                await asyncio.sleep(1000)
+            if what == "crash" or (what == "crash once" and first_here):
+                open(self.prompt.columns["flag"], "w").close()
+                os._exit(3)
+            if what == "huge":
+                return Observation(text="9" * 1000)
+            if what == "nothing":
+                return Observation()
+            if what == "not one":
+                return "text"
+            if what == "no such token":
+                return Observation(token_ids=[4000])
+            if what == "nan":
+                return Observation(text="1", reward=float("nan"))
+        if len(self.texts) >= self.rounds:
+            return Observation(text="never seen", is_done=True, reward=2.0)
+        answer = f"[{len(self.texts)}:{text.rstrip('=')}]"
+        if what == "random":
+            answer += str(time.monotonic_ns() % 1000)
+        return Observation(text=answer, reward=0.5)
+
+    async def cut_off(self):
+        return 0.25
+
+    async def close(self):
+        if "closed" in self.prompt.columns:
+            open(self.prompt.columns["closed"], "w").close()
+'''
+
+
+class Server(InferenceClient):
+    """Writes scripted turns: which one, it reads off the stop tokens of its context."""
+
+    def __init__(self, codec: TextCodec, turns: list[str]) -> None:
+        self.url = "http://a"
+        self.codec = codec
+        self.turns = [codec.encode(turn.removesuffix("$")) for turn in turns]
+        for turn, ids in zip(turns, self.turns, strict=True):
+            if turn.endswith("$"):
+                ids.append(EOS)
+        self.contexts: list[list[int]] = []
+        self.held: asyncio.Event | None = None
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.contexts.append(list(request.prompt_ids))
+        await asyncio.sleep(0)
+        if self.held is not None:
+            await self.held.wait()
+        stop = self.codec.encode("=")[0]
+        assert set(request.stop_token_ids) == {EOS, stop}
+        ids = request.prompt_ids
+        number = ids.count(stop)
+        done = 0  # of that turn, where it was cut at the end of a segment
+        turn = self.turns[number]
+        for length in range(len(turn) - 1, 0, -1):
+            if ids[-length:] == turn[:length]:
+                done = length
+                break
+        tokens = turn[done : done + request.max_new_tokens]
+        positions = np.arange(len(tokens)) + len(request.prompt_ids)
+        return Generation(
+            np.array(tokens, np.int32),
+            (-positions / 100).astype(np.float32),
+            "stop" if tokens[-1] in request.stop_token_ids else "length",
+            (VersionSegment(4, 0, len(tokens)),),
+        )
+
+    async def _none(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server only generates")
+
+    abort = health = load = version = num_workers = pause = resume = _none
+    join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
+
+
+@dataclass
+class World:
+    """A writer with its environments."""
+
+    writer: TrajectoryWriter
+    pool: EnvironmentPool
+    dispatcher: Dispatcher
+    server: Server
+    codec: TextCodec
+    episodes: Episodes
+
+    def start(
+        self, text: str = "7->", begun: Generation | None = None, **columns: Any
+    ) -> Trajectory:
+        server = self.dispatcher.choose(lambda version: True)
+        assert server is not None
+        ids = np.array(self.codec.encode(text), np.int32)
+        return self.writer.start(Prompt(0, text, ids, columns), server, begun=begun)
+
+    async def write(self, text: str = "7->", **columns: Any) -> Generation:
+        return await asyncio.wait_for(self.start(text, **columns).task, 60)
+
+
+@pytest.fixture
+def codec(repository: Path) -> TextCodec:
+    return TextCodec(str(repository / "assets/reverse_digits/model"), [EOS])
+
+
+@pytest.fixture
+def run_world(codec: TextCodec, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def run(
+        body: Callable[[World], Awaitable[None]],
+        turns: list[str],
+        *,
+        factory: str | None = None,
+        options: dict[str, Any] | None = None,
+        segment_tokens: int = 0,
+        max_new_tokens: int = 60,
+        max_turns: int = 8,
+        timeout_seconds: float = 30.0,
+        max_consecutive_failures: int = 9,
+    ) -> None:
+        async def main() -> None:
+            pool = EnvironmentPool(
+                factory or f"{tmp_path / 'mine.py'}:Echo",
+                options,
+                timeout_seconds=timeout_seconds,
+                max_consecutive_failures=max_consecutive_failures,
+            )
+            try:
+                await pool.start()
+                stop_ids = (EOS, *(codec.encode(text)[0] for text in pool.stop_strings))
+                server = Server(codec, turns)
+                dispatcher = Dispatcher(
+                    [server], vocab_size=128, request_timeout_seconds=30,
+                    max_consecutive_failures=9,
+                )  # fmt: skip
+                dispatcher.set_version(server.url, 4)
+                episodes = Episodes(
+                    pool, codec, max_turns=max_turns, stop_token_ids=stop_ids, vocab_size=128
+                )
+                writer = TrajectoryWriter(
+                    dispatcher, Sampling(max_new_tokens, 400, 1.0, 1.0, -1, stop_ids),
+                    segment_tokens=segment_tokens, wait_seconds=30, episodes=episodes,
+                )  # fmt: skip
+                await body(World(writer, pool, dispatcher, server, codec, episodes))
+                assert dispatcher.in_flight == 0
+            finally:
+                await pool.close()
+
+        before = set(psutil.Process().children(recursive=True))
+        asyncio.run(asyncio.wait_for(main(), 120))
+        left = set(psutil.Process().children(recursive=True)) - before
+        assert not psutil.wait_procs(left, timeout=5)[1]
+
+    return run
+
+
+TURNS = ["12=", "3=", "45$"]
+WHOLE = "12=[1:12]3=[2:3]45"
+
+
+def spell(world: World, generation: Generation) -> str:
+    return world.codec.decode(generation.token_ids.tolist())
+
+
+@pytest.mark.parametrize("segment_tokens", [0, 1, 2])
+def test_turns_and_observations_make_up_one_completion_token_by_token(run_world, segment_tokens):
+    async def body(world: World) -> None:
+        whole = await world.write()
+        assert spell(world, whole) == WHOLE
+        assert (whole.finish_reason, whole.environment_reward) == ("stop", 3.0)
+        assert whole.segments == (VersionSegment(4, 0, len(whole.token_ids)),)
+        # Every context is the prompt and a beginning of the completion, exactly.
+        expected = [*world.codec.encode("7->"), *whole.token_ids.tolist()]
+        for context in world.server.contexts:
+            assert context == expected[: len(context)]
+        if segment_tokens == 0:
+            assert [len(c) - 3 for c in world.server.contexts] == [0, 9, 16]
+        assert whole.sampled is not None
+        spelled = np.array(list(WHOLE + "$"))
+        assert "".join(spelled[whole.sampled]) == "12=3=45$"
+        # The server's logprob where the model wrote, and none elsewhere.
+        positions = 3 + np.arange(len(whole.token_ids))
+        given = np.where(whole.sampled, -positions / 100, 0.0)
+        np.testing.assert_allclose(whole.logprobs, given, rtol=1e-6)
+
+    run_world(body, TURNS, segment_tokens=segment_tokens)
+
+
+def test_an_episode_ends_with_max_turns_and_with_the_room(run_world):
+    async def two_turns(world: World) -> None:
+        whole = await world.write()
+        assert spell(world, whole) == "12=[1:12]3="
+        assert (whole.finish_reason, whole.environment_reward) == ("length", 0.5 + 0.5 + 0.25)
+
+    run_world(two_turns, TURNS, max_turns=2)
+
+    async def too_long(world: World) -> None:
+        whole = await world.write(what="huge")
+        # What nothing could be written after is left out.
+        assert spell(world, whole) == "12=[1:12]3="
+        assert (whole.finish_reason, whole.environment_reward) == ("length", 0.75)
+
+    run_world(too_long, TURNS)
+
+    async def cut(world: World) -> None:
+        whole = await world.write()
+        assert spell(world, whole) == "12=[1:12]3=[2:3]4"
+        assert (whole.finish_reason, whole.environment_reward) == ("length", 3.0)
+
+    run_world(cut, TURNS, max_new_tokens=17)
+
+
+def test_an_environment_may_say_nothing_and_the_model_goes_on(run_world):
+    async def body(world: World) -> None:
+        whole = await world.write(what="nothing")
+        assert spell(world, whole) == "12=[1:12]3=45"
+        assert world.server.contexts[-1][-1] == world.codec.encode("=")[0]
+
+    run_world(body, TURNS)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        ("raise", "raised KeyError"),
+        ("block", "timeout"),
+        ("hang", "timeout"),
+        ("crash", "crash"),
+        ("not one", "bad observation"),
+        ("no such token", "bad observation"),
+        ("nan", "bad observation"),
+    ],
+)
+def test_an_environment_that_fails_fails_its_own_completion(run_world, tmp_path, what, kind):
+    async def body(world: World) -> None:
+        bad = world.start(what=what, flag=str(tmp_path / "flag"))
+        with pytest.raises(EnvironmentFailed) as caught:
+            await asyncio.wait_for(bad.task, 60)
+        assert caught.value.kind == kind
+        assert bad.result() is None
+        assert dict(world.pool.failures) == {kind: 1}
+        assert spell(world, await world.write()) == WHOLE
+        assert world.episodes.metrics()["environment/failed_episodes"] == 1
+
+    run_world(body, TURNS, timeout_seconds=2.0 if kind == "timeout" else 30.0)
+
+
+def test_a_blocked_step_holds_up_neither_the_loop_nor_other_episodes(run_world):
+    async def body(world: World) -> None:
+        blocked = world.start(what="block")
+        while len(world.server.contexts) < 2:
+            await asyncio.sleep(0.01)
+        others = await asyncio.gather(*(world.write() for _ in range(8)))
+        assert [spell(world, other) for other in others] == [WHOLE] * 8
+        assert not blocked.task.done()
+        assert world.episodes.num_replayed == 0
+        # Its process takes nobody in any more, and ends when it is alone.
+        with pytest.raises(EnvironmentFailed, match=r"environment_timeout_seconds = 4\."):
+            await blocked.task
+        assert spell(world, await world.write()) == WHOLE
+
+    run_world(body, TURNS, timeout_seconds=4.0)
+
+
+def test_episodes_of_a_killed_process_are_replayed_in_another(run_world):
+    async def body(world: World) -> None:
+        trajectories = [world.start() for _ in range(4)]
+        while not all(t.so_far is not None and t.so_far.sampled is not None for t in trajectories):
+            await asyncio.sleep(0)
+        world.server.held = asyncio.Event()
+        for process in psutil.Process().children(recursive=True):
+            if "environments.worker" in " ".join(process.cmdline()):
+                os.kill(process.pid, signal.SIGKILL)
+        world.server.held.set()
+        wholes = await asyncio.gather(*(t.task for t in trajectories))
+        assert [spell(world, whole) for whole in wholes] == [WHOLE] * 4
+        # Rewards of turns that were read twice count once.
+        assert [whole.environment_reward for whole in wholes] == [3.0] * 4
+        assert not world.pool.failures
+
+    run_world(body, TURNS)
+
+
+def test_an_environment_that_crashes_once_is_no_failure(run_world, tmp_path):
+    async def body(world: World) -> None:
+        whole = await world.write(what="crash once", flag=str(tmp_path / "flag"))
+        assert spell(world, whole) == WHOLE
+        assert world.episodes.num_replayed == 1
+
+    run_world(body, TURNS)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 9, 10, 11])
+def test_a_completion_is_gone_on_with_wherever_it_was_when_it_was_saved(run_world, num_tokens):
+    """3 and 11: a turn has ended, and was not observed; 9: it was; 2 and 10: amid a turn."""
+    kept: list[Generation] = []
+
+    async def write(world: World) -> None:
+        kept.append(await world.write())
+
+    run_world(write, TURNS)
+    (whole,) = kept
+    assert whole.sampled is not None
+    sampled = whole.sampled[:num_tokens]
+    begun = Generation(
+        whole.token_ids[:num_tokens],
+        whole.logprobs[:num_tokens],
+        "stop" if num_tokens in (3, 11) else "length",
+        (VersionSegment(4, 0, num_tokens),),
+        None if sampled.all() else sampled,
+        None if num_tokens < 9 else 0.5,
+    )
+
+    async def resume(world: World) -> None:
+        trajectory = world.start(begun=begun)
+        resumed = await asyncio.wait_for(trajectory.task, 60)
+        assert resumed.token_ids.tolist() == whole.token_ids.tolist()
+        np.testing.assert_array_equal(resumed.sampled, whole.sampled)
+        np.testing.assert_allclose(resumed.logprobs, whole.logprobs, rtol=1e-6)
+        assert (resumed.finish_reason, resumed.environment_reward) == ("stop", 3.0)
+        assert min(len(context) - 3 for context in world.server.contexts) >= num_tokens
+
+    run_world(resume, TURNS)
+
+
+def test_a_completion_whose_environment_observes_otherwise_is_begun_anew(run_world, codec):
+    ids = np.array(codec.encode("12=[1:99]"), np.int32)
+    sampled = np.arange(len(ids)) < 3
+    begun = Generation(
+        ids, np.zeros(len(ids), np.float32), "length", (VersionSegment(2, 0, len(ids)),), sampled
+    )
+
+    async def body(world: World) -> None:
+        whole = await asyncio.wait_for(world.start(begun=begun).task, 60)
+        assert spell(world, whole) == WHOLE
+        assert whole.segments == (VersionSegment(4, 0, len(whole.token_ids)),)
+        assert world.episodes.num_restarts == 1
+
+    run_world(body, TURNS)
+
+
+def test_a_completion_that_is_given_up_has_its_environment_closed(run_world, tmp_path):
+    async def body(world: World) -> None:
+        world.server.held = asyncio.Event()
+        trajectory = world.start(closed=str(tmp_path / "closed"))
+        await asyncio.sleep(0)
+        while not world.server.contexts:
+            await asyncio.sleep(0)
+        trajectory.task.cancel()
+        await asyncio.wait({trajectory.task})
+        async with asyncio.timeout(30):
+            while not (tmp_path / "closed").exists():
+                await asyncio.sleep(0.01)
+
+    run_world(body, TURNS)
+
+
+def test_environments_that_always_fail_stop_the_run(run_world):
+    async def body(world: World) -> None:
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailed, match="cannot begin"):
+                await world.write("reset")
+        with pytest.raises(EnvironmentsFailing, match=r"3 episodes .* in a row failed"):
+            await world.write("reset")
+
+    run_world(body, TURNS, max_consecutive_failures=3)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        ("no_such_module:Thing", {}, "importing no_such_module failed"),
+        ("collections:OrderedDict", {}, "async methods reset, step and close"),
+        (None, {"colour": 1}, "does not take rollout.environment_options"),
+    ],
+)
+def test_what_is_no_environment_is_refused_at_the_start(run_world, factory, options, message):
+    async def body(world: World) -> None:
+        pytest.fail("it was started")
+
+    with pytest.raises(EnvironmentsFailing, match=message):
+        run_world(body, TURNS, factory=factory, options=options)
+
+
+def test_the_calculator_answers_rewards_and_takes_errors_as_they_come(run_world):
+    async def body(world: World) -> None:
+        whole = await world.write("12*34->", answer="408")
+        assert (spell(world, whole), whole.environment_reward) == ("x=12*34=408", 1.0)
+
+    run_world(body, ["x=", "12*34=", "$"], factory="calculator")
+
+    async def wrong(world: World) -> None:
+        whole = await world.write("1+1->", answer=2)
+        assert (spell(world, whole), whole.environment_reward) == ("1+*=error9", 0.0)
+
+    run_world(wrong, ["1+*=", "9$"], factory="calculator")
+
+
+def test_special_tokens_in_what_a_tool_answers_are_plain_text(codec: TextCodec):
+    plain = codec.encode_observation("<eos>", has_special_tokens=False)
+    assert EOS not in plain and len(plain) == 5
+    assert codec.encode_observation("1<eos>", has_special_tokens=True)[-1] == EOS
+    assert codec.encode("<eos>") == [EOS]

@@ -1,0 +1,128 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""From ``[prompts]`` to a stream, with the tables, the tokenizer and the session's own code."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchtitan.grpo.config import (
+    GRPO,
+    Evaluation,
+    Inference,
+    Prompts,
+    Reward,
+    Rollout,
+    RolloutProcessConfig,
+)
+from torchtitan.grpo.rollout.prompts import open_mixture
+from torchtitan.grpo.rollout.session import _open_held_out, _open_prompts
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import PromptProgress
+
+
+@pytest.fixture
+def model(repository: Path) -> Path:
+    return repository / "assets/reverse_digits/model"
+
+
+@pytest.fixture
+def codec(model: Path) -> TextCodec:
+    return TextCodec(str(model), [])
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    lines, table = tmp_path / "lines.jsonl", tmp_path / "table.parquet"
+    lines.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(4)))
+    rows = [{"prompt": f"{i}", "answer": "1"} for i in range(10, 22)]
+    pq.write_table(pa.Table.from_pylist(rows), table, row_group_size=5)
+    return [str(lines), str(table)]
+
+
+def process_config(model: Path, prompts: Prompts, **settings: Any) -> RolloutProcessConfig:
+    return RolloutProcessConfig(
+        **{
+            "grpo": GRPO(),
+            "prompts": prompts,
+            "rollout": Rollout(max_new_tokens=8),
+            "inference": Inference(),
+            "reward": Reward(),
+            "evaluation": Evaluation(),
+            "hf_assets_path": str(model),
+            "vocab_size": 10_000,
+            "eos_token_ids": [],
+            "seq_len": 64,
+            "seed": 7,
+            "dump_folder": "",
+            "server_gpus": [],
+            "start_version": 0,
+            "progress": PromptProgress(),
+            **settings,
+        }
+    )
+
+
+def num_open(paths: list[str]) -> int:
+    """How often this process has one of the files open."""
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(link))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return sum(link in paths for link in links)
+
+
+def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(model, codec, paths):
+    prompts = Prompts(paths=paths, weights=[3, 1])
+    stream, samples = _open_prompts(process_config(model, prompts), codec, [])
+    # The rewards are tried on each set, whose columns differ.
+    assert [set(prompt.columns) for prompt in samples] == [{"prompt_set"}, {"prompt_set", "answer"}]
+    drawn = [stream.next() for _ in range(40)]
+    sets = Counter(prompt.columns["prompt_set"] for prompt in drawn)
+    assert sets == {"lines": 30, "table": 10}
+    assert all(("answer" in p.columns) == (p.columns["prompt_set"] == "table") for p in drawn)
+    stream.close()
+
+    config = process_config(model, prompts, progress=PromptProgress(position=30))
+    resumed, _ = _open_prompts(config, codec, [3, 17, 29])
+    again = [resumed.next() for _ in range(13)]
+    expected = [drawn[i] for i in (3, 17, 29, *range(30, 40))]
+    assert [(p.index, p.text) for p in again] == [(p.index, p.text) for p in expected]
+    resumed.close()
+    assert num_open(paths) == 0
+
+
+def test_single_set_has_no_further_column(model, codec, paths):
+    stream, (sample,) = _open_prompts(process_config(model, Prompts(path=paths[1])), codec, [])
+    assert set(sample.columns) == set(stream.next().columns) == {"answer"}
+    stream.close()
+
+
+def test_missing_set_is_named_and_the_others_are_closed(model, codec, paths):
+    prompts = Prompts(paths=[*paths, "/no/such.jsonl"])
+    with pytest.raises(ValueError, match=r"prompts.paths: /no/such.jsonl cannot be read"):
+        open_mixture(process_config(model, prompts), codec)
+    assert num_open(paths) == 0
+
+
+def test_set_without_a_short_prompt_is_refused_before_training(model, codec, paths):
+    prompts = Prompts(paths=paths, max_prompt_tokens=1)
+    with pytest.raises(ValueError, match=r"prompts.paths: none of the 12 prompts in .*table.parq"):
+        _open_prompts(process_config(model, prompts), codec, [])
+    assert num_open(paths) == 0
+
+
+def test_held_out_prompts_are_read_once_and_their_file_is_closed(model, codec, paths):
+    held_out = Evaluation(path=paths[0], num_prompts=3)
+    config = process_config(model, Prompts(path=paths[0]), evaluation=held_out)
+    assert [prompt.text for prompt in _open_held_out(config, codec)] == ["0", "1", "2"]
+    assert num_open(paths) == 0

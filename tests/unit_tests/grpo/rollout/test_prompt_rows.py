@@ -1,0 +1,216 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Tables of prompts: lines of large JSONL files, and parquet."""
+
+import io
+import json
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.grpo.rollout.rows import open_rows
+from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
+from torchtitan.grpo.rollout.rows.lines import index_lines
+from torchtitan.grpo.rollout.rows.parquet import ParquetRows
+from torchtitan.grpo.rollout.rows.row_check import sample_rows
+
+NUM_ROWS = 9000
+UNSAMPLED = sorted(set(range(NUM_ROWS)) - set(sample_rows(NUM_ROWS)))
+
+
+def write_lines(path: Path, lines: list[str]) -> str:
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def many_lines() -> list[str]:
+    return [json.dumps({"prompt": f"{i}"}) for i in range(NUM_ROWS)]
+
+
+def jsonl(path: str, **settings: Any) -> JsonlRows:
+    return JsonlRows(path, {}, "prompt", "prompts.path", **settings)
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], group_size: int, **settings: Any):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group_size)
+    return ParquetRows(str(path), {}, "prompt", "prompts.path", **settings)
+
+
+LINE = st.sampled_from([b"", b" ", b"\t \x0b\r", b" " * 9, b'{"a":1}', b"  [2]", b"x" * 11])
+
+
+@given(st.lists(LINE, max_size=30), st.booleans(), st.integers(1, 40))
+def test_index_finds_the_lines_that_python_finds(tmp_path_factory, lines, is_ended, block_bytes):
+    content = b"\n".join(lines) + (b"\n" if is_ended else b"")
+    path = tmp_path_factory.mktemp("lines") / "lines"
+    path.write_bytes(content)
+    expected = [
+        (number, line.strip())
+        for number, line in enumerate(io.BytesIO(content), start=1)
+        if line.strip()
+    ]
+    with path.open("rb", buffering=0) as file:
+        index = index_lines(file, block_bytes)
+    found = []
+    for row in range(len(index)):
+        start, length = index.span(row)
+        found.append((index.line_number(row), content[start : start + length].strip()))
+    assert found == expected
+    assert index.num_bytes == len(content)
+
+
+def test_sample_has_the_first_rows_the_last_and_some_of_each_part():
+    sample = sample_rows(10_000_000)
+    assert sample[:1024] == list(range(1024))
+    assert sample[-1] == 9_999_999
+    assert len(sample) <= 1024 + 4096
+    assert max(b - a for a, b in pairwise(sample)) < 2600
+    assert sample_rows(3) == [0, 1, 2]
+    assert sample_rows(0) == []
+
+
+def test_large_file_with_a_bad_line_in_the_sample_is_refused(tmp_path: Path):
+    lines = many_lines()
+    lines[-1] = '{"prompt": '
+    path = write_lines(tmp_path / "p.jsonl", lines)
+    with pytest.raises(ValueError, match=rf"p.jsonl:{NUM_ROWS}: every line of prompts.path .* not"):
+        jsonl(path, full_check_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"), [("[1]", "got a list"), ('{"q": "a"}', "there is no column 'prompt'")]
+)
+def test_bad_line_outside_of_the_sample_is_found_while_the_run_goes_on(tmp_path, bad, message):
+    lines = many_lines()
+    line = UNSAMPLED[len(UNSAMPLED) // 2]
+    lines[line] = bad
+    path = write_lines(tmp_path / "p.jsonl", lines)
+    rows = jsonl(path, full_check_bytes=0)
+    rows.wait_until_checked(120)
+    with pytest.raises(ValueError, match=rf"p.jsonl:{line + 1}: .*{message}"):
+        rows.check()
+    rows.close()
+    with pytest.raises(ValueError, match=rf"p.jsonl:{line + 1}: .*{message}"):
+        jsonl(path)
+
+
+def test_large_file_without_a_bad_line_is_checked_to_its_end(tmp_path: Path, caplog):
+    rows = jsonl(write_lines(tmp_path / "p.jsonl", many_lines()), full_check_bytes=0)
+    with caplog.at_level("INFO"):
+        rows.wait_until_checked(120)
+    rows.check()
+    assert f"All {NUM_ROWS} rows of " in caplog.text
+    assert [rows.row(i)["prompt"] for i in (0, 4500, NUM_ROWS - 1)] == ["0", "4500", "8999"]
+    rows.close()
+
+
+def test_closing_ends_the_check(tmp_path: Path):
+    rows = jsonl(write_lines(tmp_path / "p.jsonl", many_lines() * 20), full_check_bytes=0)
+    assert "prompt-check" in {thread.name for thread in threading.enumerate()}
+    rows.close()
+    assert "prompt-check" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_file_that_shrinks_is_refused(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    rows = jsonl(write_lines(path, ['{"prompt": "a"}', '{"prompt": "b"}']))
+    path.write_text('{"prompt": "a"}\n')
+    assert rows.row(0) == {"prompt": "a"}
+    with pytest.raises(ValueError, match=r"p.jsonl:2: the file has become shorter"):
+        rows.row(1)
+    rows.close()
+
+
+def test_line_that_is_nested_too_deep_is_refused(tmp_path: Path):
+    depth = 100_000
+    path = write_lines(tmp_path / "p.jsonl", ['{"prompt": ' + "[" * depth + "]" * depth + "}"])
+    with pytest.raises(ValueError, match=r"p.jsonl:1: every line of prompts.path"):
+        jsonl(path)
+
+
+ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(23)]
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_parquet_rows_come_in_any_order_whatever_is_kept(tmp_path: Path, cache_bytes: int):
+    rows = parquet(tmp_path / "p.parquet", ROWS, 5, cache_bytes=cache_bytes)
+    assert len(rows) == 23
+    for i in (22, 0, 4, 5, 21, 9, 10, 0, 14, 15, 19, 20):
+        assert rows.row(i) == ROWS[i]
+    assert rows.where(7).endswith("p.parquet, row 7")
+    rows.close()
+
+
+def test_no_more_row_groups_are_kept_than_there_is_room_for(tmp_path: Path):
+    rows = parquet(tmp_path / "p.parquet", ROWS, 1, cache_bytes=60)
+    size = rows._row_group(0, 0).nbytes
+    for i in range(23):
+        rows.row(i)
+        assert rows._num_cached_bytes() <= max(60, size + 10)
+    assert list(rows._cached) != [] and list(rows._cached)[-1] == 22
+
+
+def test_empty_row_groups_are_passed_over(tmp_path: Path):
+    path = tmp_path / "p.parquet"
+    table = pa.Table.from_pylist(ROWS)
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 3), table.slice(3, 0), table.slice(3)):
+            writer.write_table(part)
+    rows = open_rows(str(path), "train", {"answer": "a"}, "prompt", "prompts.path")
+    assert [rows.row(i)["a"] for i in range(23)] == list(range(23))
+
+
+def test_chat_messages_in_parquet_are_lists_of_dictionaries(tmp_path: Path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    row = {"prompt": messages, "extra": {"ids": [1, 2], "deep": [{"x": None}, {"x": 1.5}]}}
+    rows = parquet(tmp_path / "p.parquet", [row, {**row, "prompt": messages[1:]}], 1)
+    assert rows.row(0) == row
+    assert rows.row(1)["prompt"] == messages[1:]
+
+
+def test_bad_parquet_is_refused(tmp_path: Path):
+    path = tmp_path / "p.parquet"
+    with pytest.raises(ValueError, match=r"there is no column 'prompt'. Columns: \['q'\]"):
+        parquet(path, [{"q": "a"}], 1)
+    with pytest.raises(ValueError, match=r"prompts.path: .*p.parquet holds no prompt"):
+        pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+        open_rows(str(path), "train", {}, "prompt", "prompts.path")
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=r"prompts.path: .*p.parquet cannot be read as parquet"):
+        open_rows(str(path), "train", {}, "prompt", "prompts.path")
+    with pytest.raises(ValueError, match=r"prompts.path: /no/p.parquet cannot be read as parquet"):
+        open_rows("/no/p.parquet", "train", {}, "prompt", "prompts.path")
+
+
+def test_row_group_that_cannot_be_decoded_is_named(tmp_path: Path):
+    path = tmp_path / "p.parquet"
+    rows = [{"prompt": f"{i * 7919 % 1000003}" * 20} for i in range(400)]
+    pq.write_table(
+        pa.Table.from_pylist(rows), path, row_group_size=200, use_dictionary=False,
+        compression="gzip",
+    )  # fmt: skip
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    content = bytearray(path.read_bytes())
+    middle = column.data_page_offset + column.total_compressed_size // 2
+    content[middle : middle + 64] = bytes(64)
+    path.write_bytes(content)
+    table = ParquetRows(str(path), {}, "prompt", "prompts.path")
+    assert table.row(3) == rows[3]
+    with pytest.raises(ValueError, match=r"p.parquet, row 250: row group 1 cannot be decoded"):
+        table.row(250)
+
+
+def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
+    for shard in range(2):
+        part = pa.Table.from_pylist(ROWS[10 * shard : 10 * shard + 10])
+        pq.write_table(part, tmp_path / f"train-0000{shard}-of-00002.parquet")
+    rows = open_rows(str(tmp_path), "train", {}, "prompt", "prompts.path")
+    assert [rows.row(i) for i in range(len(rows))] == ROWS[:20]

@@ -1,0 +1,199 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Mixtures of prompt sets, and streams that go on where another one stopped."""
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.rollout.prompts import PromptLimits, PromptMixture, PromptSet, PromptStream
+from torchtitan.grpo.rollout.prompts.mixture import _named
+from torchtitan.grpo.rollout.rows import Rows, open_rows
+from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
+from torchtitan.grpo.rollout.rows.row_check import sample_rows
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+MAX_TOKENS = 8
+LONG = "a" * (MAX_TOKENS + 1)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory) -> TextCodec:
+    """One token a character."""
+    vocabulary = {c: i for i, c in enumerate("?abcdefghij 0123456789:")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    model = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(model / "tokenizer.json"))
+    return TextCodec(str(model), [])
+
+
+class ListRows(Rows):
+    """Prompts of a list."""
+
+    def __init__(self, prompts: list[str], path: str) -> None:
+        self.path = path
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def row(self, i: int) -> dict[str, Any]:
+        return {"prompt": self._prompts[i], "row": i}
+
+    def where(self, i: int) -> str:
+        return f"{self.path}:{i}"
+
+
+def set_of(rows: Rows, codec: TextCodec, set_name: str | None = None, **settings) -> PromptSet:
+    limits = PromptLimits(MAX_TOKENS, 100)
+    return PromptSet(rows, Prompts(**settings), codec, limits, "prompts.paths", set_name)
+
+
+def mixture(codec: TextCodec, sets: list[list[str]], weights=()) -> PromptMixture:
+    tables = [ListRows(prompts, f"set{i}") for i, prompts in enumerate(sets)]
+    return PromptMixture([set_of(rows, codec, rows.path) for rows in tables], weights)
+
+
+def draw(stream: PromptStream, number: int) -> list[tuple[int, str, int]]:
+    prompts = islice(iter(stream.next, None), number)
+    return [(p.index, p.columns["prompt_set"], p.columns["row"]) for p in prompts]
+
+
+def test_sets_are_drawn_from_by_their_weights_each_in_epochs_of_its_own(codec: TextCodec):
+    stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 6], [3, 1]), seed=0, shuffle=True)
+    drawn = draw(stream, 80)
+    assert [index for index, _, _ in drawn] == list(range(80))
+    for start in range(0, 80, 4):
+        assert Counter(s for _, s, _ in drawn[start : start + 4]) == {"set0": 3, "set1": 1}
+    for name, size in (("set0", 4), ("set1", 6)):
+        rows = [row for _, s, row in drawn if s == name]
+        epochs = [rows[i : i + size] for i in range(0, len(rows) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_without_weights_all_sets_end_their_epochs_together(codec: TextCodec):
+    stream = PromptStream(mixture(codec, [["a"] * 2, ["b"] * 5]), seed=3, shuffle=True)
+    for _ in range(3):
+        epoch = draw(stream, 7)
+        expected = {("set0", i) for i in range(2)} | {("set1", i) for i in range(5)}
+        assert {(s, row) for _, s, row in epoch} == expected
+
+
+PROMPTS = st.lists(st.sampled_from(["a", "bb", LONG]), min_size=1, max_size=9).filter(
+    lambda prompts: set(prompts) != {LONG}
+)
+
+
+@given(
+    sets=st.lists(st.tuples(PROMPTS, st.integers(1, 9)), min_size=1, max_size=3),
+    seed=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+    before=st.integers(0, 40),
+    data=st.data(),
+)
+def test_resumed_stream_and_what_was_used_before_are_the_unbroken_stream(
+    codec: TextCodec, sets, seed, shuffle, before, data
+):
+    after = 30
+    prompts = mixture(codec, [rows for rows, _ in sets], [weight for _, weight in sets])
+    unbroken = draw(PromptStream(prompts, seed=seed, shuffle=shuffle), before + after)
+
+    stopped = PromptStream(prompts, seed=seed, shuffle=shuffle)
+    handed_out = draw(stopped, before)
+    pending = data.draw(st.sets(st.sampled_from(handed_out)) if handed_out else st.just(set()))
+    shuffled = data.draw(st.permutations([index for index, _, _ in pending]))
+    resumed = PromptStream(
+        prompts, seed=seed, shuffle=shuffle, position=stopped.position, pending=shuffled
+    )
+    drawn = draw(resumed, len(pending) + after)
+
+    assert drawn[: len(pending)] == sorted(pending)
+    assert drawn[len(pending) :] == unbroken[before:]
+    used = [prompt for prompt in handed_out if prompt not in pending]
+    assert sorted(used + drawn) == sorted(unbroken)
+    assert len({index for index, _, _ in used + drawn}) == len(unbroken)
+    for index, _, row in unbroken[:3]:
+        assert stopped.prompt_at(index).columns["row"] == row
+
+
+@pytest.mark.parametrize("pending", [[5], [-1], [2, 7]])
+def test_pending_behind_the_position_is_refused(codec: TextCodec, pending):
+    with pytest.raises(ValueError, match=r"before the stream's position, 5, got"):
+        PromptStream(mixture(codec, [["a"]]), seed=0, shuffle=True, position=5, pending=pending)
+
+
+def test_prompt_that_is_pending_twice_is_refused(codec: TextCodec):
+    with pytest.raises(ValueError, match=r"pending once, got \[1, 3, 3\]"):
+        PromptStream(mixture(codec, [["a"]]), seed=0, shuffle=True, position=5, pending=[3, 1, 3])
+
+
+def test_pending_prompt_that_has_become_too_long_is_refused(codec: TextCodec):
+    prompts = mixture(codec, [["a", LONG]])
+    stream = PromptStream(prompts, seed=0, shuffle=False, position=4, pending=[0, 1])
+    assert stream.next().index == 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Prompt 1 was handed out .* longer than that: 8"):
+            stream.next()
+
+
+def test_one_short_prompt_is_found_wherever_its_epochs_have_it(codec: TextCodec):
+    # A stream's first draws may be the last of one epoch and the first of the next, in
+    # which the only short prompt is at the far ends.
+    prompts = mixture(codec, [["a", LONG, LONG]])
+    for seed in range(20):
+        for position in range(6):
+            stream = PromptStream(prompts, seed=seed, shuffle=True, position=position)
+            assert stream.next().columns["row"] == 0
+
+
+def test_set_of_a_mixture_without_a_short_prompt_is_refused(codec: TextCodec):
+    prompts = mixture(codec, [["a"] * 5, [LONG] * 3], [10, 1])
+    stream = PromptStream(prompts, seed=0, shuffle=True)
+    with pytest.raises(ValueError, match=r"prompts.paths: none of the 3 prompts in set1 is"):
+        draw(stream, 100)
+    with pytest.raises(ValueError, match=r"none of the 3 prompts in set1 is"):
+        prompts.sets[1].sample()
+    assert prompts.sets[0].sample().text == "a"
+
+
+def test_a_column_of_the_set_s_name_is_the_row_s_own(codec: TextCodec, tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "prompt_set": "mine"}\n{"prompt": "b"}\n')
+    rows = open_rows(str(path), "train", {}, "prompt", "prompts.paths")
+    prompts = set_of(rows, codec, "p", template="{prompt_set}:{prompt}")
+    found = [prompts.prompt(i, i) for i in range(2)]
+    assert [p and p.columns for p in found] == [{"prompt_set": "mine"}, {"prompt_set": "p"}]
+    assert [p and p.text for p in found] == ["mine:a", "p:b"]
+    alone = set_of(rows, codec).prompt(1, 1)
+    assert alone is not None and alone.columns == {}
+
+
+def test_sets_are_named_by_what_tells_them_apart():
+    names = dict(_named(["d/train.jsonl", "owner/set-v1.5", "more.parquet"]))
+    assert list(names.values()) == ["train", "set-v1.5", "more"]
+    assert [name for _, name in _named(["a/x.jsonl", "b/x.jsonl"])] == ["a/x.jsonl", "b/x.jsonl"]
+
+
+def test_bad_line_that_is_found_later_ends_the_stream(codec: TextCodec, tmp_path: Path):
+    lines = [json.dumps({"prompt": "a"})] * 9000
+    bad = min(set(range(9000)) - set(sample_rows(9000)))
+    lines[bad] = "{}"
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(lines))
+    rows = JsonlRows(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    stream = PromptStream(set_of(rows, codec), seed=0, shuffle=False)
+    rows.wait_until_checked(120)
+    with pytest.raises(ValueError, match=rf"p.jsonl:{bad + 1}: there is no column 'prompt'"):
+        stream.next()
+    stream.close()

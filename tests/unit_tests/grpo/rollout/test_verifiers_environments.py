@@ -1,0 +1,196 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Environments of the verifiers package, where it is installed; what is said where it is not."""
+
+import asyncio
+import importlib.util
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.rollout.environments import EnvironmentFailed, EnvironmentPool
+from torchtitan.grpo.rollout.environments.pool import EnvironmentsFailing, RemoteEnvironment
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Prompt
+
+HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
+needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
+
+GUESSING = '''
+import verifiers as vf
+from datasets import Dataset
+
+class Guessing(vf.MultiTurnEnv):
+    """The model guesses a number; it is told where to look, and is done when it has it."""
+
+    async def setup_state(self, state):
+        state["low"] = 0
+        return state
+
+    async def env_response(self, messages, state, **kwargs):
+        guess, answer = int(messages[-1].content), int(state["answer"])
+        if guess == answer:
+            state["final_env_response"] = [{"role": "user", "content": "right"}]
+            return []
+        return [{"role": "user", "content": "higher" if guess < answer else "lower"}]
+
+def load_environment(top=9):
+    rows = [{"prompt": [{"role": "user", "content": f"0 to {top}?"}], "answer": str(a)} for a in (3, 7)]
+    async def won(completion, answer):
+        last = [m for m in completion if m.role == "assistant"][-1]
+        return float(last.content == answer)
+    async def number_of_turns(state):
+        return len(state["trajectory"])
+    rubric = vf.Rubric(funcs=[won, number_of_turns], weights=[1.0, 0.0])
+    return Guessing(dataset=Dataset.from_list(rows), rubric=rubric, max_turns=4)
+'''
+
+TOOLS = '''
+import verifiers as vf
+from datasets import Dataset
+
+def add(a: int, b: int) -> int:
+    """Adds."""
+    return a + b
+
+def load_environment():
+    rows = [{"prompt": [{"role": "user", "content": "2+3?"}], "answer": "5"}]
+    async def right(completion, answer):
+        return float(answer in completion[-1].content)
+    return vf.ToolEnv(tools=[add], dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+'''
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<eos>' if m.role == 'assistant' }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def with_environment(tmp_path: Path, monkeypatch):
+    """Runs a body with the first prompt and its environment, once it has begun."""
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    prompts = {
+        "guessing": Prompt(
+            0, [{"role": "user", "content": "0 to 9?"}], np.zeros(1, np.int32), {"answer": "7"}
+        ),
+        "tools": Prompt(
+            0, [{"role": "user", "content": "2+3?"}], np.zeros(1, np.int32), {"answer": "5"}
+        ),
+    }
+
+    def run(env_id: str, body: Callable[[RemoteEnvironment], Awaitable[None]], **changes) -> None:
+        async def main() -> None:
+            pool = EnvironmentPool("verifiers", {"env_id": env_id})
+            try:
+                await pool.start()
+                prompt = prompts[env_id]
+                await body(await pool.open(Prompt(**vars(prompt) | changes)))
+            finally:
+                await pool.close()
+
+        asyncio.run(asyncio.wait_for(main(), 200))
+
+    return run
+
+
+@needs_verifiers
+def test_an_environment_of_verifiers_answers_ends_and_rewards(with_environment):
+    async def body(remote: RemoteEnvironment) -> None:
+        first = await remote.step("4", [0])
+        assert (first.messages, first.is_done) == ([{"role": "user", "content": "higher"}], False)
+        last = await remote.step("7", [0])
+        assert (last.is_done, last.reward) == (True, 1.0)
+
+    with_environment("guessing", body)
+
+
+@needs_verifiers
+def test_it_ends_by_its_own_rules_and_when_it_is_cut_off(with_environment):
+    async def four_turns(remote: RemoteEnvironment) -> None:
+        for _ in range(3):
+            assert not (await remote.step("4", [0])).is_done
+        last = await remote.step("4", [0])
+        assert (last.is_done, last.reward) == (True, 0.0)
+
+    with_environment("guessing", four_turns)
+
+    async def cut(remote: RemoteEnvironment) -> None:
+        assert not (await remote.step("4", [0])).is_done
+        assert await remote.cut_off() == 0.0
+
+    with_environment("guessing", cut)
+
+
+@needs_verifiers
+def test_what_it_raises_fails_the_episode(with_environment):
+    async def body(remote: RemoteEnvironment) -> None:
+        with pytest.raises(EnvironmentFailed, match="ValueError"):
+            await remote.step("no number", [0])
+
+    with_environment("guessing", body)
+
+
+@needs_verifiers
+def test_another_prompt_than_its_own_is_refused(with_environment):
+    async def body(remote: RemoteEnvironment) -> None:
+        pytest.fail("it has begun")
+
+    with pytest.raises(EnvironmentFailed, match="needs prompts that are chat messages"):
+        with_environment("guessing", body, text="0 to 9?")
+
+
+@needs_verifiers
+def test_tools_are_called_as_models_write_their_calls(with_environment):
+    async def body(remote: RemoteEnvironment) -> None:
+        call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+        answer = await remote.step(call, [0])
+        assert answer.messages == [{"role": "tool", "tool_call_id": "call_1", "content": "5"}]
+        last = await remote.step("It is 5.", [0])
+        assert (last.is_done, last.reward) == (True, 1.0)
+
+    with_environment("tools", body)
+
+
+@needs_verifiers
+def test_its_data_set_is_written_as_prompts(tmp_path, monkeypatch):
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    from torchtitan.grpo.rollout.environments.verifiers import write_prompts
+
+    assert write_prompts("guessing", tmp_path / "prompts.jsonl", top=20) == 2
+    first = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])
+    assert first["prompt"] == [{"role": "user", "content": "0 to 20?"}]
+    assert first["answer"] == "3"
+
+
+@pytest.mark.skipif(HAS_VERIFIERS, reason="verifiers is installed")
+def test_without_the_package_the_run_says_what_to_install(with_environment):
+    async def body(remote: RemoteEnvironment) -> None:
+        pytest.fail("it has begun")
+
+    with pytest.raises(EnvironmentsFailing, match=r'pip install "verifiers<0\.4"'):
+        with_environment("guessing", body)
+
+
+def test_messages_are_written_behind_a_turn_as_the_chat_template_would(repository, tmp_path):
+    shutil.copytree(repository / "assets/reverse_digits/model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    codec = TextCodec(str(tmp_path / "model"), [1])
+    prompt = [{"role": "user", "content": "Hi"}]
+    reply = [{"role": "tool", "content": "12"}, {"role": "user", "content": "And?"}]
+    opened = codec.encode_chat(prompt)
+    turn = [*codec.encode("Yes"), 1]
+    whole = codec.encode_chat([*prompt, {"role": "assistant", "content": "Yes"}, *reply])
+    assert opened + turn + codec.encode_reply(reply, turn) == whole
+    # Where the model did not write the end of its turn, the template does.
+    cut = codec.encode("Yes")
+    assert opened + cut + codec.encode_reply(reply, cut) == whole

@@ -1,0 +1,48 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the training thread waits for where it is asked to wait for servers."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan.grpo.weight_sync.lane_state import LaneState
+from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+
+
+class Waiting(WeightPublisher):
+    """One with these lanes, and no threads."""
+
+    def __init__(self, *lanes: Any) -> None:
+        self.error, self._leader = None, None
+        self._changed = threading.Condition()
+        self._lanes = list(lanes)
+
+    @property
+    def lanes(self) -> Any:
+        return self._lanes
+
+
+def lane(**changes: Any) -> Any:
+    values = {"url": "http://a", "state": LaneState.READY, "version": 3, "last_error": ""}
+    return SimpleNamespace(**values | {"is_lost": False, "is_blocked": False} | changes)
+
+
+def test_a_version_that_cannot_be_written_is_not_waited_for_without_end():
+    publisher = Waiting(lane(is_blocked=True, last_error="no space left on the device"))
+    with pytest.raises(TimeoutError, match=r"http://a is ready, serves version 3 \(no space left"):
+        publisher.wait_for(4, 0.3, lambda: False)
+
+
+def test_a_server_that_is_there_is_waited_for_as_long_as_its_lane_lets_it():
+    publisher = Waiting(lane(), lane(url="http://b", is_lost=True, version=-1))
+    looks = iter(range(5))
+    publisher.wait_for(4, 0.1, lambda: next(looks, None) is None)
+    assert next(looks, None) is None
+
+
+def test_a_served_version_is_not_waited_for_though_another_server_is_lost():
+    Waiting(lane(version=4), lane(is_lost=True, version=-1)).wait_for(4, 0.1, lambda: False)

@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Multi-turn rollouts."""
+
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.config_checks.rules import check_read, require
+from torchtitan.grpo.functions import split_path
+from torchtitan.grpo.rollout.environments.loading import BUILTIN
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config_manager import JobConfig
+
+_READ_WITH = (
+    (
+        lambda rollout: rollout.environment is not None,
+        "rollout.environment",
+        (
+            "environment_options",
+            "max_turns",
+            "environment_timeout_seconds",
+            "environment_workers",
+        ),
+    ),
+)
+
+
+def check_environments(config: "JobConfig") -> None:
+    """The environment's name, and settings that nothing would read without one."""
+    rollout, functions = config.rollout, config.reward.functions
+    check_read("rollout", rollout, _READ_WITH)
+    if rollout.environment is None:
+        require(
+            "environment" not in functions or rollout.replay is not None,
+            "reward.functions names the built-in 'environment', which returns what "
+            "rollout.environment gave, and rollout.environment is not set. Set it, or name "
+            "another reward function.",
+        )
+        return
+    if rollout.environment not in BUILTIN:
+        try:
+            split_path(rollout.environment, "rollout.environment", BUILTIN)
+        except ValueError as error:
+            require(False, str(error))
+    require(
+        rollout.environment != "verifiers" or bool(rollout.environment_options.get("env_id")),
+        "rollout.environment = 'verifiers' needs rollout.environment_options = { env_id = ... }, "
+        f"the environment's name there, got {rollout.environment_options}.",
+    )
+    require(
+        not rollout.ignore_eos or bool(rollout.stop_token_ids),
+        "rollout.environment with rollout.ignore_eos needs rollout.stop_token_ids: a turn ends "
+        "with a stop token. Leave rollout.ignore_eos at false.",
+    )

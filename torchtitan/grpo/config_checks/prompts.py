@@ -1,0 +1,65 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""One set of prompts, or several with weights."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.config_checks.rules import check_file, require
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config import Prompts
+    from torchtitan.grpo.config_manager import JobConfig
+
+_FILE_ENDINGS = (".jsonl", ".json", ".parquet")
+
+
+def check_prompts(config: "JobConfig") -> None:
+    """Which sets there are, and how often each is drawn from."""
+    prompts = config.prompts
+    if config.rollout.replay is not None:
+        return  # nothing is asked
+    require(
+        not (prompts.path and prompts.paths),
+        f"Set prompts.path or prompts.paths, not both, got {prompts.path!r} and {prompts.paths}.",
+    )
+    require(
+        bool(prompts.path or prompts.paths),
+        "prompts.path must name the prompts, or prompts.paths several sets of them, got nothing.",
+    )
+    _check_paths(prompts.paths)
+    _check_weights(prompts)
+
+
+def _check_paths(paths: list[str]) -> None:
+    require(all(paths), f"prompts.paths must name a set with each entry, got {paths}.")
+    require(
+        len(set(paths)) == len(paths),
+        f"prompts.paths must name each set once, got {paths}. One is drawn from more often by its "
+        "entry in prompts.weights.",
+    )
+    for path in paths:
+        # Anything else may be the name of a data set, known when it is opened.
+        if path.endswith(_FILE_ENDINGS) and not Path(path).is_dir():
+            check_file(f"Each of prompts.paths that ends in one of {_FILE_ENDINGS}", path)
+
+
+def _check_weights(prompts: "Prompts") -> None:
+    weights, paths = prompts.weights, prompts.paths
+    require(
+        not weights or bool(paths),
+        f"prompts.weights needs prompts.paths, got {weights} and a single set: nothing would read "
+        "it. Set prompts.paths, or leave prompts.weights out.",
+    )
+    require(
+        len(weights) in (0, len(paths)),
+        f"prompts.weights must have one entry for each of the {len(paths)} prompts.paths, or none "
+        f"for their sizes, got {len(weights)}.",
+    )
+    require(
+        all(weight > 0 and math.isfinite(weight) for weight in weights),
+        f"prompts.weights must be finite and above 0, got {weights}. Take a set that is not to be "
+        "used out of prompts.paths.",
+    )

@@ -1,0 +1,42 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a batch that comes in parts can be: nothing may need all of it before its gradient."""
+
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.config_checks.rules import check_read, require
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config_manager import JobConfig
+
+_READ_WITH = ((lambda rollout: rollout.stream, "rollout.stream = true", ("stream_parts",)),)
+
+
+def check_stream(config: "JobConfig") -> None:
+    rollout, grpo = config.rollout, config.grpo
+    check_read("rollout", rollout, _READ_WITH)
+    if not rollout.stream:
+        return
+    most = grpo.prompts_per_step
+    require(
+        2 <= rollout.stream_parts <= most,
+        f"rollout.stream_parts must be from 2 to grpo.prompts_per_step ({most}), since groups "
+        f"stay whole, got {rollout.stream_parts}. Or leave rollout.stream at false.",
+    )
+    needs_all = {
+        f"grpo.num_minibatches = {grpo.num_minibatches}": grpo.num_minibatches > 1,
+        f"grpo.num_epochs = {grpo.num_epochs}": grpo.num_epochs > 1,
+        'grpo.advantage = "batch_norm"': grpo.advantage == "batch_norm",
+        f"grpo.advantage_length_power = {grpo.advantage_length_power:g}": (
+            grpo.advantage_length_power > 0
+        ),
+        "grpo.ptx_path": grpo.ptx_path is not None,
+        "prompts.single_rank_load = false": not config.prompts.single_rank_load,
+    }
+    for setting, is_set in needs_all.items():
+        require(
+            not is_set,
+            f"rollout.stream begins with a batch's gradient before all of it is there, and "
+            f"{setting} needs all of it first. Leave one of them out.",
+        )

@@ -1,0 +1,23 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Multi-turn rollouts: what answers the model between its turns.
+
+In reading order: `protocol` (what an environment is), `turns` (how a completion is made of
+turns and observations), `episode` (one completion with its environment), `pool` and `worker`
+(the processes that environments run in). `calculator` is an example, `verifiers` an adapter.
+"""
+
+from torchtitan.grpo.rollout.environments.episode import EnvironmentFailed, Episode, Episodes
+from torchtitan.grpo.rollout.environments.pool import EnvironmentPool, EnvironmentsFailing
+from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
+
+__all__ = [
+    "Environment",
+    "EnvironmentFailed",
+    "EnvironmentPool",
+    "EnvironmentsFailing",
+    "Episode",
+    "Episodes",
+    "Observation",
+]

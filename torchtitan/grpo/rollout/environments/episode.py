@@ -1,0 +1,246 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""One completion with its environment, which may be begun again under way.
+
+What an episode has come to stands in the completion's tokens alone (see `turns`). Where its
+process is lost, and after a resume, a new environment is given the same turns; it must then
+observe what stands between them, or the completion is begun anew.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from torchtitan.grpo.rollout.environments.messages import Observed
+from torchtitan.grpo.rollout.environments.pool import (
+    EnvironmentFailed,
+    EnvironmentPool,
+    RemoteEnvironment,
+    WorkerLost,
+)
+from torchtitan.grpo.rollout.environments.turns import Turn, observed, turns_of
+from torchtitan.grpo.rollout.joining import joined
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Generation, Prompt
+
+__all__ = ["EnvironmentFailed", "Episode", "Episodes", "Followed"]
+
+# An episode in whose calls processes are lost so often is what ends them.
+_MAX_LOST = 2
+_MAX_RESTARTS = 1
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What becomes of a completion after a turn.
+
+    Attributes:
+        generation: With what was observed; None where the completion must be begun anew.
+        is_over: Nothing is to be written any more.
+    """
+
+    generation: Generation | None
+    is_over: bool
+
+
+class Diverged(Exception):
+    """An environment that was given the same turns has observed something else."""
+
+
+class Episodes:
+    """Gives completions their environments.
+
+    Args:
+        pool: Where they run.
+        codec: The model's tokenizer.
+        max_turns: ``rollout.max_turns``.
+        stop_token_ids: Which end a turn.
+        vocab_size: Tokens of an observation must be below it.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        codec: TextCodec,
+        *,
+        max_turns: int,
+        stop_token_ids: Collection[int],
+        vocab_size: int,
+    ) -> None:
+        self.pool, self.codec = pool, codec
+        self.max_turns, self.vocab_size = max_turns, vocab_size
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.num_steps = 0
+        self.num_replayed = 0
+        self.num_restarts = 0
+        self.step_seconds = 0.0
+
+    def open(self, prompt: Prompt) -> "Episode":
+        """Begins the episode of a completion. It must be closed."""
+        return Episode(self, prompt)
+
+    def metrics(self) -> dict[str, float]:
+        """Counted over the whole run, but for the mean."""
+        failures = self.pool.failures
+        return {
+            "environment/step_seconds": self.step_seconds / max(self.num_steps, 1),
+            "environment/failed_episodes": float(failures.total()),
+            "environment/timeouts": float(failures["timeout"]),
+            "environment/replayed_turns": float(self.num_replayed),
+            "environment/restarted_completions": float(self.num_restarts),
+        }
+
+
+class Episode:
+    """See the module's docstring. Made by :meth:`Episodes.open`."""
+
+    def __init__(self, episodes: Episodes, prompt: Prompt) -> None:
+        self._episodes, self._prompt = episodes, prompt
+        self._num_stepped = 0
+        self._num_lost = 0
+        self._num_restarts = 0
+        # While the model writes its first turn.
+        self._opening = self._open()
+
+    async def follow(self, whole: Generation, room: int) -> Followed:
+        """Has the environment read the last turn of a completion.
+
+        Args:
+            whole: Ends with a turn: with a stop token, or where there is no more room.
+            room: Tokens that it may still have.
+
+        Raises:
+            EnvironmentFailed: The completion cannot go on.
+            EnvironmentsFailing: Nor can the run.
+        """
+        pool = self._episodes.pool
+        try:
+            followed = await self._follow(whole, room)
+        except Diverged:
+            return Followed(self._restart(), is_over=False)
+        except EnvironmentFailed as error:
+            pool.record_failure(error)
+            raise
+        if followed.is_over:
+            pool.record_success()
+        return followed
+
+    def close(self) -> None:
+        """Ends the episode, in the background. Idempotent."""
+        opening = self._opening
+        opening.cancel()
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
+
+    async def _follow(self, whole: Generation, room: int) -> Followed:
+        episodes = self._episodes
+        turns = turns_of(whole, episodes.stop_token_ids)
+        observation, token_ids = await self._observe(turns)
+        whole = _with_reward(whole, observation.reward)
+        if observation.is_done:
+            return Followed(whole, is_over=True)
+        was_cut = whole.finish_reason == "length"
+        # What is observed when nothing can be written after it is left out.
+        if was_cut or len(turns) >= episodes.max_turns or len(token_ids) >= room:
+            whole = _with_reward(whole, await self._cut_off(turns))
+            return Followed(replace(whole, finish_reason="length"), is_over=True)
+        if not token_ids:
+            return Followed(replace(whole, finish_reason="length"), is_over=False)
+        part = observed(token_ids, whole.segments[-1].version)
+        return Followed(joined(whole, part), is_over=False)
+
+    async def _observe(self, turns: list[Turn]) -> tuple[Observed, list[int]]:
+        """What is observed after the last turn; those that it has not read yet come before."""
+        while True:
+            try:
+                remote = await self._opening
+                while self._num_stepped < len(turns):
+                    turn = turns[self._num_stepped]
+                    observation, token_ids = await self._step(remote, turn)
+                    self._num_stepped += 1
+                    if self._num_stepped == len(turns):
+                        return observation, token_ids
+                    if observation.is_done or token_ids != turn.observed:
+                        raise Diverged
+                    self._episodes.num_replayed += 1
+            except WorkerLost as error:
+                self._begin_again(error)
+            else:  # a turn that ended with no stop token that we know
+                raise Diverged
+
+    async def _step(self, remote: RemoteEnvironment, turn: Turn) -> tuple[Observed, list[int]]:
+        episodes = self._episodes
+        text = await asyncio.to_thread(episodes.codec.decode, turn.token_ids)
+        started = time.monotonic()
+        observation = await remote.step(text, turn.token_ids)
+        episodes.step_seconds += time.monotonic() - started
+        episodes.num_steps += 1
+        return observation, await asyncio.to_thread(self._token_ids, observation, turn)
+
+    def _token_ids(self, observation: Observed, turn: Turn) -> list[int]:
+        codec, vocab_size = self._episodes.codec, self._episodes.vocab_size
+        ids = observation.token_ids or []
+        try:
+            if observation.text is not None:
+                ids = codec.encode_observation(
+                    observation.text, has_special_tokens=observation.has_special_tokens
+                )
+            elif observation.messages is not None and not observation.is_done:
+                ids = codec.encode_reply(observation.messages, turn.token_ids)
+        except ValueError as error:
+            raise EnvironmentFailed("bad observation", str(error)) from error
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise EnvironmentFailed(
+                "bad observation",
+                f"The token ids of an observation must be in [0, {vocab_size}), the model's "
+                f"vocabulary, got {min(ids)} to {max(ids)}.",
+            )
+        return ids
+
+    async def _cut_off(self, turns: list[Turn]) -> float | None:
+        while True:
+            try:
+                return await (await self._opening).cut_off()
+            except WorkerLost as error:
+                self._begin_again(error)
+                await self._observe(turns)
+
+    def _open(self) -> "asyncio.Task[RemoteEnvironment]":
+        opening = asyncio.create_task(self._episodes.pool.open(self._prompt))
+        # Whoever awaits it is told; where nobody does, the completion has failed before.
+        opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return opening
+
+    def _begin_again(self, error: WorkerLost) -> None:
+        self._num_lost += 1
+        if self._num_lost > _MAX_LOST:
+            raise EnvironmentFailed(
+                "crash", f"The processes of an episode have ended {self._num_lost} times."
+            ) from error
+        self.close()
+        self._num_stepped = 0
+        self._opening = self._open()
+
+    def _restart(self) -> None:
+        """The completion is begun anew, where it was not before."""
+        self._num_restarts += 1
+        if self._num_restarts > _MAX_RESTARTS:
+            error = EnvironmentFailed(
+                "diverged",
+                "An environment that was begun again, with the same prompt and turns, has observed "
+                "something else each time.",
+            )
+            self._episodes.pool.record_failure(error)
+            raise error
+        self._episodes.num_restarts += 1
+        self.close()
+        self._num_stepped = 0
+        self._opening = self._open()
+
+
+def _with_reward(whole: Generation, reward: float | None) -> Generation:
+    if reward is None:
+        return whole
+    return replace(whole, environment_reward=(whole.environment_reward or 0.0) + reward)

@@ -1,0 +1,295 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers).
+
+    pip install "verifiers<0.4"
+    python -m torchtitan.grpo.rollout.environments.verifiers my-env prompts.jsonl
+
+    [rollout]
+    environment = "verifiers"
+    environment_options = { env_id = "my-env" }
+
+The second line writes the environment's own data set as a file for ``prompts.path``. Adapted are
+the classes that derive from ``MultiTurnEnv``, which 0.4 has dropped for programs that call a server
+themselves. Such an environment asks a client for each turn, and the roles are turned around here:
+its rollout waits in that client until the next turn is there. It is otherwise left as it is: when
+it ends, what it answers and its rubric's reward are its own.
+
+Tokens are exact for what the model writes, and for the messages of the environment the chat
+template is applied to those alone. What cannot be exact: a template that writes earlier turns
+otherwise than the model did (leaves out its thinking, or formats tool calls anew) would show a
+model that is served as a chat another context than the one it was trained with. Environments that
+change earlier messages are refused, and so are rewards of whole groups.
+
+Tool calls are read as most open models write them, ``<tool_call>{"name": ..., "arguments":
+...}</tool_call>``. The prompt is what ``prompts.path`` says: tools must be described there.
+"""
+
+import argparse
+import asyncio
+import functools
+import importlib
+import json
+import re
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
+from torchtitan.grpo.types import Prompt
+
+_INSTALL = 'pip install "verifiers<0.4"'
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_COLUMNS = ("answer", "info", "task", "example_id")
+_T = TypeVar("_T")
+
+
+class VerifiersEnvironment(Environment):
+    """One rollout of an environment; see the module's docstring.
+
+    Args:
+        env_id: Its name, as in ``verifiers.load_environment``.
+        arguments: Passed to it.
+
+    Raises:
+        ValueError: The package or the environment cannot be used.
+    """
+
+    def __init__(self, env_id: str, **arguments: Any) -> None:
+        self._home = _home(env_id, json.dumps(arguments, sort_keys=True))
+        self._rollout: _Rollout | None = None
+
+    async def reset(self, prompt: Prompt) -> None:
+        if isinstance(prompt.text, str):
+            raise ValueError(
+                "An environment of verifiers needs prompts that are chat messages. Write "
+                "prompts.path with python -m torchtitan.grpo.rollout.environments.verifiers."
+            )
+        self._rollout = await self._home.run(_begin(self._home.environment, prompt))
+
+    async def step(self, text: str, token_ids: list[int]) -> Observation:
+        assert self._rollout is not None, "reset comes first"
+        return await self._home.run(self._rollout.step(text))
+
+    async def cut_off(self) -> float | None:
+        assert self._rollout is not None, "reset comes first"
+        return await self._home.run(self._rollout.cut_off())
+
+    async def close(self) -> None:
+        if self._rollout is not None:
+            await self._home.run(self._rollout.close())
+
+
+class _Home:
+    """An environment, and the one event loop on which all its rollouts run.
+
+    It may hold locks and connections, which belong to a loop.
+    """
+
+    def __init__(self, env_id: str, arguments: dict[str, Any]) -> None:
+        self.environment = _load(env_id, arguments)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+
+    async def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+
+@functools.cache
+def _home(env_id: str, arguments: str) -> _Home:
+    # First called where the worker looks at the environment, before there is any other thread.
+    return _Home(env_id, json.loads(arguments))
+
+
+def _load(env_id: str, arguments: dict[str, Any]) -> Any:
+    try:
+        package, _ = _module("verifiers"), _module("verifiers.clients")
+        multi_turn = _module("verifiers.envs.multiturn_env").MultiTurnEnv
+    except ImportError as error:
+        raise ValueError(
+            f"rollout.environment = 'verifiers' needs the package verifiers with MultiTurnEnv: run "
+            f"{_INSTALL} in the trainer's environment ({error})."
+        ) from error
+    environment = package.load_environment(env_id, **arguments)
+    if not isinstance(environment, multi_turn):
+        raise ValueError(
+            f"rollout.environment_options.env_id = {env_id!r} must name a MultiTurnEnv, got a "
+            f"{type(environment).__name__}."
+        )
+    if getattr(environment, "requires_group_rollouts", False):
+        raise ValueError(
+            f"rollout.environment_options.env_id = {env_id!r} rewards whole groups of rollouts, and "
+            "an episode is one. Score groups with reward.functions."
+        )
+    return environment
+
+
+def _module(name: str) -> Any:
+    """A module of the package, which need not be installed."""
+    return importlib.import_module(name)
+
+
+class _Rollout:
+    """A rollout that runs in a task and waits for turns."""
+
+    def __init__(self, environment: Any, row: dict[str, Any]) -> None:
+        # Of the conversation, what the environment has asked with and what it was answered.
+        self._seen: list[tuple[str, Any]] = []
+        self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._turns: asyncio.Queue[str | None] = asyncio.Queue()
+        self._num_calls = 0
+        client = _client_class()(self._answer)
+        rollout = environment.run_rollout(row, client, "policy", {})
+        self._task: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(rollout)
+
+    async def begin(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Waits for its first question, which must be the prompt."""
+        asked = await self._next_question()
+        given = [(m["role"], m["content"]) for m in messages]
+        if asked is None or [_content(m) for m in asked] != given:
+            raise ValueError(
+                "The environment must ask with the prompt that the model is given. Write "
+                "prompts.path with python -m torchtitan.grpo.rollout.environments.verifiers. "
+                f"It asks with {asked!r:.300}, and the prompt is {given!r:.300}."
+            )
+        self._seen = given
+
+    async def step(self, text: str) -> Observation:
+        """Answers its question with a turn, and waits for the next or for its end."""
+        self._turns.put_nowait(text)
+        asked = await self._next_question()
+        if asked is None:
+            return Observation(is_done=True, reward=self._reward())
+        before, new = asked[: len(self._seen) + 1], asked[len(self._seen) + 1 :]
+        is_kept = [_content(m) for m in before[:-1]] == self._seen and before[
+            -1
+        ].role == "assistant"
+        if not (is_kept and new):
+            raise ValueError(
+                "The environment must add messages behind the model's turn and leave those before "
+                f"as they are, got {asked!r:.300} after {self._seen!r:.300}."
+            )
+        self._seen = [_content(m) for m in asked]
+        return Observation(messages=[m.model_dump(exclude_none=True) for m in new])
+
+    async def cut_off(self) -> float | None:
+        """Ends it as a server without more room does; it is scored as it is."""
+        self._turns.put_nowait(None)
+        await self._task
+        return self._reward()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _next_question(self) -> list[Any] | None:
+        question = asyncio.ensure_future(self._asked.get())
+        await asyncio.wait({question, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if question.done():
+            return question.result()
+        question.cancel()
+        return None
+
+    def _reward(self) -> float:
+        output = self._task.result()
+        if output.get("error") is not None:
+            raise RuntimeError(f"The rollout ended with an error: {output['error']!r:.500}")
+        return float(output["reward"])
+
+    async def _answer(self, messages: list[Any]) -> Any:
+        """What the environment's client does."""
+        types = _module("verifiers.types")
+        self._asked.put_nowait(list(messages))
+        text = await self._turns.get()
+        if text is None:
+            raise _module("verifiers.errors").OverlongPromptError("there is no more room")
+        message = types.ResponseMessage(
+            content=text,
+            tool_calls=self._tool_calls(text) or None,
+            finish_reason="stop",
+            is_truncated=False,
+        )
+        return types.Response(id="turn", created=int(time.time()), model="policy", message=message)
+
+    def _tool_calls(self, text: str) -> list[Any]:
+        tool_call, calls = _module("verifiers.types").ToolCall, []
+        for body in _TOOL_CALL.findall(text):
+            try:
+                call = json.loads(body)
+                name, arguments = call["name"], json.dumps(call.get("arguments", {}))
+            except (ValueError, KeyError, TypeError):
+                continue  # plain text then, as for any server
+            self._num_calls += 1
+            calls.append(tool_call(id=f"call_{self._num_calls}", name=name, arguments=arguments))
+        return calls
+
+
+async def _begin(environment: Any, prompt: Prompt) -> _Rollout:
+    assert not isinstance(prompt.text, str)
+    row = {"prompt": prompt.text, "answer": "", "info": {}, "example_id": prompt.index}
+    row |= {name: prompt.columns[name] for name in _COLUMNS if name in prompt.columns}
+    rollout = _Rollout(environment, row)
+    try:
+        await rollout.begin(prompt.text)
+    except BaseException:
+        await rollout.close()
+        raise
+    return rollout
+
+
+def _content(message: Any) -> tuple[str, Any]:
+    return message.role, message.content
+
+
+@functools.cache
+def _client_class() -> Any:
+    """A client of verifiers that asks nobody but a function of ours."""
+    client: Any = _module("verifiers.clients").Client
+
+    class Turns(client):
+        async def get_response(self, prompt: list[Any], *_: Any, **__: Any) -> Any:
+            return await self.client(prompt)
+
+        async def _unused(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError("turns are not sent anywhere")
+
+        def setup_client(self, config: Any) -> Any:
+            raise NotImplementedError("there is nothing to set up")
+
+        to_native_tool = to_native_prompt = get_native_response = _unused
+        raise_from_native_response = from_native_response = _unused
+
+        async def close(self) -> None:
+            pass
+
+    return Turns
+
+
+def write_prompts(env_id: str, path: Path, **arguments: Any) -> int:
+    """Writes an environment's data set for ``prompts.path``; returns the number of rows."""
+    rows: Iterable[dict[str, Any]] = _load(env_id, arguments).get_dataset()
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            kept = {name: row[name] for name in ("prompt", *_COLUMNS) if name in row}
+            file.write(json.dumps(kept) + "\n")
+            count += 1
+    return count
+
+
+def main() -> None:
+    """``python -m torchtitan.grpo.rollout.environments.verifiers ENV_ID PROMPTS.jsonl``."""
+    parser = argparse.ArgumentParser(description="Write an environment's data set as prompts.")
+    parser.add_argument("env_id", help="as in verifiers.load_environment")
+    parser.add_argument("output", type=Path, help="JSONL file for prompts.path")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="of it, as JSON")
+    options = parser.parse_args()
+    count = write_prompts(options.env_id, options.output, **options.arguments)
+    print(f"{options.output}: {count} prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""From the completions of a group to what is trained of it, or the reason why nothing is."""
+
+from collections.abc import Sequence
+
+from torchtitan.grpo.rewards.pool import ScoringFailed
+from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget, is_informative
+from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.types import Generation, Prompt, Rollout
+
+# A group-relative advantage needs two.
+_FEWEST_ROLLOUTS = 2
+
+
+class Unusable(Exception):
+    """A group is not trained on. ``reason`` is what the ledger is told."""
+
+    def __init__(self, reason: CloseReason) -> None:
+        super().__init__(reason)
+        self.reason: CloseReason = reason
+
+
+class GroupJudge:
+    """Filters and scores, one group at a time.
+
+    Args:
+        scorer: The reward functions, and ``rollout.should_accept``.
+        completion_filter: Of single completions.
+        waste: Bound of ``rollout.dynamic_sampling``; None where it is off.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        completion_filter: CompletionFilter | None = None,
+        waste: WasteBudget | None = None,
+    ) -> None:
+        self._scorer = scorer
+        self._filter = completion_filter or CompletionFilter()
+        self._waste = waste
+
+    async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
+        """The group's rollouts, each with a reward.
+
+        Raises:
+            Unusable: They are fewer than two, or there is nothing to learn from them.
+            RewardError: The run must stop.
+        """
+        if len(generations) < _FEWEST_ROLLOUTS:
+            raise Unusable("failed")
+        kept = self._filter.keep(generations)
+        if len(kept) < _FEWEST_ROLLOUTS:
+            raise Unusable("filtered")
+        try:
+            rollouts = await self._scorer.score(prompt, kept)
+            scored = [rollout for rollout in rollouts if rollout.reward is not None]
+            if len(scored) < _FEWEST_ROLLOUTS:
+                raise Unusable("unscored")
+            accepted = await self._scorer.accepted(prompt, scored)
+        except ScoringFailed as error:  # logged and counted by the pool
+            raise Unusable("unscored") from error
+        if len(accepted) < _FEWEST_ROLLOUTS:
+            raise Unusable("filtered")
+        if self._waste is not None and not is_informative(accepted) and self._waste.spend():
+            raise Unusable("filtered")
+        return accepted
+
+    def next_batch(self) -> None:
+        """A batch was taken; what may be wasted counts anew."""
+        if self._waste is not None:
+            self._waste.next_batch()

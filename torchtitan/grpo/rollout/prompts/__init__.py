@@ -1,0 +1,21 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Prompt sets as one endless, shuffled, resumable stream of tokenised prompts.
+
+In reading order: `prompt_set` (a table's rows as prompts), `mixture` (several sets), then
+`interleaving` and `order`, which say what each index stands for, and `stream`.
+"""
+
+from torchtitan.grpo.rollout.prompts.mixture import PromptMixture, open_mixture
+from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet, first_prompts
+from torchtitan.grpo.rollout.prompts.stream import PromptStream
+
+__all__ = [
+    "PromptLimits",
+    "PromptMixture",
+    "PromptSet",
+    "PromptStream",
+    "first_prompts",
+    "open_mixture",
+]

@@ -1,0 +1,80 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The sets that prompts are drawn from, and in which proportions."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.prompts.interleaving import Interleaving
+from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+logger = logging.getLogger(__name__)
+
+
+class PromptMixture:
+    """Sets with weights; a single set is a mixture of one.
+
+    Args:
+        sets: At least one.
+        weights: One number above 0 for each; empty is by their sizes, so that all of them
+            end their epochs together.
+    """
+
+    def __init__(self, sets: Sequence[PromptSet], weights: Sequence[float] = ()) -> None:
+        assert not weights or len(weights) == len(sets), f"{len(weights)} for {len(sets)} sets"
+        self.sets = list(sets)
+        self.interleaving = Interleaving(weights or [len(prompts) for prompts in sets])
+
+    def __len__(self) -> int:
+        return sum(len(prompts) for prompts in self.sets)
+
+    def close(self) -> None:
+        """Lets go of all tables."""
+        with ExitStack() as stack:
+            for prompts in self.sets:
+                stack.callback(prompts.close)
+
+
+def open_mixture(config: RolloutProcessConfig, codec: TextCodec) -> PromptMixture:
+    """Opens ``prompts.path``, or all of ``prompts.paths``.
+
+    Raises:
+        ValueError: A set is missing, empty, unreadable or lacks the prompt column.
+    """
+    settings = config.prompts
+    paths, key = (settings.paths, "prompts.paths") if settings.paths else (None, "prompts.path")
+    with ExitStack() as stack:
+        sets = [
+            stack.enter_context(
+                closing(
+                    PromptSet.open(
+                        path, settings.split, config, codec, key, settings.name, set_name
+                    )
+                )
+            )
+            for path, set_name in (_named(paths) if paths else [(settings.path, None)])
+        ]
+        mixture = PromptMixture(sets, settings.weights)
+        stack.pop_all()
+    for prompts, weight in zip(sets, mixture.interleaving.weights, strict=True):
+        share = weight / mixture.interleaving.period
+        logger.info("%s: %d prompts, %.3g %% of the draws", prompts.path, len(prompts), 100 * share)
+    return mixture
+
+
+def _named(paths: list[str]) -> list[tuple[str, str]]:
+    """Each path with the shortest name that is unique: its stem, or the path itself."""
+    stems = [_stem(path) for path in paths]
+    are_unique = len(set(stems)) == len(paths)
+    return list(zip(paths, stems if are_unique else paths, strict=True))
+
+
+def _stem(path: str) -> str:
+    # Names of data sets may have dots, as in "owner/set-v1.5".
+    last = Path(path)
+    return last.stem if last.suffix in (".jsonl", ".json", ".parquet") else last.name

@@ -1,0 +1,149 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""How long an answer will probably be: a small model that learns while the run goes on.
+
+After StreamRL's output length ranker (2025, https://arxiv.org/abs/2504.15930), which is a
+language model trained beforehand. This one is a ridge regression, learned online from what the
+run itself writes: what matters is the order of the prompts, not the lengths.
+
+It predicts the logarithm of a prompt's mean length, less the running mean over all prompts,
+from the prompt's tokens (counted in hashed buckets), its length, and what the same prompt was
+answered with before. The statistics behind it fade, since the policy changes: about the last
+thousand groups count. Half of the work is to do no harm where lengths cannot be predicted:
+each group is predicted before it is learned from, and a prediction's distance from the mean
+is multiplied by the part of the variance that such predictions have explained of late.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchtitan.grpo.types import Prompt
+
+_BUCKETS = 96
+# Bias, length of the prompt, and its former answers.
+_NUM_FEATURES = _BUCKETS + 2
+_FADE = 0.999
+_SKILL_FADE = 0.98
+_RIDGE = 4.0
+_FEWEST_GROUPS = 16
+# The equations are solved again after so many groups: a third of a millisecond each time.
+_SOLVE_EVERY = 4
+# A prompt's former lengths count as if one more group had had the mean length.
+_PRIOR_GROUPS = 1.0
+_HISTORY_GAIN = 0.5
+_LARGEST_DEVIATION = 3.0
+
+
+class LengthRanker:
+    """Learns from finished groups, predicts for prompts. Deterministic.
+
+    Memory is bounded by ``max_prompts``, of about 160 bytes each.
+
+    Args:
+        first_guess: Tokens predicted before anything was seen.
+        max_prompts: Prompts whose former lengths are kept; the longest unseen goes first.
+    """
+
+    def __init__(self, first_guess: float, max_prompts: int = 100_000) -> None:
+        self._first_guess = first_guess
+        self._max_prompts = max_prompts
+        self.num_groups = 0
+        self._mean_tokens = _FadingMean(_FADE)
+        self._mean_log = _FadingMean(_FADE)
+        self._mean_features = np.zeros(_NUM_FEATURES)
+        self._moments = np.zeros((_NUM_FEATURES, _NUM_FEATURES))
+        self._products = np.zeros(_NUM_FEATURES)
+        self._weights = np.zeros(_NUM_FEATURES)
+        self._error = _FadingMean(_SKILL_FADE)
+        self._variance = _FadingMean(_SKILL_FADE)
+        # From a digest of the token ids: [deviation of the log length, groups].
+        self._history: dict[bytes, tuple[float, int]] = {}
+
+    @property
+    def skill(self) -> float:
+        """Part of the variance that predictions have explained of late, in [0, 1]."""
+        if self.num_groups < _FEWEST_GROUPS or self._variance.value <= 0:
+            return 0.0
+        return min(max(1.0 - self._error.value / self._variance.value, 0.0), 1.0)
+
+    def predict(self, prompt: Prompt) -> float:
+        """Expected tokens of an answer; the mean of all answers where nothing better is known."""
+        if self.num_groups == 0:
+            return self._first_guess
+        deviation = self.skill * self._deviation(self._features(prompt))
+        return self._mean_tokens.value * math.exp(deviation)
+
+    def observe(self, prompt: Prompt, lengths: Sequence[int]) -> None:
+        """Learns from a finished group.
+
+        Args:
+            prompt: What was asked.
+            lengths: Of its answers, in tokens, each at least 1; nothing is learned from none.
+        """
+        if not lengths:
+            return
+        features = self._features(prompt)
+        log_length = float(np.mean(np.log(lengths)))
+        if self.num_groups:
+            deviation = log_length - self._mean_log.value
+            self._error.add((deviation - self._deviation(features)) ** 2)
+            self._variance.add(deviation**2)
+        self._mean_tokens.add(float(np.mean(lengths)))
+        self._mean_log.add(log_length)
+        self.num_groups += 1
+        self._learn(features, log_length - self._mean_log.value)
+        self._remember(_digest(prompt), log_length - self._mean_log.value)
+
+    def _deviation(self, features: np.ndarray) -> float:
+        value = float(self._weights @ (features - self._mean_features))
+        return min(max(value, -_LARGEST_DEVIATION), _LARGEST_DEVIATION)
+
+    def _learn(self, features: np.ndarray, deviation: float) -> None:
+        self._mean_features += self._mean_log.gain * (features - self._mean_features)
+        centred = features - self._mean_features
+        self._moments = _FADE * self._moments + np.outer(centred, centred)
+        self._products = _FADE * self._products + deviation * centred
+        if self.num_groups >= _FEWEST_GROUPS and self.num_groups % _SOLVE_EVERY == 0:
+            ridge = _RIDGE * np.eye(_NUM_FEATURES)
+            self._weights = np.linalg.solve(self._moments + ridge, self._products)
+
+    def _features(self, prompt: Prompt) -> np.ndarray:
+        """[_NUM_FEATURES] float64."""
+        # A multiplication spreads neighbouring ids; the upper bits are the well mixed ones.
+        mixed = prompt.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        buckets = (mixed >> np.uint64(40)) % np.uint64(_BUCKETS)
+        counts = np.bincount(buckets.astype(np.int64), minlength=_BUCKETS)
+        deviation, num_groups = self._history.get(_digest(prompt), (0.0, 0))
+        trusted = deviation * num_groups / (num_groups + _PRIOR_GROUPS)
+        return np.concatenate([np.log1p(counts), [math.log(len(prompt.token_ids)), trusted]])
+
+    def _remember(self, key: bytes, deviation: float) -> None:
+        former, num_groups = self._history.pop(key, (deviation, 0))
+        gain = max(_HISTORY_GAIN, 1.0 / (num_groups + 1))
+        self._history[key] = (former + gain * (deviation - former), num_groups + 1)
+        if len(self._history) > self._max_prompts:
+            del self._history[next(iter(self._history))]
+
+
+class _FadingMean:
+    """Mean in which each older value counts ``fade`` times as much as the next."""
+
+    def __init__(self, fade: float) -> None:
+        self.value = 0.0
+        self.gain = 1.0
+        self._fade = fade
+        self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        self._weight = self._fade * self._weight + 1.0
+        self.gain = 1.0 / self._weight
+        self.value += self.gain * (value - self.value)
+
+
+def _digest(prompt: Prompt) -> bytes:
+    """The prompt by its tokens: its place in the stream changes from epoch to epoch."""
+    return hashlib.blake2b(prompt.token_ids.tobytes(), digest_size=8).digest()
