@@ -28,6 +28,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.entry import leave
 from torchtitan.grpo.losses.objective import metrics_from_sums
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import named_parameters
@@ -129,13 +130,14 @@ def run_job(job: dict[str, Any]) -> None:
         torch.save(result, job["out"])
 
 
-def main() -> None:
+def main() -> int:
     init_console("warning", is_rank_zero=False)
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run_job(job)
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

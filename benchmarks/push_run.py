@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.entry import leave
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.models.collect import agree_on_assembly
 from torchtitan.grpo.models.hf_config import read_hf_model
@@ -180,14 +181,15 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         layout.trainer.close()
 
 
-def main() -> None:
+def main() -> int:
     init_console("warning", is_rank_zero=False)
     results = [run_job(job) for job in json.loads(Path(sys.argv[1]).read_text())]
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

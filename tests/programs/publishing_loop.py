@@ -37,6 +37,7 @@ from build_model import Built, build
 from loop_sampler import Sampler
 from tagged import VOCAB_SIZE, TaggedModel, factor
 
+from torchtitan.grpo.entry import leave
 from torchtitan.grpo.models.hf_weights import hf_meta, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.rollout.wire import ServerInfo
@@ -257,7 +258,7 @@ def dist_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def main() -> None:
+def main() -> int:
     settings = Settings(**json.loads(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(name)s %(message)s")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
@@ -272,7 +273,8 @@ def main() -> None:
     trainer = Trainer(settings, built, listener)
     trainer.run()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torchtitan.grpo.device import settle_device
 
-if __name__ == "__main__":
-    settle_device()
+
+def main() -> int:
     import torch.distributed as dist
 
     name, output, arguments = sys.argv[1:]
@@ -20,3 +20,11 @@ if __name__ == "__main__":
     Path(output, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    settle_device()
+    from torchtitan.grpo.entry import leave
+
+    leave(main)

@@ -7,10 +7,10 @@ What a user did wrong, and what failed outside, is said once, in one line, on ra
 mistake of ours shows a traceback.
 """
 
+import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -127,17 +127,20 @@ def _say(
 
 
 def leave(main: Callable[[], int]) -> None:
-    """Runs ``main`` and ends the process with its status.
+    """Runs ``main``, which closes everything, and ends the process with its status.
 
-    Everything is closed by then. A thread may still be inside a collective with a rank that
-    is gone, or a broadcast to a server that is stopped, and must not hold up the end.
+    At once, for what may be left are threads that Python cannot end well. One may be inside
+    a collective with a rank that is gone, or a broadcast to a server that is stopped. Gloo's
+    may be about to drop the last hold of a tensor, for which it takes the interpreter's lock:
+    where the interpreter is being torn down by then, that aborts the process
+    (https://github.com/pytorch/pytorch/issues/190489).
     """
     try:
         status = main()
     except Exception:
         traceback.print_exc()
         status = 1
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if status != 0 or any(thread.name.startswith("weight-") for thread in threading.enumerate()):
-        os._exit(status)
+    os._exit(status)

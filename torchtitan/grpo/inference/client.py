@@ -94,8 +94,8 @@ class InferenceClient(ABC):
     """One inference server.
 
     Every method raises :class:`ServerError` when the server cannot do what was asked,
-    and none waits longer than the timeout given at construction (``generate`` has a
-    timeout of its own).
+    and none waits longer than the timeout given at construction. ``generate`` and
+    ``prompt_logprobs``, which wait their turn on the server, have a longer one.
 
     Attributes:
         url: The server's address.

@@ -276,6 +276,7 @@ class SGLangClient(InferenceClient):
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             },
             scope="generation",
+            timeout_seconds=self._request_timeout_seconds,
         )
         return parse_prompt_logprobs(self.url + route, token_ids, answer.body)
 

@@ -292,6 +292,7 @@ class VLLMClient(InferenceClient):
                 },
             },
             scope="generation",
+            timeout_seconds=self._request_timeout_seconds,
         )
         return parse_prompt_logprobs(f"{self.url}{GENERATE_ROUTE}", token_ids, answer.body)
 

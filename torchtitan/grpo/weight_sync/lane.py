@@ -43,7 +43,8 @@ class Attestation:
         tokens: That are rated.
         probes: What the trainer expects.
         tolerance: Largest mean difference.
-        timeout_seconds: How long the trainer may take to say what it expects.
+        timeout_seconds: How long the trainer may take to say what it expects, and a server
+            to say what it gives.
     """
 
     every: int
@@ -215,15 +216,33 @@ class Lane:
         attestation = self._settings.attestation
         if not attestation.concerns(version):
             return
-        expected = await attestation.probes.wait_for(version, attestation.timeout_seconds)
+        try:
+            expected = await attestation.probes.wait_for(version, attestation.timeout_seconds)
+        except TimeoutError as error:
+            # No fault of the server's: it goes on, as with versions that are not attested so.
+            logger.warning("%s serves version %d, by its own word: %s", self.url, version, error)
+            return
         if expected is None:
             return  # the trainer is far ahead: a newer version is on its way
-        served = await self._client.prompt_logprobs(attestation.tokens)
+        served = await self._rated(version)
         try:
             compare(expected, served, attestation.tolerance)
         except ServerError as error:
             raise VersionMismatch(f"{self.url}, version {version}: {error}") from error
         self.num_attested += 1
+
+    async def _rated(self, version: int) -> list[float]:
+        """The probe tokens' log-probabilities, which wait their turn among what is written."""
+        attestation = self._settings.attestation
+        try:
+            async with asyncio.timeout(attestation.timeout_seconds):
+                return await self._client.prompt_logprobs(attestation.tokens)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self.url} did not rate the probe tokens under version {version} within "
+                f"weight_sync.timeout_seconds = {attestation.timeout_seconds:g}: it has too much "
+                "to write, or has stopped."
+            ) from error
 
     async def _check_idle(self) -> None:
         if self._client.stops_for != "nothing":
