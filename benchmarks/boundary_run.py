@@ -236,6 +236,8 @@ class BoundaryTrainer(GRPOTrainer):
 
     def _log_step(self, *args: Any) -> None:
         super()._log_step(*args)
+        if not self.records:
+            keep_to_core(dist.get_rank())
         times = self.clock.times
         self.records.append(
             {
@@ -265,6 +267,17 @@ class BoundaryTrainer(GRPOTrainer):
             result["metrics"] = self.publisher.metrics()
         folder = Path(self.config.job.dump_folder)
         (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
+
+
+def keep_to_core(rank: int) -> None:
+    """The calling thread computes on a core of its own, those it has started on any.
+
+    Linux may let two ranks share a core for milliseconds while another one is idle. Where
+    steps matter, launchers bind ranks (``numactl``, ``torchrun --numa-binding``).
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= dist.get_world_size():
+        os.sched_setaffinity(0, {cores[rank]})
 
 
 def computing_seconds(nanoseconds: int) -> float:

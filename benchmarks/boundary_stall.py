@@ -7,9 +7,10 @@
                                         [--conditions healthy slow stopped killed]
                                         [--modes async foreground] [--keep FOLDER]
 
-Two training ranks (FSDP2, at 120M a pipeline of two stages; gloo, CPU) run the real trainer on canned rollouts and push every
-step's weights to three embedded servers, in the background and in the foreground, while the
-servers are
+Two training ranks (FSDP2, at 120M a pipeline of two stages; gloo, CPU) run the real trainer on canned
+rollouts and push every step's weights to three embedded servers, in the background and in the
+foreground. Each rank's training thread is bound to a core, where there are as many, and the servers
+have a lower priority: they stand for other machines. Meanwhile the servers are
 
     healthy
     slow      one of them runs a tenth of the time (SIGSTOP 90 ms, SIGCONT 10 ms, ...), so
