@@ -62,7 +62,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_SERVERS = 3
 SICK = NUM_SERVERS - 1
 """The server that something happens to."""
-SERVER_NICE = 10
+SERVER_NICE = 5
 """More would starve them while both ranks compute: they could not take a version a step."""
 AUTOGROUP_SECONDS = 0.2
 """Linux refuses who is not root and sets two of them within a tenth of a second."""
