@@ -21,14 +21,15 @@ have a lower priority: they stand for other machines. Meanwhile the servers are
 The stall of a step is all the time that the training thread spends on weight sync: asking for
 a slot, the fence before the optimizer step, the publishing after it, and where the version is
 attested (`weight_sync.attest_every`) the forward pass over the probe's tokens, of which the
-column "attested" is the median; on the rank where it is longer. How busy the machine is can be seen from two columns: "no queue" is the stall's 99th
-percentile without the time for which the thread could have run and had no core, and "floor" is
-that of 0.1 ms of plain computing right before each version is published. On a virtual machine
-"stolen" is how much of the time of its cores the host gave to others; where that is more than
-the smallest model's bound can bear, the run is printed as discarded and made again. The lag of a server is
-how many versions it is behind at the moment when one has been published; that of healthy ones must
-never be above 1 with a model of which the healthy condition's pushes (99th percentile) take less than
-its step. Training computes in float32; weights travel in the dtype of the table's last column. Prints a row a condition, then
+column "attested" is the median; on the rank where it is longer. How busy the machine is can be
+seen from two columns: "no queue" is the stall's 99th percentile without the time for which the
+thread could have run and had no core, and "floor" is that of 0.1 ms of plain computing right
+before each version is published. On a virtual machine "stolen" is how much of the time of its
+cores the host gave to others; where that is more than the smallest model's bound can bear, the run
+is printed as discarded and made again. The lag of a server is how many versions it is behind at
+the moment when one has been published; that of healthy ones must never be above 1 with a model of
+which the healthy condition's pushes (99th percentile) take less than its step. Training computes
+in float32; weights travel in the dtype of the table's last column. Prints a row a condition, then
 what must hold; the exit status is 1 where something does not.
 """
 
@@ -44,13 +45,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from boundary_outcome import (
+    HEADER,
+    NUM_SERVERS,
+    SICK,
+    WARM_UP,
+    Outcome,
+    figures_of,
+    judge,
+    read_outcome,
+    row,
+)
 from random_models import make_model
 
 from torchtitan.grpo.child import start_child, stop_children
@@ -59,23 +70,15 @@ from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-NUM_SERVERS = 3
-SICK = NUM_SERVERS - 1
-"""The server that something happens to."""
-SERVER_NICE = 5
+SERVER_NICE = 10
 """More would starve them while both ranks compute: they could not take a version a step."""
 AUTOGROUP_SECONDS = 0.2
 """Linux refuses who is not root and sets two of them within a tenth of a second."""
-WARM_UP = 10
-"""Steps before anything is counted."""
 FAULT_AT = 20
 """Step after which a server is stopped or killed; a slow one is slow from the warm-up on."""
 STOPPED_SECONDS, RUNNING_SECONDS = 0.09, 0.01
 STARTUP_SECONDS = 240.0
 STEP_TIMEOUT_SECONDS = 300.0
-ASYNC_SHARE, ASYNC_FLOOR_MS = 0.01, 2.0
-FAULT_FACTOR, FAULT_SLACK_MS = 1.5, 0.5
-THROUGHPUT_FACTOR = 1.25
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("1M", rows=12, seq_len=128, wire="float32", steps=300, max_stolen=1.5),
+        Size("1M", rows=20, seq_len=128, wire="float32", steps=300, max_stolen=1.5),
         Size("30M", rows=1, seq_len=64, wire="float32", steps=200),
         # FSDP2 would spend 3 s a step on gathering parameters over loopback.
         Size("120M", rows=1, seq_len=32, wire="bfloat16", steps=200, pipeline=True),
@@ -127,45 +130,6 @@ class Condition:
     @property
     def name(self) -> str:
         return f"{self.size.name}/{self.fault}/{self.mode}"
-
-
-@dataclass
-class Outcome:
-    """What one run showed; milliseconds where not said otherwise.
-
-    Attributes:
-        stall: p50, p99 and maximum.
-        parts: 99th percentile of each part of the stall on each rank, and the maximum.
-        queued: Of a stall's time, how much the thread waited for a core, 99th percentile.
-        undisturbed: 99th percentile of stalls without that.
-        floor: 99th percentile of what 0.1 ms of computing takes before publishing.
-        stolen: Share of the cores' time that the host of a virtual machine gave to others, in %.
-        attested: p50 of stalls that a forward pass over the probe's tokens is part of.
-        step: p50.
-        steps_per_second: From the warm-up to the end.
-        lag: Of each server p50 and maximum, in versions; the sick one's while it lasts.
-        push: p50 of the healthy servers' pushes and of the sick one's.
-        slowest_push: 99th percentile of the healthy servers' pushes.
-        latency: p50 from publishing a version to a healthy server's confirming it.
-        pushes_per_second: Of all servers together.
-        failures: How often a server was lost.
-    """
-
-    stall: tuple[float, float, float]
-    parts: dict[str, tuple[float, float]]
-    queued: float
-    undisturbed: float
-    floor: float
-    stolen: float
-    attested: float
-    step: float
-    steps_per_second: float
-    lag: list[tuple[float, float]]
-    push: tuple[float, float]
-    slowest_push: float
-    latency: float
-    pushes_per_second: float
-    failures: int
 
 
 # -- servers and what happens to them ------------------------------------------------
@@ -269,10 +233,8 @@ def run_undisturbed(
         outcome = run_condition(condition, model, steps, options.keep)
         if condition.mode == "foreground" or outcome.stolen <= condition.size.max_stolen:
             return outcome
-        print(
-            f"{row(condition, outcome)}  discarded: stolen > {condition.size.max_stolen:g} %",
-            flush=True,
-        )
+        why = f"discarded: stolen > {condition.size.max_stolen:g} %"
+        print(f"{row(condition.name, condition.size.wire, outcome)}  {why}", flush=True)
     return run_condition(condition, model, steps, options.keep)
 
 
@@ -415,193 +377,6 @@ def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-6000:]
 
 
-def read_outcome(results: list[dict[str, Any]], urls: list[str], stolen: float) -> Outcome:
-    """Percentiles over the steps after the warm-up."""
-    ranks = [[r for r in result["records"] if r["step"] > WARM_UP] for result in results]
-    steps_of_ranks = list(zip(*ranks, strict=True))
-    stalls = [1e3 * max(r["stall_seconds"] for r in pair) for pair in steps_of_ranks]
-    parts = {}
-    for rank, records in enumerate(ranks):
-        for part in ("fence", "publish", "reserve_slot"):
-            values = [1e3 * r[part] for r in records]
-            parts[f"{part}/{rank}"] = (percentile(values, 99), max(values))
-    leader = ranks[0]
-    published = {r["step"]: r["published_at"] for r in leader}
-    confirmed = results[0]["confirmed"]
-    lags = [lags_of(url, published, confirmed, results[0]["lost"]) for url in urls]
-    latencies = [
-        at - published[version]
-        for at, url, version in confirmed
-        if version in published and url in urls[:SICK]
-    ]
-    seconds = leader[-1]["published_at"] - leader[0]["published_at"]
-    begin = leader[0]["published_at"]
-    return Outcome(
-        stall=(percentile(stalls, 50), percentile(stalls, 99), max(stalls)),
-        parts=parts,
-        queued=percentile([1e3 * max(r["queued"] for r in pair) for pair in steps_of_ranks], 99),
-        undisturbed=percentile(
-            [1e3 * max(r["stall_seconds"] - r["queued"] for r in pair) for pair in steps_of_ranks],
-            99,
-        ),
-        floor=percentile([1e3 * max(r["floor"] for r in pair) for pair in steps_of_ranks], 99),
-        stolen=stolen,
-        attested=percentile(
-            [s for s, pair in zip(stalls, steps_of_ranks, strict=True) if pair[0]["is_attested"]],
-            50,
-        ),
-        step=1e3 * percentile([r["step_seconds"] for r in leader], 50),
-        steps_per_second=(len(leader) - 1) / seconds,
-        lag=[
-            (percentile(list(lag.values()), 50), max(lag.values(), default=float("nan")))
-            for lag in lags
-        ],
-        push=(
-            percentile(pushes_of(urls[:SICK], leader), 50),
-            percentile(pushes_of(urls[SICK:], leader), 50),
-        ),
-        slowest_push=percentile(pushes_of(urls[:SICK], leader), 99),
-        latency=1e3 * percentile(latencies, 50),
-        pushes_per_second=sum(at >= begin for at, _, _ in confirmed) / seconds,
-        failures=len(results[0]["lost"]),
-    )
-
-
-def lags_of(
-    url: str,
-    published: dict[int, float],
-    confirmed: list[tuple[float, str, int]],
-    lost: list[tuple[float, str, str]],
-) -> dict[int, int]:
-    """Versions that a server is behind as each one is published, as long as it is not lost."""
-    news = [(at, version) for at, u, version in confirmed if u == url]
-    news = sorted(news + [(at, None) for at, u, _ in lost if u == url], key=lambda n: n[0])
-    lags = {}
-    for version, at in published.items():
-        state = next((v for when, v in reversed(news) if when <= at), None)
-        if state is not None:
-            lags[version] = version - state
-    return lags
-
-
-def pushes_of(urls: list[str], records: list[dict[str, Any]]) -> list[float]:
-    """Milliseconds of each push to these servers; a record repeats a server's last one."""
-    pushes = {
-        (url, version): 1e3 * seconds
-        for record in records
-        for url, (version, seconds) in record["push_seconds"].items()
-        if url in urls and version > WARM_UP
-    }
-    return list(pushes.values())
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent)) if values else float("nan")
-
-
-# -- what must hold ---------------------------------------------------------------------
-
-
-@dataclass
-class Verdicts:
-    """Bounds, each with what was measured."""
-
-    lines: list[tuple[bool, str]] = field(default_factory=list)
-
-    def check(self, what: str, value: float, bound: float, *, at_least: bool = False) -> None:
-        ok = value >= bound if at_least else value <= bound
-        sign = ">=" if at_least else "<="
-        self.lines.append((ok, f"{what}: {value:.3g}, must be {sign} {bound:.3g}"))
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.lines) and all(ok for ok, _ in self.lines)
-
-
-def judge(outcomes: dict[str, Outcome]) -> Verdicts:
-    """Every bound of which both sides were measured."""
-    verdicts = Verdicts()
-    for name, outcome in outcomes.items():
-        size, fault, mode = name.split("/")
-        if mode == "foreground":
-            continue
-        limit = max(ASYNC_SHARE * outcome.step, ASYNC_FLOOR_MS)
-        noise = (
-            f"(no queue {outcome.undisturbed:.3g}, floor {outcome.floor:.3g}, "
-            f"stolen {outcome.stolen:.1f} %)"
-        )
-        verdicts.check(f"{name} stall p99 ms {noise}", outcome.stall[1], limit)
-        healthy = outcomes.get(f"{size}/healthy/async")
-        if healthy is None:
-            continue
-        if fault in ("stopped", "killed"):
-            p99 = healthy.stall[1]
-            limit = max(FAULT_FACTOR * p99, p99 + FAULT_SLACK_MS)
-            verdicts.check(f"{name} stall p99 ms against healthy", outcome.stall[1], limit)
-        if healthy.slowest_push < healthy.step:
-            lag = max(largest for _, largest in outcome.lag[:SICK])
-            verdicts.check(f"{name} lag of healthy servers", lag, 1)
-        foreground = outcomes.get(f"{size}/slow/foreground")
-        if fault == "slow" and foreground is not None:
-            ratio = outcome.steps_per_second / foreground.steps_per_second
-            verdicts.check(
-                f"{size} slow: throughput over foreground", ratio, THROUGHPUT_FACTOR, at_least=True
-            )
-    return verdicts
-
-
-def figures_of(outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for name, o in outcomes.items():
-        figures |= {
-            f"{name}/stall_p50_ms": o.stall[0],
-            f"{name}/stall_p99_ms": o.stall[1],
-            f"{name}/stall_max_ms": o.stall[2],
-            f"{name}/waited_for_core_p99_ms": o.queued,
-            f"{name}/stall_without_that_p99_ms": o.undisturbed,
-            f"{name}/floor_p99_ms": o.floor,
-            f"{name}/stolen_percent": o.stolen,
-            f"{name}/attested_p50_ms": o.attested,
-            f"{name}/step_p50_ms": o.step,
-            f"{name}/steps_per_second": o.steps_per_second,
-            f"{name}/push_healthy_p50_ms": o.push[0],
-            f"{name}/push_sick_p50_ms": o.push[1],
-            f"{name}/publish_to_confirmed_p50_ms": o.latency,
-            f"{name}/pushes_per_second": o.pushes_per_second,
-            f"{name}/failures": o.failures,
-            f"{name}/push_healthy_p99_ms": o.slowest_push,
-        }
-        for index, (p50, largest) in enumerate(o.lag):
-            figures[f"{name}/lag_p50/{index}"], figures[f"{name}/lag_max/{index}"] = p50, largest
-        for part, (p99, largest) in o.parts.items():
-            figures[f"{name}/{part}/p99_ms"], figures[f"{name}/{part}/max_ms"] = p99, largest
-    # Not a number is not JSON.
-    return {key: value if np.isfinite(value) else None for key, value in figures.items()}
-
-
-# -- the table ------------------------------------------------------------------------------
-
-HEADER = (
-    f"{'condition':26}{'stall ms p50':>13}{'p99':>11}{'max':>11}{'no queue':>11}{'floor':>9}"
-    f"{'stolen %':>9}{'attested':>10}"
-    f"{'step ms':>9}{'steps/s':>9}"
-    f"{'lag p50/max of each server':>30}{'push ms':>9}{'p99':>9}{'sick':>9}{'pushes/s':>9}{'lost':>5}"
-    "  wire"
-)
-
-
-def row(condition: Condition, o: Outcome) -> str:
-    lags = " ".join(f"{p50:.0f}/{largest:.0f}" for p50, largest in o.lag)
-    worst = max(o.parts, key=lambda part: o.parts[part][0])
-    return (
-        f"{condition.name:26}{o.stall[0]:13.3f}{o.stall[1]:11.3f}{o.stall[2]:11.2f}"
-        f"{o.undisturbed:11.3f}{o.floor:9.3f}{o.stolen:9.1f}{o.attested:10.1f}{o.step:9.1f}"
-        f"{o.steps_per_second:9.2f}{lags:>30}{o.push[0]:9.1f}{o.slowest_push:9.1f}{o.push[1]:9.1f}"
-        f"{o.pushes_per_second:9.1f}{o.failures:5}  {condition.size.wire}"
-        f"  (longest part: {worst} p99 {o.parts[worst][0]:.2f} ms)"
-    )
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
@@ -631,7 +406,7 @@ def main() -> int:
                     steps = options.steps or size.steps
                     outcome = run_undisturbed(condition, model, steps, options)
                     outcomes[condition.name] = outcome
-                    print(row(condition, outcome), flush=True)
+                    print(row(condition.name, condition.size.wire, outcome), flush=True)
             shutil.rmtree(model)
     verdicts = judge(outcomes)
     for ok, line in verdicts.lines:

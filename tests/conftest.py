@@ -45,7 +45,7 @@ def run_ranks(rank_environment: dict[str, str], tmp_path: Path) -> Callable[...,
             *(name, str(output), json.dumps(arguments)),
         ]
         result = subprocess.run(
-            command, env=rank_environment, capture_output=True, text=True, timeout=240
+            command, env=rank_environment, capture_output=True, text=True, timeout=600
         )
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
         return [json.loads((output / f"{rank}.json").read_text()) for rank in range(num_ranks)]

@@ -26,6 +26,8 @@ from torchtitan.grpo.types import PromptProgress, ServerKind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
+# Against hanging alone: a busy machine is several times slower.
+PATIENCE_SECONDS = 600.0
 
 
 @dataclass(eq=False)
@@ -59,7 +61,7 @@ class Run:
                 stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
-    def finish(self, timeout_seconds: float = 240) -> int:
+    def finish(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
         """Waits for the end; returns the exit status."""
         assert self.process is not None
         return self.process.wait(timeout_seconds)
@@ -70,13 +72,14 @@ class Run:
         assert self.finish() == 0, self.console[-6000:]
         return self
 
-    def fail(self, timeout_seconds: float = 120) -> str:
+    def fail(self, timeout_seconds: float = PATIENCE_SECONDS) -> str:
         """Runs to the end, which must be a bad one; returns the one message for the user."""
         if self.process is None:
             self.start()
         assert self.finish(timeout_seconds) != 0, self.console[-6000:]
         messages = self.errors()
-        assert len(messages) == 1, self.console[-6000:]
+        # Ranks that find the same mistake may both say so, where one is far behind.
+        assert len({message.strip() for message in messages}) == 1, self.console[-6000:]
         assert not self.has_traceback(), self.console[-6000:]
         self.wait_for_nobody()
         return messages[0]
@@ -109,7 +112,9 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
 
-    def wait_for(self, holds: Callable[[], bool], timeout_seconds: float = 120) -> None:
+    def wait_for(
+        self, holds: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS
+    ) -> None:
         """Returns when ``holds`` does; fails where the run ends before."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_seconds
@@ -118,7 +123,7 @@ class Run:
             assert time.monotonic() < deadline, self.console[-6000:]
             time.sleep(0.02)
 
-    def wait_for_step(self, step: int, timeout_seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Returns when the run has logged ``step``."""
         self.wait_for(lambda: len(self.metrics) >= step, timeout_seconds)
 
@@ -136,7 +141,7 @@ class Run:
                     found.append(process)
         return found
 
-    def wait_for_nobody(self, timeout_seconds: float = 10) -> None:
+    def wait_for_nobody(self, timeout_seconds: float = 30) -> None:
         """Fails where a process is left after the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while left := self.left_behind():
@@ -201,7 +206,7 @@ def rollout_config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProc
         rollout=tables.Rollout(
             max_head_offpolicyness=1, max_new_tokens=12, max_concurrent_rollouts=32
         ),
-        inference=tables.Inference(launch=True, device="cpu", startup_timeout_seconds=60.0),
+        inference=tables.Inference(launch=True, device="cpu", startup_timeout_seconds=240.0),
         reward=tables.Reward(functions=["partial_match"], timeout_seconds=10.0),
         evaluation=tables.Evaluation(path=str(task / "heldout.jsonl"), num_prompts=16),
         hf_assets_path=str(task / "model"),
@@ -235,8 +240,8 @@ def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
         for link in links:
             started = time.monotonic()
             link.close()
-            assert time.monotonic() - started < 10
-        assert not psutil.wait_procs(processes, timeout=5)[1]
+            assert time.monotonic() - started < 30
+        assert not psutil.wait_procs(processes, timeout=30)[1]
 
 
 @pytest.fixture

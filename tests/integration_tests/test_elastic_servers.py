@@ -222,7 +222,6 @@ def test_a_server_that_is_gone_for_good_leaves_the_run_to_the_others(
     assert sorted(ids + group_ids(link, 1)) == list(range(2 * GROUPS_PER_BATCH))
 
 
-@pytest.mark.timeout(400)
 def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_path: Path):
     first, second = serve(), serve()
     file = tmp_path / "servers.txt"

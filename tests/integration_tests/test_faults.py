@@ -30,7 +30,7 @@ from fault_rig import FaultRig
 
 from torchtitan.grpo.types import ServerKind
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

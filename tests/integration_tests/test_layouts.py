@@ -103,7 +103,7 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(make_run, tmp_path, 
 def test_layouts_give_the_same_numbers(repository):
     result = subprocess.run(
         [sys.executable, "benchmarks/layout_parity.py", "--quick", "--json"],
-        cwd=repository, capture_output=True, text=True, timeout=280,
+        cwd=repository, capture_output=True, text=True, timeout=840,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]
     report = json.loads(result.stdout.splitlines()[-1])

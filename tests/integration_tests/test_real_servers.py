@@ -49,7 +49,7 @@ LONG_COMPLETION = 400
 TEMPERATURE = 0.8
 _versions = itertools.count(1)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def server(server_kind: tuple[ServerKind, str | None], tmp_path_factory) -> Iter
     async def wait() -> None:
         client = running.client()
         try:
-            await wait_until_up([client], [launched], timeout_seconds=180)
+            await wait_until_up([client], [launched], timeout_seconds=480)
         finally:
             await client.close()
 

@@ -22,8 +22,8 @@ from torchtitan.grpo.rollout.saved import file_of, read_saved
 
 GROUP_SIZE = 4
 PROMPTS_PER_STEP = 3
-READY_SECONDS = 90.0
-BATCH_SECONDS = 60.0
+READY_SECONDS = 300.0
+BATCH_SECONDS = 300.0
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def config(rollout_config: RolloutProcessConfig) -> RolloutProcessConfig:
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=30)
     return alive
 
 
@@ -120,8 +120,10 @@ def test_batch_that_does_not_come_is_an_error_that_says_what_is_lacking(
     link.wait_ready(READY_SECONDS)
     # No server was attested, so there will be no batch.
     assert link.next_batch(0, BATCH_SECONDS, should_stop=lambda: True) is None
-    with pytest.raises(RolloutFailed, match=r"within 3 s: batch 0: 0 of 3 .* 0 of 1 servers ready"):
-        link.next_batch(0, 3.0)
+    with pytest.raises(
+        RolloutFailed, match=r"within 10 s: batch 0: 0 of 3 .* 0 of 1 servers ready"
+    ):
+        link.next_batch(0, 10.0)
 
 
 def test_killed_rollout_process_is_reported_with_its_exit_code(
@@ -283,7 +285,7 @@ from torchtitan.grpo.rollout.link import RolloutLink
 
 link = RolloutLink(msgspec.json.decode(sys.argv[1], type=RolloutProcessConfig))
 link.start()
-(server,) = link.wait_ready(90)
+(server,) = link.wait_ready(300)
 print("ready", flush=True)
 link.next_batch(0, 600)
 """

@@ -9,7 +9,6 @@ import pytest
 from torchtitan.grpo.inference.launch import ServerSpec, free_ports, start_server
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "server",
     [
@@ -21,7 +20,7 @@ from torchtitan.grpo.inference.launch import ServerSpec, free_ports, start_serve
 def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_path):
     script = repository / "scripts/verify_grpo_cpu.sh"
     result = subprocess.run(
-        ["bash", str(script), "--server", server], capture_output=True, text=True, timeout=540
+        ["bash", str(script), "--server", server], capture_output=True, text=True, timeout=840
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("\nok ") == 6
@@ -42,7 +41,7 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
             *("--url", server.url, "--run", str(run.folder), "--synchronous", "--wait", "60"),
             *("--prompts", str(repository / "assets/reverse_digits/heldout.jsonl")),
         ]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     finally:
         server.stop()
     assert result.returncode == 1, result.stderr[-3000:]
@@ -51,7 +50,6 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_quickstart_learns(repository, tmp_path):
     """The promise of the README, for one seed; `make_run` is not used, the script is."""
     folder = tmp_path / "quickstart"

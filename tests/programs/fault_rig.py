@@ -40,8 +40,8 @@ WEIGHT_SYNC = {
 }
 # What a wait within the program may last beyond its own bound: the machine may be busy.
 _SLACK_SECONDS = 5.0
-_PATIENCE_SECONDS = 90.0
-_START_SECONDS = 240.0
+_PATIENCE_SECONDS = 180.0
+_START_SECONDS = 480.0
 
 
 class FaultRig:
@@ -190,7 +190,7 @@ class FaultRig:
 
     def _assert_nothing_waited_long(self, since: int) -> None:
         boundaries = [e["boundary_seconds"] for e in self.loop.of_kind("publish", since)]
-        assert boundaries and max(boundaries) < TIMEOUT_SECONDS / 4, max(boundaries)
+        assert boundaries and max(boundaries) < TIMEOUT_SECONDS / 2, max(boundaries)
         for call in self.loop.of_kind("call", since, url=self.url):
             bound = TIMEOUT_SECONDS
             if call["method"] == "update_from_disk":

@@ -3,6 +3,7 @@
 import json
 import time
 import urllib.request
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchtitan.grpo.rollout.wire import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher
 
 NUM_VERSIONS = 12
-PUSH_SECONDS = 120.0
+PUSH_SECONDS = 180.0
 
 
 def post(url: str, route: str, **body: Any) -> Any:
@@ -52,6 +53,13 @@ def main(arguments):
         built.config, built.parts, built.adapter, torch.device("cpu"),
         link if is_leader else None, [ServerInfo(url, "embedded")] if is_leader else [], 61,
     )  # fmt: skip
+
+    def is_awaited(version: int) -> bool:
+        """The last but one: a server must have taken one, however slow the machine is."""
+        is_late = time.monotonic() > began + PUSH_SECONDS
+        return version == NUM_VERSIONS - 2 and not told and not is_late
+
+    began = time.monotonic()
     expected: dict[int, dict[str, str]] = {}
     seen: dict[int, dict[str, str]] = {}
     wrong_sums = num_collectives = 0
@@ -73,7 +81,7 @@ def main(arguments):
             ranks = dist.get_world_size()
             wrong_sums += int((total != ranks * (ranks + 1) / 2).sum())
             num_collectives += 1
-            goes_on = torch.tensor(time.monotonic() < float(ends))
+            goes_on = torch.tensor(time.monotonic() < float(ends) or is_awaited(version))
             dist.broadcast(goes_on, src=0)
             if not goes_on:
                 break
@@ -89,7 +97,8 @@ def main(arguments):
     failures = publisher.num_failures
     publisher.close()
     return {
-        "told": told,
+        # A lane that is idle for long says again what its server has.
+        "told": [version for version, _ in groupby(told)],
         "seen": sorted(seen),
         "unequal": [version for version, sums in seen.items() if sums != expected[version]],
         "failures": failures,

@@ -564,7 +564,8 @@ class Reward:
     """Processes that score, at least 1."""
 
     timeout_seconds: float = 30.0
-    """A worker that takes longer for one group is killed; the group is then unscored."""
+    """A worker that takes longer for one group is killed; the group is then unscored. To
+    import the functions it may take ten times as long."""
 
     max_consecutive_failures: int = 8
     """The run stops after this many groups in a row could not be scored."""

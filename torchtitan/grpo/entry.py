@@ -37,7 +37,7 @@ from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 # Longer than rank 0 takes to say what is wrong and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
 # Longer than torchrun takes to stop all ranks when one of them has ended.
-_AGENT_PATIENCE_SECONDS = 1.0
+_AGENT_PATIENCE_SECONDS = 5.0
 
 
 class RunnableTrainer(Protocol):

@@ -37,6 +37,9 @@ from torchtitan.grpo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+# What reward functions import may take longer than a group, above all right at the start.
+_LOAD_FACTOR = 10
+
 
 class ScoringFailed(Exception):
     """One group could not be scored. ``kind`` is the same for the same cause."""
@@ -82,7 +85,8 @@ class RewardPool:
         """Starts the workers and imports the functions in each.
 
         Raises:
-            RewardError: A function cannot be imported within ``reward.timeout_seconds``.
+            RewardError: A function cannot be imported within ten times
+                ``reward.timeout_seconds``.
         """
         first = _Worker(self)
         self._idle.put_nowait(first)
@@ -206,12 +210,13 @@ class _Worker:
             preexec_fn=die_with_parent,
         )
         pool._workers.add(self)
+        seconds = _LOAD_FACTOR * pool._timeout
         try:
-            reply = await self._exchange(Load(pool.functions))
+            reply = await self._exchange(Load(pool.functions), seconds)
         except TimeoutError as error:
             raise RewardError(
                 f"Importing the reward functions {', '.join(pool.functions)} took longer than "
-                f"reward.timeout_seconds = {pool._timeout:g}."
+                f"{seconds:g} s, {_LOAD_FACTOR} times reward.timeout_seconds."
             ) from error
         except ScoringFailed as error:
             raise RewardError(
@@ -226,7 +231,7 @@ class _Worker:
         """Sends one request; kills the process when it does not answer in time."""
         if self._process is None:
             await self.start()
-        return await self._exchange(request)
+        return await self._exchange(request, self._pool._timeout)
 
     async def kill(self) -> None:
         """Kills the process and whatever it started in its session."""
@@ -238,7 +243,7 @@ class _Worker:
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
-    async def _exchange(self, request: Request) -> Reply:
+    async def _exchange(self, request: Request, timeout_seconds: float) -> Reply:
         try:
             framed = frame(request)
         except (TypeError, ValueError) as error:
@@ -248,7 +253,7 @@ class _Worker:
                 "They may hold plain data only: text, numbers, lists, dictionaries.",
             ) from error
         try:
-            async with asyncio.timeout(self._pool._timeout):
+            async with asyncio.timeout(timeout_seconds):
                 return await self._send_and_receive(framed)
         except BaseException:
             # Also when cancelled: an answer that comes later would be taken for the next one.

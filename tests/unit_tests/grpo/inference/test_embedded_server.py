@@ -33,7 +33,7 @@ from torchtitan.grpo.weight_sync.sparse import encode
 
 VOCAB = 40
 EOS = 39
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 Tensors = dict[str, torch.Tensor]
 _names = (f"test-group-{i}" for i in itertools.count())
 

@@ -89,6 +89,9 @@ def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path
         versions = make_versions(tmp_path, [writer])
         writer.may_write.clear()
         asking = [asyncio.create_task(versions.written(1, 10)) for _ in range(3)]
+        async with asyncio.timeout(30):
+            while not (tmp_path / "versions/version-1.partial").exists():
+                await asyncio.sleep(0.01)
         with pytest.raises(VersionNotWritten, match=r"longer than weight_sync\.timeout"):
             await versions.written(1, 0.01)
         # Nobody sees a directory that is not whole.

@@ -93,7 +93,7 @@ def test_a_peer_joins_and_is_sent_payloads():
 
 def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
     async def body() -> None:
-        end = GroupEnd(URL, 2, settings(0.5))
+        end = GroupEnd(URL, 2, settings(2.0))
         with pytest.raises(dist.DistError):
             await end.join()
         await end.leave()

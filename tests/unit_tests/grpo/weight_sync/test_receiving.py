@@ -15,7 +15,7 @@ import torch
 from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings
 
 SERVER = """
-import json, sys, threading, time
+import json, os, sys, threading, time
 import torch
 from torchtitan.grpo.weight_sync import receiving
 info = json.loads(sys.argv[1])
@@ -44,6 +44,7 @@ while receiving._abandoned and time.monotonic() < deadline:
     receiving._let_go_of_ended()
     time.sleep(0.05)
 print(len(receiving._abandoned), flush=True)
+os._exit(0)  # gloo's threads are none that Python could end well
 """
 
 
