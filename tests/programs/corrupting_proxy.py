@@ -27,8 +27,8 @@ NO_VERSION = 999_999
 _MIB = 2**20
 _ENDLESS_BYTES = 256 * _MIB
 # How long an answer waits for another one to be swapped with.
-_PARTNER_SECONDS = 1.0
-_START_SECONDS = 30.0
+_PARTNER_SECONDS = 2.0
+_START_SECONDS = 120.0
 
 Fields = dict[str, Any]
 

@@ -101,7 +101,7 @@ class PublishingLoop:
         self,
         event: str,
         since: int = 0,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 240.0,
         holds: Callable[[Event], bool] = lambda event: True,
         **fields: Any,
     ) -> Event:
@@ -133,7 +133,7 @@ class PublishingLoop:
             if told["event"] == event and fields.items() <= told.items()
         ]
 
-    def end(self, timeout_seconds: float = 60.0) -> Event:
+    def end(self, timeout_seconds: float = 240.0) -> Event:
         """Ends it in order; returns its last event."""
         self.command("end")
         ended = self.wait_for("ended", rank=0, timeout_seconds=timeout_seconds)
