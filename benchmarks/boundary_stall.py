@@ -91,9 +91,9 @@ class Size:
         wire: Dtype in which the weights travel.
         steps: That are counted. Of 200 the 99th percentile is the second or third longest, which
             a single interruption from outside decides; where steps are short there are more.
-        max_stolen: With a bound of 2 to 3 ms there is no judging the trainer while the host of a virtual
-            machine takes its cores away: such a run in the background is made again, for this
-            reason alone, and both are printed. In percent of the cores' time.
+        max_stolen: With a bound of a few milliseconds there is no judging the trainer while the
+            host of a virtual machine takes its cores away: such a run in the background is made
+            again, for this reason alone, and both are printed. In percent of the cores' time.
         pipeline: Each rank has half of the layers (1F1B), instead of half of every parameter.
     """
 

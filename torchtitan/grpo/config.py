@@ -499,7 +499,8 @@ class WeightSync:
     route to each server, which is 127.0.0.1 for a server on this machine."""
 
     timeout_seconds: float = 120.0
-    """Bound of joining a server's groups, and of each bucket."""
+    """Bound of joining a server's groups, of each bucket, and of what either side takes to
+    rate the tokens of an attestation."""
 
     push_timeout_seconds: float = 600.0
     """Bound of one push to one server. A server that takes longer is given up, and joined
