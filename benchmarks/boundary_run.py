@@ -236,8 +236,6 @@ class BoundaryTrainer(GRPOTrainer):
 
     def _log_step(self, *args: Any) -> None:
         super()._log_step(*args)
-        if not self.records:
-            keep_to_core(dist.get_rank())
         times = self.clock.times
         self.records.append(
             {
@@ -269,14 +267,15 @@ class BoundaryTrainer(GRPOTrainer):
         (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
-def keep_to_core(rank: int) -> None:
-    """The calling thread computes on a core of its own, those it has started on any.
+def keep_to_core(rank: int, num_ranks: int) -> None:
+    """This process computes on a core of its own, as launchers bind ranks where steps matter.
 
-    Linux may let two ranks share a core for milliseconds while another one is idle. Where
-    steps matter, launchers bind ranks (``numactl``, ``torchrun --numa-binding``).
+    (``numactl --physcpubind``, ``torchrun --numa-binding``.) Otherwise Linux may let two ranks
+    share a core for milliseconds while another one is idle, and the copy of the rank that has
+    published first may take the core of one that is about to publish.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= dist.get_world_size():
+    if len(cores) >= num_ranks:
         os.sched_setaffinity(0, {cores[rank]})
 
 
@@ -311,6 +310,7 @@ _job: dict[str, Any] = {}
 
 def main() -> int:
     die_with_parent()
+    keep_to_core(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     _job.update(json.loads(Path(sys.argv[1]).read_text()))
     return run(BoundaryTrainer, _job["args"])
 

@@ -9,8 +9,8 @@
 
 Two training ranks (FSDP2, at 120M a pipeline of two stages; gloo, CPU) run the real trainer on canned
 rollouts and push every step's weights to three embedded servers, in the background and in the
-foreground. Each rank's training thread is bound to a core, where there are as many, and the servers
-have a lower priority: they stand for other machines. Meanwhile the servers are
+foreground. Each rank is bound to a core, where there are as many, and the servers have a lower
+priority: they stand for other machines. Meanwhile the servers are
 
     healthy
     slow      one of them runs a tenth of the time (SIGSTOP 90 ms, SIGCONT 10 ms, ...), so
@@ -70,7 +70,7 @@ from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SERVER_NICE = 10
+SERVER_NICE = 5
 """More would starve them while both ranks compute: they could not take a version a step."""
 AUTOGROUP_SECONDS = 0.2
 """Linux refuses who is not root and sets two of them within a tenth of a second."""
@@ -86,7 +86,7 @@ class Size:
     """A model, and how much of a step it gets to do.
 
     Attributes:
-        rows: Of each rank, all of them in one microbatch.
+        rows: Of each rank, all of them in one microbatch; so many that a push ends within a step.
         seq_len: Tokens of a row.
         wire: Dtype in which the weights travel.
         steps: That are counted. Of 200 the 99th percentile is the second or third longest, which
@@ -112,7 +112,7 @@ SIZES = {
         Size("1M", rows=20, seq_len=128, wire="float32", steps=300, max_stolen=1.5),
         Size("30M", rows=1, seq_len=64, wire="float32", steps=200),
         # FSDP2 would spend 3 s a step on gathering parameters over loopback.
-        Size("120M", rows=1, seq_len=32, wire="bfloat16", steps=200, pipeline=True),
+        Size("120M", rows=2, seq_len=32, wire="bfloat16", steps=200, pipeline=True),
     )
 }
 CONDITIONS = ("healthy", "slow", "stopped", "killed")
