@@ -271,8 +271,8 @@ def keep_to_core(rank: int, num_ranks: int) -> None:
     """This process computes on a core of its own, as launchers bind ranks where steps matter.
 
     (``numactl --physcpubind``, ``torchrun --numa-binding``.) Otherwise Linux may let two ranks
-    share a core for milliseconds while another one is idle, and the copy of the rank that has
-    published first may take the core of one that is about to publish.
+    share a core for milliseconds while another one is idle, and what one rank does in the
+    background may take the core of another one's training thread.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= num_ranks:
