@@ -154,7 +154,7 @@ class KeepingClock(StepClock):
 
     Attributes:
         times: See :meth:`StepClock.end_step`.
-        computed, queued: Of the boundary's stall in the current step, in nanoseconds.
+        computed, queued: Of the stall in the current step, in nanoseconds.
     """
 
     def __init__(self) -> None:
@@ -170,9 +170,14 @@ class KeepingClock(StepClock):
                 yield
             return
         # Asked outside of what is measured: it takes some microseconds itself.
-        computed, queued = self._scheduler.read()
-        with super().measure(part):
+        with self.scheduling(), super().measure(part):
             yield
+
+    @contextmanager
+    def scheduling(self) -> Iterator[None]:
+        """Adds what the scheduler says of the block."""
+        computed, queued = self._scheduler.read()
+        yield
         computed_now, queued_now = self._scheduler.read()
         self.computed += computed_now - computed
         self.queued += queued_now - queued
@@ -208,6 +213,11 @@ class BoundaryTrainer(GRPOTrainer):
 
     def _start_rollouts(self) -> None:
         self.controller = CannedRollouts(self.config, self.hf_model)
+
+    def _reserve_slot(self) -> int:
+        # A part of the stall that the boundary's clock does not see.
+        with self.clock.scheduling():
+            return super()._reserve_slot()
 
     def _build_publisher(self):
         publisher = super()._build_publisher()
@@ -267,13 +277,15 @@ class BoundaryTrainer(GRPOTrainer):
         (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
-def keep_to_core(rank: int, num_ranks: int) -> None:
+def take_core(rank: int, num_ranks: int) -> None:
     """This process computes on a core of its own, as launchers bind ranks where steps matter.
 
     (``numactl --physcpubind``, ``torchrun --numa-binding``.) Otherwise Linux may let two ranks
     share a core for milliseconds while another one is idle, and what one rank does in the
-    background may take the core of another one's training thread.
+    background may take the core of another one's training thread. Of all that has been
+    started, the ranks' training threads alone are not batch work.
     """
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= num_ranks:
         os.sched_setaffinity(0, {cores[rank]})
@@ -310,7 +322,7 @@ _job: dict[str, Any] = {}
 
 def main() -> int:
     die_with_parent()
-    keep_to_core(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    take_core(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     _job.update(json.loads(Path(sys.argv[1]).read_text()))
     return run(BoundaryTrainer, _job["args"])
 

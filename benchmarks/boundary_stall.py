@@ -9,8 +9,8 @@
 
 Two training ranks (FSDP2, at 120M a pipeline of two stages; gloo, CPU) run the real trainer on canned
 rollouts and push every step's weights to three embedded servers, in the background and in the
-foreground. Each rank is bound to a core, where there are as many, and the servers have a lower
-priority: they stand for other machines. Meanwhile the servers are
+foreground. Each rank is bound to a core, where there are as many, and takes it from whoever else
+is there; the servers have a lower priority, too: they stand for other machines. Meanwhile the servers are
 
     healthy
     slow      one of them runs a tenth of the time (SIGSTOP 90 ms, SIGCONT 10 ms, ...), so
@@ -185,12 +185,11 @@ def running_servers(model: Path, folder: Path) -> Iterator[list[LaunchedServer]]
 
 
 def give_way(pid: int) -> None:
-    """A process that has no thread yet leaves the cores to others, as all of its threads will.
+    """A process that has no thread yet gets a smaller share of the cores, as its threads will.
 
     The servers stand for servers on other machines. Where Linux groups tasks by session
     (autogroup), it is the session's nice value that counts between a server and a rank.
     """
-    os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
     os.setpriority(os.PRIO_PROCESS, pid, SERVER_NICE)
     group = Path(f"/proc/{pid}/autogroup")
     if group.exists():
@@ -395,6 +394,9 @@ def main() -> int:
     options = parse_arguments()
     # As Ctrl-C: everything that was started is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Rank 0 wakes this process up after each step: it, torchrun and the servers take no core
+    # from a rank that computes. Ranks undo what they inherit of it.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     outcomes: dict[str, Outcome] = {}
     print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as name:
