@@ -41,6 +41,9 @@ VOCAB_SIZE = 128
 START_SECONDS = 120.0
 # Of requests; two kinds of bad answers are found out by it alone.
 PATIENCE_SECONDS = 3.0
+# The policy that wrote an answer and the one trained on it are then close. At the quickstart's
+# rate, one step with small batches may move the tiny model's end of sequence from 35 % to 0.5 %.
+SLOW_LEARNING = "--optimizer.lr=1e-4"
 
 # What a refusal says beside the server's address.
 REFUSALS = {
@@ -183,8 +186,8 @@ def assert_learned_from_nothing_bad(run, num_steps: int) -> None:
         assert np.isfinite(record["reward/mean"])
         assert np.isfinite(record["reward/std"])
         assert np.isfinite(record["grad_norm"])
-        # A logprob of another answer or of other weights would stand out.
-        assert record["mismatch/kl"] < 0.1
+        # Below 0.002 with SLOW_LEARNING: the logprobs of a single other answer stand out.
+        assert record["mismatch/kl"] < 0.02
 
 
 def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
@@ -196,7 +199,7 @@ def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
         run = make_run(
             "--inference.no-launch", f"--inference.urls={proxy.url}",
             f"--training.steps={num_steps}", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
-            f"--rollout.request_timeout_seconds={PATIENCE_SECONDS}",
+            f"--rollout.request_timeout_seconds={PATIENCE_SECONDS}", SLOW_LEARNING,
             "--rollout.max_concurrent_rollouts=16", "--evaluation.num_prompts=8",
         )  # fmt: skip
         run.succeed()
@@ -295,7 +298,7 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
         f"--training.steps={num_steps}", "--grpo.prompts_per_step=4", "--grpo.group_size=4",
         "--rollout.max_concurrent_rollouts=16", "--evaluation.num_prompts=8",
         f"--reward.functions={rewards}:moody", "--reward.num_workers=2",
-        "--reward.timeout_seconds=5",
+        "--reward.timeout_seconds=5", SLOW_LEARNING,
     )  # fmt: skip
     run.succeed()
     assert_learned_from_nothing_bad(run, num_steps)
