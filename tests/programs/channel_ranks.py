@@ -30,6 +30,9 @@ class SomeAgent:
         self.calls: list[list[Any]] = []
         self.released = asyncio.Event()
 
+    async def wait_copied(self, slot: int, version: int) -> None:
+        self.calls.append(["wait_copied", slot, version])
+
     async def gather(self, slot: int, version: int) -> None:
         self.calls.append(["gather", slot, version])
         await self.released.wait()
@@ -72,6 +75,7 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
         # Later calls are answered while the first is under way.
         "gathering_waits": not gathering.done(),
     }
+    await agent.wait_copied(0, 8)
     await agent.drop(5)
     await gathering
     for name, call in (

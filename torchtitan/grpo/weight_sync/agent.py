@@ -40,6 +40,10 @@ class Agent(Protocol):
     num_buckets: int
     """What this rank sends of each version; 0 where it is no source."""
 
+    async def wait_copied(self, slot: int, version: int) -> None:
+        """Returns when this rank's shards of a version lie in a slot."""
+        ...
+
     async def gather(self, slot: int, version: int) -> None:
         """Takes part in gathering a version; sources hold it until :meth:`drop`."""
         ...
@@ -104,6 +108,10 @@ class LocalAgent:
         self._gathering = ThreadPoolExecutor(1, thread_name_prefix="weight-gather")
         # Deltas, checksums, files: what takes long and waits for nobody.
         self._working = ThreadPoolExecutor(1, thread_name_prefix="weight-encode")
+
+    async def wait_copied(self, slot: int, version: int) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
 
     async def gather(self, slot: int, version: int) -> None:
         # On the loop, so that whoever asks for a bucket after this call finds the version.

@@ -24,6 +24,7 @@ from torchtitan.grpo.inference.client import BucketSpec, WeightGroupInfo
 from torchtitan.grpo.weight_sync.agent import Agent, LocalAgent
 
 _RESULTS: dict[str, Any] = {
+    "wait_copied": None,
     "gather": None,
     "drop": None,
     "prepare": BucketSpec,
@@ -157,6 +158,9 @@ class RemoteAgent:
 
     def __init__(self, channel: LeaderChannel, rank: int, num_buckets: int) -> None:
         self._channel, self.rank, self.num_buckets = channel, rank, num_buckets
+
+    async def wait_copied(self, slot: int, version: int) -> None:
+        await self._channel.call(self.rank, "wait_copied", slot, version)
 
     async def gather(self, slot: int, version: int) -> None:
         await self._channel.call(self.rank, "gather", slot, version)

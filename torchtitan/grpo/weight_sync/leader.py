@@ -5,7 +5,7 @@
 
     consumes        filled slots
     produces        versions that the sources hold, for the lanes
-    waits for       a filled slot; all ranks' shards; room for a further version
+    waits for       a filled slot; all ranks' copies and shards; room for a further version
     unblocked by    the training threads; `weight_sync.timeout_seconds`
 
 All of it runs in one event loop, on the publisher's thread.
@@ -124,18 +124,15 @@ class Leader:
             return
         slot, version = taken
         begin = time.perf_counter()
-        gathering = [
-            asyncio.create_task(agent.gather(slot, version), name=f"gather-{agent.rank}")
-            for agent in self._parts.agents
-        ]
+        agents = self._parts.agents
+        # Until then no server hears of the version: it would wait amid a push for a rank that
+        # is behind, or, where they share a host, take cores at that rank's boundary.
+        await _all([asyncio.create_task(agent.wait_copied(slot, version)) for agent in agents])
+        gathering = [asyncio.create_task(agent.gather(slot, version)) for agent in agents]
         # The sources have room for it before any lane asks.
         await asyncio.sleep(0)
         await self._versions.begin(version)
-        try:
-            await asyncio.gather(*gathering)
-        finally:
-            for task in gathering:
-                task.cancel()
+        await _all(gathering)
         # Every rank has read the slot.
         self._slots.release(slot)
         self.gather_seconds = time.perf_counter() - begin
@@ -199,6 +196,15 @@ def max_alive(setting: int, num_servers: int, delta: bool) -> int:
     # The newest, one that is being gathered, and for each server one that it still receives,
     # with the version that its changes are against.
     return setting or num_servers * (2 if delta else 1) + 2
+
+
+async def _all(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Waits for all; when one fails, or the wait is cancelled, the others are cancelled."""
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _run_after(former: "asyncio.Task[None] | None", lane: Lane) -> None:

@@ -19,6 +19,7 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
         ["gather", 1, 7],
         ["prepare", 7, 0, 6],
         ["open", "http://server", 3],
+        ["wait_copied", 0, 8],
         ["drop", 5],
         ["send", "http://server", 7, 0, None],
         ["leave", "http://server"],

@@ -1,0 +1,103 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""In which order the leader has ranks copy and gather, and lets servers have a version."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan.grpo.weight_sync.lane import Listeners
+from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
+from torchtitan.grpo.weight_sync.slots import SlotTable
+
+SECONDS = 30
+
+
+class Rank:
+    """An agent that has copied its shards when the test says so."""
+
+    num_buckets = 0
+
+    def __init__(self, rank: int, calls: list[tuple[int, str, int]]) -> None:
+        self.rank, self._calls = rank, calls
+        self.asked, self.copied = asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+
+    async def wait_copied(self, slot: int, version: int) -> None:
+        self.asked.set()
+        await self.copied.wait()
+        if self.error is not None:
+            raise self.error
+        self._calls.append((self.rank, "copied", version))
+
+    async def gather(self, slot: int, version: int) -> None:
+        self._calls.append((self.rank, "gather", version))
+
+
+class Rig:
+    """A leader without servers, and two ranks; slot 0 holds version 7."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str, int]] = []
+        self.ranks: list[Any] = [Rank(rank, self.calls) for rank in range(2)]
+        self.slots = SlotTable(2)
+        self.slots.filled(self.slots.reserve(), 7)
+        self.ending = False
+        parts = LeaderParts(self.ranks, _no_connection, None, _listen, _nothing)
+        listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None)
+        settings: Any = SimpleNamespace(delta=False)
+        self.leader = Leader(self.slots, parts, settings, listeners, 0, [], lambda: None)
+        self.running = asyncio.create_task(self.leader.run(lambda: self.ending))
+
+    async def end(self) -> None:
+        self.ending = True
+        await asyncio.wait_for(self.running, SECONDS)
+
+
+def _no_connection(server: object) -> Any:
+    raise AssertionError("there are no servers")
+
+
+def _listen() -> "asyncio.Task[None]":
+    return asyncio.create_task(asyncio.Event().wait())  # pyright: ignore[reportReturnType]
+
+
+async def _nothing() -> None:
+    """Nothing to close."""
+
+
+def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copied_it():
+    async def body() -> None:
+        rig = Rig()
+        first, second = rig.ranks
+        first.copied.set()
+        await asyncio.wait_for(second.asked.wait(), SECONDS)
+        newer = asyncio.create_task(rig.leader._versions.newer_than(-1, SECONDS))
+        # Time for whatever might go on without the second rank.
+        await asyncio.wait({newer}, timeout=0.1)
+        assert not newer.done()
+        assert rig.calls == [(0, "copied", 7)]
+        second.copied.set()
+        assert await newer == 7
+        await rig.end()
+        assert rig.calls[1:] == [(1, "copied", 7), (0, "gather", 7), (1, "gather", 7)]
+        # Both slots can be had again.
+        assert {rig.slots.reserve(), rig.slots.reserve()} == {0, 1}
+
+    asyncio.run(body())
+
+
+def test_a_copy_that_fails_ends_the_leader_before_anything_is_gathered():
+    async def body() -> None:
+        rig = Rig()
+        rig.ranks[1].error = TimeoutError("Rank 1 must have published version 7")
+        rig.ranks[1].copied.set()
+        with pytest.raises(TimeoutError, match="must have published version 7"):
+            await asyncio.wait_for(rig.running, SECONDS)
+        assert not rig.calls
+        assert rig.leader.num_versions == 0
+
+    asyncio.run(body())
