@@ -170,6 +170,9 @@ class Trainer:
         while self._publish_next():
             self._pause()
         self._close_publisher()
+        for thread in threading.enumerate():
+            if thread.name.startswith("weight"):
+                thread.join(2.0)  # told to end, and perhaps without a core; one that hangs stays
         self.listener.tell("ended", threads=[t.name for t in threading.enumerate()])
 
     def _publish_next(self) -> bool:
