@@ -128,7 +128,10 @@ class Leader:
         # Until then no server hears of the version: it would wait amid a push for a rank that
         # is behind, or, where they share a host, take cores at that rank's boundary.
         await _all([asyncio.create_task(agent.wait_copied(slot, version)) for agent in agents])
-        gathering = [asyncio.create_task(agent.gather(slot, version)) for agent in agents]
+        gathering = [
+            asyncio.create_task(agent.gather(slot, version), name=f"gather-{agent.rank}")
+            for agent in agents
+        ]
         # The sources have room for it before any lane asks.
         await asyncio.sleep(0)
         await self._versions.begin(version)
