@@ -135,7 +135,8 @@ class Collector:
             others: On the receiver, those of the ranks that are read in place; they must not
                 change before all is put together.
             places: Memory in which parameters of several blocks are put together, each of the
-                parameter's shape; those without get memory of their own.
+                parameter's shape; those without get memory of their own. Blocks may lie
+                there already.
         """
         if self._rank == self._receiver:
             at_hand = {self._receiver: shards, **(others or {})}
@@ -217,7 +218,9 @@ class Collector:
         if whole is None:
             whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
         for piece in assembly.pieces:
-            piece.block.of(whole).copy_(take(piece))
+            part, block = piece.block.of(whole), take(piece)
+            if part.data_ptr() != block.data_ptr():  # else it was written there at once
+                part.copy_(block)
         return whole
 
     def _transfer(self, operation, messages: Mapping[int, torch.Tensor]) -> list[dist.Work]:

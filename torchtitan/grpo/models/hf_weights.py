@@ -51,11 +51,19 @@ def hf_meta(
     return adapter.to_hf({name: torch.empty(tuple(shape), device="meta")})
 
 
-def is_only_renamed(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
-    """Whether a native parameter becomes one Hugging Face tensor with the same elements."""
+def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
+    """Whether a native parameter's Hugging Face tensors, one after another, are its own bytes.
+
+    So it is where it is only renamed, or cut up as stacked experts are.
+    """
     native = torch.empty(tuple(shape), device="meta")
-    converted = list(adapter.to_hf({name: native}).values())
-    return len(converted) == 1 and converted[0] is native
+    end = 0
+    for converted in adapter.to_hf({name: native}).values():
+        is_part = converted is native or converted._base is native
+        if not (is_part and converted.is_contiguous() and converted.storage_offset() == end):
+            return False
+        end += converted.numel()
+    return end == native.numel()
 
 
 def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -26,10 +26,11 @@ from torchtitan.grpo.weight_sync.disk import write_part
 from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
+from torchtitan.grpo.weight_sync.slot_layout import Shards
 
 _POLL_SECONDS = 0.02
 
-ReadSnapshot = Callable[[int, int], dict[str, torch.Tensor]]
+ReadSnapshot = Callable[[int, int], Shards]
 """From slot and version to this rank's shards; waits until the slot holds the version."""
 
 
@@ -44,8 +45,15 @@ class Agent(Protocol):
         """Returns when this rank's shards of a version lie in a slot."""
         ...
 
-    async def gather(self, slot: int, version: int) -> None:
-        """Takes part in gathering a version; sources hold it until :meth:`drop`."""
+    async def gather(self, slot: int, version: int, is_held: bool) -> None:
+        """Takes part in gathering a version; sources hold it until :meth:`drop`.
+
+        Args:
+            slot: Where all ranks have their shards.
+            version: Policy version.
+            is_held: Nobody writes the slot until the version is dropped: it may be sent from
+                there. Otherwise the slot is written again once all ranks are done.
+        """
         ...
 
     async def drop(self, version: int) -> None:
@@ -113,9 +121,11 @@ class LocalAgent:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
 
-    async def gather(self, slot: int, version: int) -> None:
-        # On the loop, so that whoever asks for a bucket after this call finds the version.
-        payload = self._pool.take(version) if self._pool is not None else None
+    async def gather(self, slot: int, version: int, is_held: bool) -> None:
+        payload = None
+        if self._pool is not None:
+            # On the loop, so that whoever asks for a bucket after this call finds the version.
+            payload = self._pool.take(version, slot if is_held else None)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._gathering, self._gather, slot, version, payload)
 

@@ -33,16 +33,16 @@ from torchtitan.grpo.weight_sync.channel import (
 from torchtitan.grpo.weight_sync.connection import Connection, DiskConnection, GroupConnection
 from torchtitan.grpo.weight_sync.disk import VersionDirectories
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
-from torchtitan.grpo.weight_sync.gather import Gatherer
+from torchtitan.grpo.weight_sync.gather import Gatherer, PushPlan, agree_on_push
 from torchtitan.grpo.weight_sync.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.lane import Attestation, LaneSettings, Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.probe import Probes, probe_tokens
 from torchtitan.grpo.weight_sync.publisher import FilledSlots, WeightPublisher, read_snapshot
-from torchtitan.grpo.weight_sync.shared_slots import CAN_SHARE
+from torchtitan.grpo.weight_sync.slot_memory import RankSlots, make_slots
 from torchtitan.grpo.weight_sync.slots import SlotTable
-from torchtitan.grpo.weight_sync.snapshot import Snapshots
+from torchtitan.grpo.weight_sync.snapshot import Snapshots, device_slots
 
 _PROBE_LENGTH = 48
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -70,20 +70,17 @@ def build_publisher(
     ]
     backend = weight_backend(config, device.type)
     parameters = dict(named_parameters(model_parts))
-    staging = "device" if sync.staging == "auto" else sync.staging
-    # Other ranks read them where they lie, if they are processors' and on the same host.
-    is_shared = CAN_SHARE and device.type == "cpu" and dist.get_world_size() > 1
-    snapshots = Snapshots(parameters, sync.num_slots, wire_dtype, device, staging, is_shared)
-    snapshot_device = torch.device("cpu") if staging == "host" else device
+    plan = agree_on_push(parameters, adapter, wire_dtype, sync.bucket_bytes)
+    max_held = _agree_on_held(sync, device, len(servers))
+    slots, slot_device = _make_slots(sync, plan, parameters, device, max_held)
+    snapshots = Snapshots(parameters, slots.shards, device)
     gatherer = Gatherer(
-        parameters,
+        plan,
+        slots,
         adapter,
-        wire_dtype=wire_dtype,
-        bucket_bytes=sync.bucket_bytes,
-        backend=default_backend(snapshot_device.type),
+        backend=default_backend(slot_device.type),
         timeout_seconds=_patience_seconds(sync),
-        device=snapshot_device,
-        shared=snapshots.shared,
+        device=slot_device,
     )
     # The setting is an address of rank 0's host; sources on others find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -95,12 +92,13 @@ def build_publisher(
         deltas=sync.delta,
     )
     filled, probes = FilledSlots(), Probes()
-    agent = _own_agent(sync, gatherer, snapshots, filled, settings)
+    agent = _own_agent(sync, gatherer, slots, snapshots, filled, settings)
     channel, address = _channel(sync)
-    slots = SlotTable(sync.num_slots)
+    table = SlotTable(sync.num_slots, max_held)
     make_leader = None
     if link is not None:
-        _log_memory(sync, gatherer, snapshots, len(servers), f"{wire_dtype} over {backend}")
+        how = f"{wire_dtype} over {backend}"
+        logger.info(f"Weight sync: {how}; {_describe_memory(sync, plan, max_held, len(servers))}")
         attestation = Attestation(
             every=sync.attest_every,
             tokens=attested_tokens(config, vocab_size),
@@ -109,12 +107,12 @@ def build_publisher(
             timeout_seconds=sync.timeout_seconds,
         )
         make_leader = functools.partial(
-            _make_leader, config, agent, channel, gatherer, slots, attestation, link, servers
+            _make_leader, config, agent, channel, plan, table, attestation, link, servers
         )
     return WeightPublisher(
         snapshots=snapshots,
         filled=filled,
-        slots=slots,
+        slots=table,
         probes=probes,
         attest_every=sync.attest_every,
         make_leader=make_leader,
@@ -135,9 +133,40 @@ def _patience_seconds(sync: WeightSync) -> float:
     return 10 * sync.timeout_seconds + 600
 
 
+def _agree_on_held(sync: WeightSync, device: torch.device, num_servers: int) -> int:
+    """How many slots may be held for versions that are sent from them; collective.
+
+    On CUDA none: buckets are put together from shards on all devices, in memory of their own.
+
+    Args:
+        num_servers: As rank 0 knows them. Others may join later: with more versions alive
+            than can be held, buckets are copied out of the slots.
+    """
+    max_held = [max_alive(sync.max_versions, num_servers, sync.delta)]
+    dist.broadcast_object_list(max_held, src=0)
+    return max_held[0] if device.type == "cpu" else 0
+
+
+def _make_slots(
+    sync: WeightSync,
+    plan: PushPlan,
+    parameters: dict[str, torch.Tensor],
+    device: torch.device,
+    max_held: int,
+) -> tuple[RankSlots, torch.device]:
+    """This rank's slots, and the device where they lie; collective."""
+    if device.type == "cpu":
+        return make_slots(plan.layouts, plan.sources, sync.num_slots + max_held), device
+    staging = "device" if sync.staging == "auto" else sync.staging
+    names = plan.names_from(dist.get_rank())
+    shards = device_slots(parameters, names, sync.num_slots, plan.wire_dtype, staging)
+    return RankSlots(shards), torch.device("cpu") if staging == "host" else device
+
+
 def _own_agent(
     sync: WeightSync,
     gatherer: Gatherer,
+    slots: RankSlots,
     snapshots: Snapshots,
     filled: FilledSlots,
     settings: GroupSettings,
@@ -149,6 +178,7 @@ def _own_agent(
             [bucket.num_bytes for bucket in gatherer.own.buckets],
             settings.device,
             sync.checksum,
+            slots.buckets,
         )
     read = read_snapshot(snapshots, filled, _patience_seconds(sync))
     return LocalAgent(dist.get_rank(), gatherer, read, pool, settings)
@@ -167,7 +197,7 @@ def _make_leader(
     config: JobConfig,
     agent: LocalAgent,
     channel: LeaderChannel | None,
-    gatherer: Gatherer,
+    plan: PushPlan,
     slots: SlotTable,
     attestation: Attestation,
     link: RolloutLink,
@@ -185,7 +215,7 @@ def _make_leader(
     )
     return Leader(
         slots,
-        _leader_parts(config, agent, channel, gatherer),
+        _leader_parts(config, agent, channel, plan),
         settings,
         Listeners(on_change, link.notify_version, link.notify_lost),
         sync.max_versions,
@@ -195,18 +225,18 @@ def _make_leader(
 
 
 def _leader_parts(
-    config: JobConfig, agent: LocalAgent, channel: LeaderChannel | None, gatherer: Gatherer
+    config: JobConfig, agent: LocalAgent, channel: LeaderChannel | None, plan: PushPlan
 ) -> LeaderParts:
     assert channel is not None
     sync = config.weight_sync
-    num_buckets = {source.rank: len(source.buckets) for source in gatherer.sources}
+    num_buckets = {source.rank: len(source.buckets) for source in plan.sources}
     agents = agents_of_all_ranks(agent, channel, num_buckets)
     sources = [source for source in agents if source.num_buckets]
     disk = None
     if sync.transport == "disk":
         assert sync.disk_path is not None
         directories = VersionDirectories(Path(sync.disk_path), Path(config.model.hf_assets_path))
-        num_bytes = sum(source.num_bytes for source in gatherer.sources)
+        num_bytes = sum(source.num_bytes for source in plan.sources)
         disk = DiskVersions(directories, sources, num_bytes)
 
     def make_connection(server: ServerInfo) -> Connection:
@@ -230,19 +260,25 @@ def _leader_parts(
     )
 
 
-def _log_memory(
-    sync: WeightSync, gatherer: Gatherer, snapshots: Snapshots, num_servers: int, how: str
-) -> None:
+def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_servers: int) -> str:
     gib = 1024**3
-    largest = max(source.num_bytes for source in gatherer.sources)
-    total = sum(source.num_bytes for source in gatherer.sources)
+    total = sum(source.num_bytes for source in plan.sources)
+    largest = max(source.num_bytes for source in plan.sources)
+    slot = max(layout.num_bytes for layout in plan.layouts.values())
     alive = max_alive(sync.max_versions, num_servers, sync.delta)
-    logger.info(
-        f"Weight sync: {how}; a version has {total / gib:.3f} GiB in "
-        f"{sum(len(source.buckets) for source in gatherer.sources)} buckets from "
-        f"{len(gatherer.sources)} source rank(s). Memory: {sync.num_slots} slots of together "
-        f"{snapshots.num_bytes / gib:.3f} GiB on this rank, and on a source rank at most {alive} "
-        f"versions of {largest / gib:.3f} GiB (weight_sync.max_versions)."
+    version = (
+        f"a version has {total / gib:.3f} GiB in {sum(len(s.buckets) for s in plan.sources)} "
+        f"buckets from {len(plan.sources)} source rank(s). Memory: "
+    )
+    if max_held:
+        return version + (
+            f"on a source rank at most {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
+            f"{max_held} of them for versions that servers are still sent "
+            "(weight_sync.num_slots, weight_sync.max_versions)."
+        )
+    return version + (
+        f"{sync.num_slots} slots of this rank's shards, and on a source rank at most {alive} "
+        f"versions of {largest / gib:.3f} GiB (weight_sync.num_slots, weight_sync.max_versions)."
     )
 
 

@@ -162,8 +162,8 @@ class RemoteAgent:
     async def wait_copied(self, slot: int, version: int) -> None:
         await self._channel.call(self.rank, "wait_copied", slot, version)
 
-    async def gather(self, slot: int, version: int) -> None:
-        await self._channel.call(self.rank, "gather", slot, version)
+    async def gather(self, slot: int, version: int, is_held: bool) -> None:
+        await self._channel.call(self.rank, "gather", slot, version, is_held)
 
     async def drop(self, version: int) -> None:
         await self._channel.call(self.rank, "drop", version)

@@ -5,10 +5,12 @@
 
 Runs on a thread of its own on every rank, on process groups of its own: two threads must
 not issue collectives on one communicator. What each rank sends is settled once, at
-construction, for the whole model and every layout; see `plan.py`.
+construction, for the whole model and every layout; see `plan.py`. Where ranks write into
+their source's memory (see `slot_memory.py`) there is little left to do: buckets that lie in
+the slot are whole as soon as all ranks have copied, but for what must be converted.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,88 +18,99 @@ import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
-from torchtitan.grpo.models.hf_weights import is_only_renamed
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import BucketPlan, SourcePlan, plan_sources
-from torchtitan.grpo.weight_sync.shared_slots import SharedSlots, attach_all
+from torchtitan.grpo.weight_sync.slot_layout import SlotLayout, lay_out_slot, pieces_of
+from torchtitan.grpo.weight_sync.slot_memory import RankSlots
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The bytes of one parameter in the bucket of this index."""
+class PushPlan:
+    """Who sends what, and where it lies meanwhile; the same on every rank.
 
-    name: str
-    shape: tuple[int, ...]
-    bucket: int
-    begin: int
-    end: int
+    Attributes:
+        sources: Ascending by rank.
+        layouts: Of their slots, by rank.
+        wire_dtype: Dtype of the snapshots and of the buckets.
+    """
+
+    sources: list[SourcePlan]
+    layouts: dict[int, SlotLayout]
+    wire_dtype: torch.dtype
+
+    def source(self, rank: int) -> SourcePlan | None:
+        """What a rank is the source of; None where it is none."""
+        return next((source for source in self.sources if source.rank == rank), None)
+
+    def names_from(self, rank: int) -> list[str]:
+        """The parameters of which a rank sends a part."""
+        return [
+            assembly.name
+            for layout in self.layouts.values()
+            for assembly, _ in pieces_of(layout.assemblies, rank)
+        ]
 
 
-def _places(source: SourcePlan, names: Collection[str], wire_dtype: torch.dtype) -> list[_Place]:
-    """Of the parameters in ``names``, each of which is one tensor of its bucket."""
-    places = []
-    for index, plan in enumerate(source.buckets):
-        begin = 0
-        for assembly in plan.assemblies:
-            end = begin + plan.num_bytes_of[assembly.name]
-            if assembly.name in names:
-                places.append(_Place(assembly.name, assembly.shape, index, begin, end))
-            begin = end
-    return places
-
-
-class Gatherer:
-    """One rank's part in the gathering. Constructed on all ranks at the same time.
+def agree_on_push(
+    parameters: Mapping[str, torch.Tensor],
+    adapter: BaseStateDictAdapter,
+    wire_dtype: torch.dtype,
+    bucket_bytes: int,
+) -> PushPlan:
+    """Settles once what each rank sends; collective over all ranks.
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
         adapter: Of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
+    """
+    assemblies = agree_on_assembly(parameters, adapter)
+    sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
+    layouts = {source.rank: lay_out_slot(source, adapter, wire_dtype) for source in sources}
+    return PushPlan(sources, layouts, wire_dtype)
+
+
+class Gatherer:
+    """One rank's part in the gathering. Constructed on all ranks at the same time.
+
+    Args:
+        plan: Of all ranks.
+        slots: Where shards are copied to.
+        adapter: Of the model family.
         backend: Of the gathering groups: that of the snapshots' device.
         timeout_seconds: Bound of one transfer.
         device: Where the snapshots lie.
-        shared: This rank's slots where other ranks may read them; see `shared_slots.py`.
 
     Attributes:
-        sources: The whole plan, the same on every rank.
-        own: This rank's part of it; None where this rank is no source.
-        read_in_place: The ranks whose slots this one reads where they lie.
+        own: What this rank is the source of; None where it is none.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        plan: PushPlan,
+        slots: RankSlots,
         adapter: BaseStateDictAdapter,
         *,
-        wire_dtype: torch.dtype,
-        bucket_bytes: int,
         backend: str,
         timeout_seconds: float,
         device: torch.device,
-        shared: SharedSlots | None = None,
     ) -> None:
-        self._adapter, self._device, self._wire_dtype = adapter, device, wire_dtype
+        self._adapter, self._device, self._slots = adapter, device, slots
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         rank = dist.get_rank()
-        assemblies = agree_on_assembly(parameters, adapter)
-        self.sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
-        self.own = next((source for source in self.sources if source.rank == rank), None)
-        renamed = {a.name for a in assemblies if is_only_renamed(adapter, a.name, a.shape)}
-        self._places = _places(self.own, renamed, wire_dtype) if self.own is not None else []
-        others = set(self.own.members) - {rank} if self.own is not None else set()
-        self._slots_of, reached_by = attach_all(shared.offer if shared else None, others)
-        self.read_in_place = reached_by[rank]
-        if shared is not None:
-            shared.close()
+        self.own = plan.source(rank)
+        self._layout = plan.layouts.get(rank)
         # Every rank makes every group; it takes part in those it is a member of.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
-        for source in self.sources:
+        for source in plan.sources:
             group = collecting_group(source.members, backend, timeout_seconds, device)
             if rank in source.members:
-                buckets = [plan.assemblies for plan in source.buckets]
-                in_place = reached_by[source.rank]
-                collector = Collector(buckets, wire_dtype, device, group, source.rank, in_place)
+                buckets = [bucket.assemblies for bucket in source.buckets]
+                in_place = slots.in_place.get(source.rank, ())
+                collector = Collector(
+                    buckets, plan.wire_dtype, device, group, source.rank, in_place
+                )
                 self._collectors.append((source, collector))
 
     def gather(
@@ -130,7 +143,7 @@ class Gatherer:
                     raise AssertionError("only a source receives")
             else:
                 assert payload is not None
-                others = {rank: slots[slot] for rank, slots in self._slots_of.items()}
+                others = self._slots.others[slot] if self._slots.others else {}
                 places = self._places_in(payload)
                 self._fill_all(collector.collect(shards, others=others, places=places), payload)
 
@@ -145,14 +158,11 @@ class Gatherer:
             raise AssertionError(f"{name} is in no bucket")
 
     def _places_in(self, payload: Payload) -> dict[str, torch.Tensor]:
-        """Where parameters that are only renamed are put together: in their buckets already."""
-        return {
-            place.name: payload.buffers[place.bucket][place.begin : place.end]
-            .view(self._wire_dtype)
-            .view(place.shape)
-            for place in self._places
-            if payload.buffers[place.bucket].device.type == self._device.type
-        }
+        """Where parameters that travel as they are are put together: in their buckets already."""
+        assert self._layout is not None
+        if payload.buffers[0].device.type != self._device.type:
+            return {}
+        return self._layout.wholes_in(payload.buffers)
 
     def _fill(
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor

@@ -88,6 +88,7 @@ class Leader:
         self._max_versions = max_versions
         self._servers, self._changed_servers = servers, changed_servers
         self._versions = Versions(max_alive(max_versions, len(servers), settings.delta), self._drop)
+        self._slot_of: dict[int, int] = {}  # of versions that are sent from their slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="weight-slots")
@@ -123,21 +124,26 @@ class Leader:
         if taken is None:
             return
         slot, version = taken
+        is_held = self._slots.can_hold()
         begin = time.perf_counter()
         agents = self._parts.agents
         # Until then no server hears of the version: it would wait amid a push for a rank that
         # is behind, or, where they share a host, take cores at that rank's boundary.
         await _all([asyncio.create_task(agent.wait_copied(slot, version)) for agent in agents])
         gathering = [
-            asyncio.create_task(agent.gather(slot, version), name=f"gather-{agent.rank}")
+            asyncio.create_task(agent.gather(slot, version, is_held), name=f"gather-{agent.rank}")
             for agent in agents
         ]
         # The sources have room for it before any lane asks.
         await asyncio.sleep(0)
         await self._versions.begin(version)
         await _all(gathering)
-        # Every rank has read the slot.
-        self._slots.release(slot)
+        # Every rank is done with the slot. What is newest is not dropped before the next begins.
+        if is_held:
+            self._slots.hold(slot)
+            self._slot_of[version] = slot
+        else:
+            self._slots.release(slot)
         self.gather_seconds = time.perf_counter() - begin
 
     async def _drop(self, version: int) -> None:
@@ -145,6 +151,8 @@ class Leader:
             await self._parts.disk.remove(version)
         sources = (agent for agent in self._parts.agents if agent.num_buckets)
         await asyncio.gather(*(agent.drop(version) for agent in sources))
+        if version in self._slot_of:
+            self._slots.release(self._slot_of.pop(version))
 
     def _set_servers(self, servers: Sequence[ServerInfo]) -> None:
         """Begins lanes of new servers and ends those of servers that are gone.

@@ -9,8 +9,9 @@
 
 Lanes send a bucket as soon as it is filled, while later ones are still being gathered. A
 slow lane may take long over a version while newer ones are gathered, so every version has
-buffers of its own. They are used again only when the leader has dropped the version and
-the last thread that reads them has come back, however long ago its lane gave it up.
+buffers of its own: a snapshot slot that is held for it, or copies. They are used again only
+when the leader has dropped the version and the last thread that reads them has come back,
+however long ago its lane gave it up.
 """
 
 import asyncio
@@ -118,6 +119,7 @@ class PayloadPool:
         sizes: Their bytes.
         device: Where they lie: the device that weight groups send from.
         checksum: Add checksums to the buckets' specs.
+        in_slots: For each snapshot slot the buckets that lie in it; None where none do.
     """
 
     def __init__(
@@ -126,32 +128,48 @@ class PayloadPool:
         sizes: Sequence[int],
         device: torch.device,
         checksum: bool,
+        in_slots: Sequence[list[torch.Tensor]] | None = None,
     ) -> None:
         self._specs, self._sizes = specs, sizes
         self._device, self._checksum = device, checksum
+        self._in_slots = in_slots
         self._free: list[list[torch.Tensor]] = []
         self._payloads: dict[int, Payload] = {}
         self._readers: dict[int, int] = {}
         self._dropped: set[int] = set()
+        self._lent: set[int] = set()  # versions whose buffers are a slot's
         self._lock = threading.Lock()
 
-    def take(self, version: int) -> Payload:
-        """Buffers for a new version: used ones where there are some, else new ones.
+    def take(self, version: int, held_slot: int | None = None) -> Payload:
+        """Buffers for a new version: those in its slot, else used ones, else new ones.
 
         On the event loop of the publisher's thread.
+
+        Args:
+            version: Policy version.
+            held_slot: Its slot, where that is held for as long as the version is: the buckets
+                are sent from there, if they lie there.
         """
-        with self._lock:
-            buffers = self._free.pop() if self._free else None
-        if buffers is None:
-            pinned = self._device.type == "cpu" and torch.cuda.is_available()
-            buffers = [
-                torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-                for size in self._sizes
-            ]
+        held = None
+        if held_slot is not None and self._in_slots is not None:
+            held = self._in_slots[held_slot]
+        buffers = held if held is not None else self._own_buffers()
         payload = Payload(version, self._specs, buffers, self._checksum)
         with self._lock:
             self._payloads[version], self._readers[version] = payload, 0
+            if held is not None:
+                self._lent.add(version)
         return payload
+
+    def _own_buffers(self) -> list[torch.Tensor]:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        pinned = self._device.type == "cpu" and torch.cuda.is_available()
+        return [
+            torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+            for size in self._sizes
+        ]
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Payload]:
@@ -184,6 +202,9 @@ class PayloadPool:
 
     def _maybe_free(self, version: int) -> None:
         if version in self._dropped and not self._readers[version]:
-            self._free.append(self._payloads.pop(version).buffers)
+            payload = self._payloads.pop(version)
+            if version not in self._lent:  # else the leader lets the slot go
+                self._free.append(payload.buffers)
+            self._lent.discard(version)
             self._dropped.discard(version)
             del self._readers[version]

@@ -24,13 +24,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import torch
-
 from torchtitan.grpo.weight_sync.lane import Lane
 from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
 from torchtitan.grpo.weight_sync.priority import yield_to_training
 from torchtitan.grpo.weight_sync.probe import Probes, is_attested
+from torchtitan.grpo.weight_sync.slot_layout import Shards
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
@@ -304,10 +303,10 @@ def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
 
 def read_snapshot(
     snapshots: Snapshots, filled: FilledSlots, timeout_seconds: float
-) -> Callable[[int, int], dict[str, torch.Tensor]]:
+) -> Callable[[int, int], Shards]:
     """What an agent reads its shards with."""
 
-    def read(slot: int, version: int) -> dict[str, torch.Tensor]:
+    def read(slot: int, version: int) -> Shards:
         filled.wait_for(slot, version, timeout_seconds)
         return snapshots.read(slot)
 

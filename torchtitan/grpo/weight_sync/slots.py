@@ -4,8 +4,9 @@
 """Which snapshot slot may be written, and which may be read.
 
     FREE --reserve--> RESERVED --filled--> PENDING --take_newest--> SENDING --release--> FREE
-                          ^                   |
-                          +---- reserve ------+   (a waiting snapshot is superseded)
+                          ^                   |                        |                  ^
+                          +---- reserve ------+                        +-hold-> HELD -release
+                (a waiting snapshot is superseded)
 
 Only rank 0 keeps these states; its decisions travel to the other ranks with the batch
 (which slot to fill) and with the publisher's commands (which slot to read). Two slots are
@@ -13,15 +14,18 @@ enough for the newest weights always to find a place: at most one slot is being 
 what merely waits may be overwritten by something newer. Leaving out the new version instead
 could end in a deadlock: a trainer may wait for rollouts of just that version.
 
-The gatherer is the only reader, one version at a time, so a state says what a count of
-references would: SENDING is one reference, which ends when all ranks have read.
+What is SENDING is being gathered, one version at a time. That is one reference, which ends
+when all ranks have read. Where buckets lie in the slots (see `slot_memory.py`), gathering
+copies nothing, and the slot is HELD for as long as servers may be sent the version. Slots
+beyond the two are there for that; when none is to spare, buckets are copied out.
 
 No rank writes a slot that is read or copied into, although copies run on a thread of their
 own, and ranks are ahead of or behind one another:
 
 - A copy never meets another copy: each rank makes its copies one at a time, in order.
 - A copy never meets a reader. The table never lets a slot be both RESERVED and SENDING, and
-  a slot turns SENDING only with the version that it was last reserved for. So every
+  a slot turns SENDING only with the version that it was last reserved for; the same goes
+  for HELD, which follows SENDING. So every
   decision to write the slot was made either before that version's, and then that copy was
   also started before that version's on every rank, which the reader waits for; or after the
   release, and then all ranks have read.
@@ -41,6 +45,7 @@ class SlotState(Enum):
     RESERVED = "reserved"
     PENDING = "pending"
     SENDING = "sending"
+    HELD = "held"
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,18 @@ class Slots:
     Attributes:
         states: Of each slot.
         versions: That each slot holds, once it is filled; -1 before.
+        max_held: How many may be HELD.
         num_superseded: Versions that were never taken, because a newer one came.
     """
 
     states: tuple[SlotState, ...]
     versions: tuple[int, ...]
+    max_held: int = 0
     num_superseded: int = field(default=0, compare=False)
 
     @classmethod
-    def free(cls, num_slots: int) -> Self:
-        """All slots, free.
+    def free(cls, num_slots: int, max_held: int = 0) -> Self:
+        """All slots, free: ``num_slots``, and as many again as may be held.
 
         Raises:
             ValueError: Fewer than two.
@@ -69,13 +76,14 @@ class Slots:
                 f"weight_sync.num_slots must be at least 2 (one being sent, one being "
                 f"filled), got {num_slots}."
             )
-        return cls((SlotState.FREE,) * num_slots, (-1,) * num_slots)
+        total = num_slots + max_held
+        return cls((SlotState.FREE,) * total, (-1,) * total, max_held)
 
     def reserve(self) -> tuple[Self, int]:
         """Picks the slot for the coming weights: a free one, else the oldest that waits."""
         free = self._in_state(SlotState.FREE)
         waiting = self._in_state(SlotState.PENDING)
-        assert free or waiting, f"one slot is reserved at a time, and only one sent: {self}"
+        assert free or waiting, f"one slot is reserved at a time, and one sent: {self}"
         slot = free[0] if free else min(waiting, key=lambda s: self.versions[s])
         after = self._with(slot, SlotState.RESERVED)
         return (after if free else replace(after, num_superseded=self.num_superseded + 1)), slot
@@ -102,9 +110,18 @@ class Slots:
                 after = after._with(slot, SlotState.FREE)
         return replace(after, num_superseded=self.num_superseded + len(waiting) - 1), newest
 
+    def can_hold(self) -> bool:
+        """Whether the slot that is SENDING may be held, too."""
+        return len(self._in_state(SlotState.HELD)) < self.max_held
+
+    def hold(self, slot: int) -> Self:
+        """All ranks are done with the slot, but servers are sent its version from there."""
+        assert self.states[slot] is SlotState.SENDING and self.can_hold(), (slot, self)
+        return self._with(slot, SlotState.HELD)
+
     def release(self, slot: int) -> Self:
-        """All ranks have read the slot."""
-        assert self.states[slot] is SlotState.SENDING, (slot, self)
+        """Nobody reads the slot any more."""
+        assert self.states[slot] in (SlotState.SENDING, SlotState.HELD), (slot, self)
         return self._with(slot, SlotState.FREE)
 
     def _with(self, slot: int, state: SlotState) -> Self:
@@ -120,8 +137,8 @@ class SlotTable:
     The lock is held for a few microseconds at a time, never while somebody waits.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._slots = Slots.free(num_slots)
+    def __init__(self, num_slots: int, max_held: int = 0) -> None:
+        self._slots = Slots.free(num_slots, max_held)
         self._changed = threading.Condition()
 
     @property
@@ -161,8 +178,18 @@ class SlotTable:
             self._slots, slot = taken
             return slot, self._slots.versions[slot]
 
+    def can_hold(self) -> bool:
+        """Whether the slot that was taken last may be held once it is gathered."""
+        with self._changed:
+            return self._slots.can_hold()
+
+    def hold(self, slot: int) -> None:
+        """Servers are sent what was taken from the slot until :meth:`release`."""
+        with self._changed:
+            self._slots = self._slots.hold(slot)
+
     def release(self, slot: int) -> None:
-        """All ranks have read the slot."""
+        """Nobody reads the slot any more."""
         with self._changed:
             self._slots = self._slots.release(slot)
 

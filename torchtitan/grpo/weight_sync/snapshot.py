@@ -18,7 +18,7 @@ business of `slots.py`.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Literal
 
@@ -26,7 +26,7 @@ import torch
 
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.weight_sync.priority import yield_to_training
-from torchtitan.grpo.weight_sync.shared_slots import SharedSlots
+from torchtitan.grpo.weight_sync.slot_layout import Shards
 
 Staging = Literal["device", "host"]
 _WAIT_SECONDS = 120.0
@@ -41,53 +41,53 @@ def _nobody() -> None:
     """Nobody waits."""
 
 
-class Snapshots:
-    """``num_slots`` copies of the local shards in the wire dtype.
+def device_slots(
+    parameters: Mapping[str, torch.Tensor],
+    names: Collection[str],
+    num_slots: int,
+    wire_dtype: torch.dtype,
+    staging: Staging,
+) -> list[dict[str, torch.Tensor]]:
+    """Slots for shards that lie on a CUDA device.
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
-        num_slots: Copies that may be alive at once.
+        names: Those that it sends.
+        num_slots: How many slots.
         wire_dtype: Dtype in which weights travel.
-        device: The training device.
-        staging: Where copies lie: in the training device's memory or in pinned host
-            memory. The same on CPU.
-        is_shared: On CPU: other ranks of this host may read the slots.
+        staging: In the training device's memory or in pinned host memory.
+    """
 
-    Attributes:
-        shared: What they need for it; None where the slots are this process's alone.
+    def room_for(source: torch.Tensor) -> torch.Tensor:
+        if staging == "host":
+            # In plain order, whatever the order of the source: see `_StreamCopies.start`.
+            return torch.empty(source.shape, dtype=wire_dtype, pin_memory=True)
+        return torch.empty_like(source, dtype=wire_dtype)
+
+    sources = {name: local_tensor(parameters[name]) for name in names}
+    return [{name: room_for(source) for name, source in sources.items()} for _ in range(num_slots)]
+
+
+class Snapshots:
+    """Copies of local shards in the wire dtype.
+
+    Args:
+        parameters: Names and (sharded) parameters of this rank.
+        slots: Where the copies go, by name, in the wire dtype; what is in none of them is not
+            copied. See `slot_memory.py`, or :func:`device_slots`.
+        device: The training device.
     """
 
     def __init__(
         self,
-        parameters: dict[str, torch.Tensor],
-        num_slots: int,
-        wire_dtype: torch.dtype,
+        parameters: Mapping[str, torch.Tensor],
+        slots: Sequence[Mapping[str, torch.Tensor]],
         device: torch.device,
-        staging: Staging = "device",
-        is_shared: bool = False,
     ) -> None:
-        assert not (is_shared and device.type == "cuda"), "slots on a device are not shared"
-        sources = {name: local_tensor(p) for name, p in parameters.items()}
-        is_pinned = device.type == "cuda" and staging == "host"
-        self.shared: SharedSlots | None = None
-        if is_shared:
-            shapes = {name: tuple(source.shape) for name, source in sources.items()}
-            self.shared = SharedSlots(shapes, num_slots, wire_dtype)
-            self._slots = self.shared.slots
-        else:
-            self._slots = [
-                {name: _room_for(source, wire_dtype, is_pinned) for name, source in sources.items()}
-                for _ in range(num_slots)
-            ]
+        self._slots = slots
+        sources = [local_tensor(parameters[name]) for name in slots[0]]
         make_copies = _StreamCopies if device.type == "cuda" else _ThreadCopies
-        self._copies = make_copies(
-            [list(slot.values()) for slot in self._slots], list(sources.values()), device
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all slots on this rank."""
-        return sum(t.nbytes for slot in self._slots for t in slot.values())
+        self._copies = make_copies([list(slot.values()) for slot in slots], sources, device)
 
     def copy_into(
         self,
@@ -121,7 +121,7 @@ class Snapshots:
         """
         self._copies.fence(timeout_seconds)
 
-    def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> dict[str, torch.Tensor]:
+    def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
         """The slot's shards, once their copy is done; called on the publisher's thread.
 
         Raises:
@@ -138,13 +138,6 @@ class Snapshots:
             TimeoutError: It did not end in time; it is left to the process's end.
         """
         self._copies.close(timeout_seconds)
-
-
-def _room_for(source: torch.Tensor, dtype: torch.dtype, is_pinned: bool) -> torch.Tensor:
-    if is_pinned:
-        # In plain order, whatever the order of the source: see `_StreamCopies.start`.
-        return torch.empty(source.shape, dtype=dtype, pin_memory=True)
-    return torch.empty_like(source, dtype=dtype)
 
 
 class _Copy:
@@ -244,7 +237,8 @@ def _copy_all(
             time.sleep(_HEAD_START_SECONDS)
             try:
                 # One call for all, which gives the interpreter back once and not for each.
-                torch._foreach_copy_(slots[copy.slot], sources)
+                if sources:  # a replica sends nothing
+                    torch._foreach_copy_(slots[copy.slot], sources)
             except BaseException as error:  # the thread's boundary: kept for who waits
                 copy.error = error
             copy.ended.set()

@@ -1,0 +1,130 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Where everything lies in a snapshot slot of one source.
+
+    | bucket 0 | bucket 1 | ... | blocks of what must be converted |
+
+Pure, and equal on all ranks. Ranks copy their shards to where they travel from, so nothing
+is left to gather; only parameters whose bytes the Hugging Face layout changes have blocks
+of their own and are put together from these.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.models.hf_weights import keeps_bytes
+from torchtitan.grpo.models.shards import Assembly, Piece
+from torchtitan.grpo.weight_sync.plan import SourcePlan
+
+Shards = Mapping[str, torch.Tensor]
+"""A rank's part of each of the parameters that it sends, by native name."""
+
+_ALIGNMENT = 64  # of buckets and blocks, in bytes: a cache line
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a whole parameter begins in the bucket of this index, in bytes."""
+
+    shape: tuple[int, ...]
+    bucket: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """See the module's docstring.
+
+    Attributes:
+        dtype: Of all tensors: the wire dtype.
+        assemblies: The source's parameters.
+        buckets: Begin and end of each, in bytes.
+        places: Of the parameters that travel as they are, by native name.
+        blocks: Begin of each block of the others, by native name and rank.
+        num_bytes: Size of a slot.
+    """
+
+    dtype: torch.dtype
+    assemblies: tuple[Assembly, ...]
+    buckets: tuple[tuple[int, int], ...]
+    places: Mapping[str, Place]
+    blocks: Mapping[tuple[str, int], int]
+    num_bytes: int
+
+    def buckets_in(self, slot: torch.Tensor) -> list[torch.Tensor]:
+        """The buckets of a slot, as views.
+
+        Args:
+            slot: [num_bytes] uint8.
+        """
+        return [slot[begin:end] for begin, end in self.buckets]
+
+    def wholes_in(self, buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters that travel as they are, as views of buckets wherever these lie."""
+        return {
+            name: _view(buckets[place.bucket], place.begin, place.shape, self.dtype)
+            for name, place in self.places.items()
+        }
+
+    def shards_in(self, slot: torch.Tensor, rank: int) -> Shards:
+        """Where a rank copies what it sends, as views of a slot."""
+        wholes = self.wholes_in(self.buckets_in(slot))
+        return {
+            assembly.name: piece.block.of(wholes[assembly.name])
+            if assembly.name in wholes
+            else _view(slot, self.blocks[assembly.name, rank], piece.block.shape, self.dtype)
+            for assembly, piece in pieces_of(self.assemblies, rank)
+        }
+
+
+def lay_out_slot(
+    source: SourcePlan, adapter: BaseStateDictAdapter, wire_dtype: torch.dtype
+) -> SlotLayout:
+    """The layout of a source's slots.
+
+    Args:
+        source: What it sends.
+        adapter: Of the model family.
+        wire_dtype: Dtype of the snapshots and of the buckets.
+    """
+    end = 0
+    buckets, places, blocks = [], {}, {}
+    for index, plan in enumerate(source.buckets):
+        position = 0
+        for assembly in plan.assemblies:
+            if keeps_bytes(adapter, assembly.name, assembly.shape):
+                places[assembly.name] = Place(assembly.shape, index, position)
+            position += plan.num_bytes_of[assembly.name]
+        buckets.append((end, end + position))
+        end = _aligned(end + position)
+    assemblies = tuple(a for plan in source.buckets for a in plan.assemblies)
+    for assembly in assemblies:
+        if assembly.name not in places:
+            for piece in assembly.pieces:
+                blocks[assembly.name, piece.rank] = end
+                end = _aligned(end + piece.block.numel * wire_dtype.itemsize)
+    return SlotLayout(wire_dtype, assemblies, tuple(buckets), places, blocks, end)
+
+
+def pieces_of(assemblies: Sequence[Assembly], rank: int) -> Iterator[tuple[Assembly, Piece]]:
+    """What a rank sends."""
+    for assembly in assemblies:
+        for piece in assembly.pieces:
+            if piece.rank == rank:
+                yield assembly, piece
+
+
+def _view(
+    memory: torch.Tensor, begin: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return memory[begin : begin + size].view(dtype).view(tuple(shape))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
