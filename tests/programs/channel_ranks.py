@@ -33,8 +33,8 @@ class SomeAgent:
     async def wait_copied(self, slot: int, version: int) -> None:
         self.calls.append(["wait_copied", slot, version])
 
-    async def gather(self, slot: int, version: int) -> None:
-        self.calls.append(["gather", slot, version])
+    async def gather(self, slot: int, version: int, is_held: bool) -> None:
+        self.calls.append(["gather", slot, version, is_held])
         await self.released.wait()
 
     async def drop(self, version: int) -> None:
@@ -67,7 +67,7 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
     listening = asyncio.create_task(channel.listen())
     agent = RemoteAgent(channel, 1, 2)
     # The first call comes before the rank has said that it is there.
-    gathering = asyncio.create_task(agent.gather(1, 7))
+    gathering = asyncio.create_task(agent.gather(1, 7, True))
     await asyncio.sleep(0)  # called first, and so to arrive first
     results = {
         "prepared": await agent.prepare(7, 0, 6) == SPEC,

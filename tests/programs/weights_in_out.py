@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.hf_weights import export_hf, named_parameters
-from torchtitan.grpo.weight_sync.gather import Gatherer
-from torchtitan.grpo.weight_sync.payloads import PayloadPool
+from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
+from torchtitan.grpo.weight_sync.payloads import Bucket, PayloadPool
+from torchtitan.grpo.weight_sync.slot_memory import make_slots
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 CPU = torch.device("cpu")
@@ -40,43 +42,53 @@ def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
 
 @dataclass
 class Gathered:
-    """What this rank is a source of: names in the order of the bytes, tensors, buckets."""
+    """What this rank is a source of: names in the order of the bytes, tensors, buckets.
+
+    ``tensors`` are those of a version that is sent from its slot, then of one that is not.
+    """
 
     names: list[str]
-    tensors: dict[str, torch.Tensor]
+    tensors: list[dict[str, torch.Tensor]]
     num_buckets: int
-    read_in_place: list[int]
+    in_place: list[int]
 
 
 async def gathered(built: Built, *, is_shared: bool) -> Gathered:
     parameters = dict(named_parameters(built.parts))
-    snapshots = Snapshots(parameters, 2, torch.bfloat16, CPU, is_shared=is_shared)
+    plan = agree_on_push(parameters, built.adapter, torch.bfloat16, BUCKET_BYTES)
+    slots = make_slots(plan.layouts, plan.sources, 2, is_shared=is_shared)
+    snapshots = Snapshots(parameters, slots.shards, CPU)
     gatherer = Gatherer(
-        parameters, built.adapter, wire_dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
-        backend="gloo", timeout_seconds=60.0, device=CPU, shared=snapshots.shared,
-    )  # fmt: skip
-    plans = gatherer.own.buckets if gatherer.own is not None else ()
-    pool = PayloadPool([p.spec for p in plans], [p.num_bytes for p in plans], CPU, False)
-    tensors, names = {}, []
-    for slot in range(2):  # the second time with whatever the first left behind
+        plan, slots, built.adapter, backend="gloo", timeout_seconds=60.0, device=CPU
+    )
+    buckets = gatherer.own.buckets if gatherer.own is not None else ()
+    specs, sizes = [b.spec for b in buckets], [b.num_bytes for b in buckets]
+    pool = PayloadPool(specs, sizes, CPU, False, slots.buckets)
+    tensors, names = [], []
+    for slot in range(2):
         snapshots.copy_into(slot)
-        payload = pool.take(slot) if plans else None
+        is_held = slot == 0
+        payload = pool.take(slot, slot if is_held else None) if buckets else None
         await asyncio.to_thread(gatherer.gather, slot, snapshots.read(slot), payload)
         if payload is None:
             continue
-        buckets = [payload.bucket(index) for index in range(len(plans))]
-        names = [name for bucket in buckets for name in bucket.spec.names]
-        for bucket in buckets:
-            flat = bucket.payload.view(torch.bfloat16)
-            sizes = [torch.Size(shape).numel() for shape in bucket.spec.shapes]
-            pieces = flat.split(sizes)
-            for name, shape, piece in zip(
-                bucket.spec.names, bucket.spec.shapes, pieces, strict=True
-            ):
-                tensors[name] = piece.view(shape).clone()
+        assert slots.buckets is not None
+        lies_in_slot = payload.buffers[0].data_ptr() == slots.buckets[slot][0].data_ptr()
+        assert lies_in_slot == is_held, (slot, is_held)
+        filled = [payload.bucket(index) for index in range(len(buckets))]
+        names = [name for bucket in filled for name in bucket.spec.names]
+        tensors.append({name: t.clone() for b in filled for name, t in tensors_of(b)})
         pool.drop(slot)
     snapshots.close()
-    return Gathered(names, tensors, len(plans), sorted(gatherer.read_in_place))
+    in_place = slots.in_place.get(dist.get_rank(), set())
+    return Gathered(names, tensors, len(buckets), sorted(in_place))
+
+
+def tensors_of(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    flat = bucket.payload.view(torch.bfloat16)
+    pieces = flat.split([torch.Size(shape).numel() for shape in bucket.spec.shapes])
+    for name, shape, piece in zip(bucket.spec.names, bucket.spec.shapes, pieces, strict=True):
+        yield name, piece.view(shape)
 
 
 def run_case(case: dict, folder: Path) -> dict:
@@ -97,11 +109,11 @@ def run_case(case: dict, folder: Path) -> dict:
     return {
         "num_buckets": sent.num_buckets,
         "gathered_names": sent.names,
-        "read_in_place": [sent.read_in_place, shared.read_in_place],
+        "in_place": [sent.in_place, shared.in_place],
         "own_names": [name for name, _ in named_parameters(built.parts)],
         "wrongly_loaded": wrongly_loaded(built, source),
-        "wrongly_gathered": differences(sent.tensors, expected),
-        "wrongly_shared": differences(shared.tensors, expected),
+        "wrongly_gathered": [wrong for t in sent.tensors for wrong in differences(t, expected)],
+        "wrongly_shared": [wrong for t in shared.tensors for wrong in differences(t, expected)],
         "wrongly_exported": differences(exported, source),
     }
 

@@ -487,12 +487,13 @@ class WeightSync:
     """Wire dtype. ``auto``: ``training.mixed_precision_param``, which is what the
     trainer's own forward computes with."""
 
-    bucket_bytes: int = 64 * 1024 * 1024
+    bucket_bytes: int = 128 * 1024 * 1024
     """Tensors travel in buckets of about this size; one tensor is never split."""
 
     num_slots: int = 2
     """Snapshots of the local shards that may be alive at once, at least 2: one is sent
-    while the next is filled."""
+    while the next is filled. On CPU versions are sent from their slots, so there are as many
+    more as ``weight_sync.max_versions`` allows."""
 
     master_address: str = "auto"
     """Address under which servers reach rank 0. ``auto``: this host's address on the

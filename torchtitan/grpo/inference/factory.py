@@ -31,6 +31,7 @@ def make_client(
     admin_key: str | None = None,
     control_timeout_seconds: float = 30.0,
     request_timeout_seconds: float = 600.0,
+    idle_seconds: float = 0.0,
 ) -> InferenceClient:
     """A client for the server at ``url``.
 
@@ -42,6 +43,7 @@ def make_client(
             without that the generation key is used.
         control_timeout_seconds: Bound of one control request.
         request_timeout_seconds: Bound of one completion.
+        idle_seconds: See :class:`HttpConnection`.
 
     Raises:
         ValueError: The kind or the URL is not one.
@@ -55,5 +57,6 @@ def make_client(
         api_key=api_key or os.environ.get(API_KEY_VARIABLE),
         admin_key=admin_key or os.environ.get(ADMIN_KEY_VARIABLE),
         timeout_seconds=control_timeout_seconds,
+        idle_seconds=idle_seconds,
     )
     return _CLIENTS[kind](http, request_timeout_seconds=request_timeout_seconds)

@@ -55,13 +55,23 @@ class HttpConnection:
         api_key: Bearer key of generation routes, and of control routes without their own.
         admin_key: Bearer key of control routes.
         timeout_seconds: Bound of a request that names no other.
+        idle_seconds: How long a connection is kept for the next request; 0 opens one for
+            each. Servers close idle ones after some seconds, and what is just being written
+            to one is lost: stay well below that.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None, admin_key: str | None, timeout_seconds: float
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        admin_key: str | None,
+        timeout_seconds: float,
+        idle_seconds: float = 0.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout_seconds = timeout_seconds
+        self._idle_seconds = idle_seconds
         self._keys = {"generation": api_key, "control": admin_key or api_key}
         self._session: aiohttp.ClientSession | None = None
         self._turn = asyncio.Lock()
@@ -150,9 +160,10 @@ class HttpConnection:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # The number of requests in flight is the dispatcher's business: no limit here.
-            # A connection for each request: servers close idle ones after some seconds, and
-            # any after an internal error, and what is then being written to it is lost.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            if self._idle_seconds:
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_seconds)
+            else:
+                connector = aiohttp.TCPConnector(limit=0, force_close=True)
             # No proxy from the environment either: servers are addressed directly.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session

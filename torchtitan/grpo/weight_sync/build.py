@@ -45,6 +45,9 @@ from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, device_slots
 
 _PROBE_LENGTH = 48
+# A push makes many requests in a row, and connecting costs as much as they do. No server
+# closes a connection that has been idle for so short a time.
+_IDLE_SECONDS = 1.0
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
@@ -302,4 +305,5 @@ def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
         api_key=inference.api_key,
         admin_key=inference.admin_key,
         control_timeout_seconds=inference.control_timeout_seconds,
+        idle_seconds=_IDLE_SECONDS,
     )

@@ -61,7 +61,7 @@ def test_weights_come_out_as_they_went_in(num_ranks, make_model, run_ranks, tmp_
         assert all(source["num_buckets"] > 1 for source in by_source), name
         is_sharded = {"dp_shard", "tp", "cp"} & layout.keys()
         for source in by_source:
-            sent, shared = source["read_in_place"]
+            sent, shared = source["in_place"]
             assert (sent, bool(shared)) == ([], bool(is_sharded)), name
         assert_in_model_order([source["gathered_names"] for source in by_source])
         assert_complete_directory(tmp_path / name, Path(folders[kind]))

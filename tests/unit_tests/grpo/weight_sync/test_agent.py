@@ -56,7 +56,7 @@ def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
         agent = make_agent()
         assert agent.num_buckets == 2
         for version in (3, 4):
-            await agent.gather(0, version)
+            await agent.gather(0, version, False)
         whole = await agent.prepare(4, 1, None)
         assert (whole.names, whole.num_changed, whole.base_version) == (("b",), None, None)
         assert whole.checksums is not None
@@ -96,9 +96,9 @@ def test_what_was_dropped_or_could_not_be_gathered_says_so():
             return tensors
 
         agent = make_agent(read)
-        await agent.gather(0, 1)
+        await agent.gather(0, 1, False)
         with pytest.raises(RuntimeError, match="rank 3 is gone"):
-            await agent.gather(0, 2)
+            await agent.gather(0, 2, False)
         assert (await agent.prepare(2, 0, None)).names == ("a",)
         with pytest.raises(PayloadFailed, match=r"Bucket 1 .* rank 3 is gone"):
             await agent.prepare(2, 1, None)
@@ -128,7 +128,7 @@ def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
 
     async def body() -> None:
         agent = make_agent()
-        await agent.gather(0, 1)
+        await agent.gather(0, 1, False)
         writing = asyncio.create_task(agent.write(1, str(tmp_path)))
         await asyncio.to_thread(begun.wait, 30)
         writing.cancel()

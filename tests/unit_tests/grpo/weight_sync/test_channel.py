@@ -16,7 +16,7 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
     assert leader["send"] == "given up"
     assert leader["stranger"] == "not heard"
     assert follower["calls"] == [
-        ["gather", 1, 7],
+        ["gather", 1, 7, True],
         ["prepare", 7, 0, 6],
         ["open", "http://server", 3],
         ["wait_copied", 0, 8],

@@ -8,7 +8,8 @@ The decisions are those of the real :class:`Slots`; the threads around them are 
     training   [leader: reserve] -> fence, optimizer step -> copy_into -> [leader: filled]
     copy       start -> finish, one copy at a time, in order
     gather     leader: take_newest, command -> all ranks: read, start -> finish -> barrier
-               -> leader: release
+               -> leader: hold where it can, else release
+    lanes      read what is held, until the leader drops it at any time: release
 
 Followers learn of a slot to fill, and of a slot to read, arbitrarily late. A version without
 anything to learn from has neither a fence nor an optimizer step.
@@ -46,6 +47,7 @@ class System(NamedTuple):
     table: Slots
     ranks: tuple[Rank, ...]
     sent: int = NOTHING
+    held: tuple[tuple[int, int], ...] = ()  # (slot, version) that lanes send
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Model:
         num_ranks: The first is the leader.
         last_version: Versions are 0 to this one.
         empty_versions: Those without an optimizer step; 0 is what the run begins with.
+        max_held: Slots beyond ``num_slots`` for versions that are sent from them.
         max_lag: The trainer makes no new version while the one that was sent last is more
             than this behind, as when it waits for rollouts; None never waits.
         bug: What is wrong on purpose.
@@ -66,12 +69,13 @@ class Model:
     num_ranks: int
     last_version: int
     empty_versions: frozenset[int] = frozenset({0})
+    max_held: int = 0
     max_lag: int | None = None
     bug: Bug = ""
 
     def initial(self) -> System:
-        table = (_BROKEN_TABLES.get(self.bug) or Slots).free(self.num_slots)
-        nothing = (NOTHING,) * self.num_slots
+        table = (_BROKEN_TABLES.get(self.bug) or Slots).free(self.num_slots, self.max_held)
+        nothing = (NOTHING,) * (self.num_slots + self.max_held)
         return System(table, (Rank(contents=nothing, labels=nothing),) * self.num_ranks)
 
     def weights_of(self, version: int) -> int:
@@ -91,6 +95,7 @@ class Model:
                 yield f"rank {rank} copy: {what}", following
             for what, following in self._gathering(system, rank):
                 yield f"rank {rank} gather: {what}", following
+        yield from self._dropping(system)
 
     # -- training thread ---------------------------------------------------------------
 
@@ -165,6 +170,7 @@ class Model:
         assert not refers or version <= system.table.versions[slot], (
             f"slot {slot} is overwritten while it is referenced"
         )
+        assert slot not in dict(system.held), f"slot {slot} is written while it is held"
         contents = _replaced(me.contents, slot, MIXTURE)
         after = me._replace(is_copying=True, contents=contents)
         yield f"start slot {slot}", _with(system, rank, after)
@@ -215,11 +221,29 @@ class Model:
 
     def _barrier(self, system: System) -> tuple[str, System]:
         slot, version = system.ranks[0].command
-        table = system.table
-        if self.bug != "release before the barrier":
+        table, held = system.table, system.held
+        if table.can_hold() and self.bug != "release before the barrier":
+            table, held = table.hold(slot), (*held, (slot, version))
+            if self.bug == "releases what is held":
+                table = table.release(slot)
+        elif self.bug != "release before the barrier":
             table = table.release(slot)
         ranks = tuple(r._replace(reader="idle", command=(NOTHING, NOTHING)) for r in system.ranks)
-        return f"release({slot})", System(table, ranks, version)
+        return f"{table.states[slot].value} {slot}", System(table, ranks, version, held)
+
+    # -- lanes -------------------------------------------------------------------------
+
+    def _dropping(self, system: System) -> Iterator[tuple[str, System]]:
+        for slot, version in system.held:
+            for me in system.ranks:
+                assert me.contents[slot] == self.weights_of(version), (
+                    f"a lane is sent {me.contents[slot]} as version {version}"
+                )
+            held = tuple(other for other in system.held if other != (slot, version))
+            table = system.table
+            if self.bug != "releases what is held":
+                table = table.release(slot)
+            yield f"drop {version}", system._replace(table=table, held=held)
 
 
 def _with(system: System, rank: int, me: Rank) -> System:
@@ -264,6 +288,9 @@ _SYSTEMS = [
     Model(num_slots=2, num_ranks=2, last_version=3, empty_versions=frozenset({0, 2})),
     Model(num_slots=2, num_ranks=2, last_version=4, max_lag=0),
     Model(num_slots=2, num_ranks=2, last_version=4, max_lag=1),
+    Model(num_slots=2, num_ranks=1, last_version=5, max_held=2),
+    Model(num_slots=2, num_ranks=2, last_version=3, max_held=1),
+    Model(num_slots=2, num_ranks=2, last_version=3, max_held=2, max_lag=1),
 ]
 
 
@@ -282,10 +309,12 @@ def test_no_interleaving_breaks_an_invariant_or_gets_stuck(model, explore):
         ("no look at the label", "a reader of version"),
         ("keeps older ones", "is sent after"),
         ("skips", "no goal is in reach"),
+        ("releases what is held", "is written while it is held"),
     ],
 )
 def test_the_exploration_finds_what_is_broken_on_purpose(bug, message, explore):
     num_slots = 3 if bug == "keeps older ones" else 2
-    model = Model(num_slots, num_ranks=2, last_version=3, bug=bug)
+    max_held = 1 if bug == "releases what is held" else 0
+    model = Model(num_slots, num_ranks=2, last_version=3, max_held=max_held, bug=bug)
     with pytest.raises(AssertionError, match=message):
         explore(model.initial(), model.steps, is_goal=model.is_done)

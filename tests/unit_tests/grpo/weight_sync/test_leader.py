@@ -4,6 +4,7 @@
 """In which order the leader has ranks copy and gather, and lets servers have a version."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,17 +34,20 @@ class Rank:
             raise self.error
         self._calls.append((self.rank, "copied", version))
 
-    async def gather(self, slot: int, version: int) -> None:
-        self._calls.append((self.rank, "gather", version))
+    async def gather(self, slot: int, version: int, is_held: bool) -> None:
+        self._calls.append((self.rank, "gather, held" if is_held else "gather", version))
+
+    async def drop(self, version: int) -> None:
+        self._calls.append((self.rank, "drop", version))
 
 
 class Rig:
     """A leader without servers, and two ranks; slot 0 holds version 7."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_held: int = 0) -> None:
         self.calls: list[tuple[int, str, int]] = []
         self.ranks: list[Any] = [Rank(rank, self.calls) for rank in range(2)]
-        self.slots = SlotTable(2)
+        self.slots = SlotTable(2, max_held)
         self.slots.filled(self.slots.reserve(), 7)
         self.ending = False
         parts = LeaderParts(self.ranks, _no_connection, None, _listen, _nothing)
@@ -88,6 +92,37 @@ def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copi
         assert {rig.slots.reserve(), rig.slots.reserve()} == {0, 1}
 
     asyncio.run(body())
+
+
+def test_a_slot_that_is_sent_from_is_free_again_once_its_version_is_dropped():
+    async def body() -> None:
+        rig = Rig(max_held=1)
+        rig.ranks[0].num_buckets = 1
+        for rank in rig.ranks:
+            rank.copied.set()
+        await wait_until(lambda: not rig.slots.can_hold())
+        # 7 is held and still the newest, so 8 is copied out of its slot.
+        rig.slots.filled(rig.slots.reserve(), 8)
+        rig.slots.wake()
+        await wait_until(rig.slots.can_hold)
+        dropped = (0, "drop", 7)
+        assert dropped in rig.calls and (1, "drop", 7) not in rig.calls
+        rig.slots.filled(rig.slots.reserve(), 9)
+        rig.slots.wake()
+        await wait_until(lambda: not rig.slots.can_hold())
+        await rig.end()
+        gathered = [call for call in rig.calls if call[0] == 0 and "gather" in call[1]]
+        assert gathered == [(0, "gather, held", 7), (0, "gather", 8), (0, "gather, held", 9)]
+        # All but the one that is held can be had.
+        assert len({rig.slots.reserve(), rig.slots.reserve()}) == 2
+
+    asyncio.run(body())
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 def test_a_copy_that_fails_ends_the_leader_before_anything_is_gathered():

@@ -69,6 +69,25 @@ def test_buffers_are_used_again_only_when_dropped_and_read_by_nobody():
     asyncio.run(body())
 
 
+def test_a_version_whose_slot_is_held_is_sent_from_there():
+    in_slots = [[torch.zeros(12, dtype=torch.uint8) for _ in SPECS] for _ in range(2)]
+
+    async def body():
+        pool = PayloadPool(SPECS, [12, 12], torch.device("cpu"), False, in_slots)
+        assert pool.take(1, held_slot=1).buffers is in_slots[1]
+        copied = pool.take(2)
+        assert copied.buffers is not in_slots[0] and copied.buffers is not in_slots[1]
+        pool.drop(1)
+        assert not pool.holds(1)
+        # The slot is the leader's again, and no version's that is copied out of its own.
+        assert pool.take(3).buffers is not in_slots[1]
+        pool.drop(2)
+        assert pool.take(4, held_slot=0).buffers is in_slots[0]
+        assert pool.take(5).buffers is copied.buffers
+
+    asyncio.run(body())
+
+
 def test_checksums_are_of_each_tensor():
     async def body():
         pool = new_pool(checksum=True)

@@ -30,13 +30,34 @@ def test_a_single_slot_is_refused():
         SlotTable(1)
 
 
-@given(st.integers(2, 4), st.lists(st.sampled_from(["publish", "take", "release"]), max_size=60))
-def test_the_newest_version_always_finds_a_slot_and_is_taken_next(num_slots, actions):
-    slots, sending, newest, taken = SlotTable(num_slots), None, 0, 0
+def test_what_servers_are_sent_is_held_and_leaves_the_others_their_slots():
+    slots = SlotTable(2, max_held=1)
+    slots.filled(slots.reserve(), 1)
+    first, _ = slots.take_newest(0) or (None, None)
+    assert first is not None and slots.can_hold()
+    slots.hold(first)
+    slots.filled(slots.reserve(), 2)
+    second, version = slots.take_newest(0) or (None, None)
+    assert second is not None and (second != first, version) == (True, 2)
+    assert not slots.can_hold(), "one that is written next must remain"
+    third = slots.reserve()
+    assert third not in (first, second)
+    slots.release(second)
+    slots.release(first)
+    assert slots.can_hold()
+
+
+ACTIONS = ["publish", "take", "release", "hold", "drop"]
+
+
+@given(st.integers(2, 4), st.integers(0, 3), st.lists(st.sampled_from(ACTIONS), max_size=60))
+def test_the_newest_version_always_finds_a_slot_and_is_taken_next(num_slots, max_held, actions):
+    slots, sending, newest, taken = SlotTable(num_slots, max_held), None, 0, 0
+    held: list[int] = []
     for action in actions:
         if action == "publish":
             slot = slots.reserve()
-            assert sending is None or slot != sending
+            assert slot not in (sending, *held)
             newest += 1
             slots.filled(slot, newest)
         elif action == "take" and sending is None:
@@ -48,3 +69,10 @@ def test_the_newest_version_always_finds_a_slot_and_is_taken_next(num_slots, act
         elif action == "release" and sending is not None:
             slots.release(sending)
             sending = None
+        elif action == "hold" and sending is not None:
+            assert slots.can_hold() == (len(held) < max_held)
+            if slots.can_hold():
+                slots.hold(sending)
+                held, sending = [*held, sending], None
+        elif action == "drop" and held:
+            slots.release(held.pop(0))

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.snapshot import Snapshots
+from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.weight_sync.snapshot import Snapshots, device_slots
 
 CPU = torch.device("cpu")
 SECONDS = 30.0
@@ -25,9 +26,17 @@ def parameters():
     }
 
 
+def slots_for(parameters, dtype, num_slots=2):
+    shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
+    return [
+        {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        for _ in range(num_slots)
+    ]
+
+
 @pytest.fixture
 def snapshots(parameters):
-    made = Snapshots(parameters, 2, torch.bfloat16, CPU)
+    made = Snapshots(parameters, slots_for(parameters, torch.bfloat16), CPU)
     yield made
     made.close(SECONDS)
 
@@ -64,8 +73,20 @@ def test_a_slot_holds_the_shards_in_wire_dtype(parameters, snapshots):
         torch.testing.assert_close(got[name], parameter.detach().to(torch.bfloat16), rtol=0, atol=0)
 
 
-def test_num_bytes_counts_all_slots_in_wire_dtype(snapshots):
-    assert snapshots.num_bytes == 2 * 2 * (300 * 200 + 5 * 7 + 3)
+def test_what_is_in_no_slot_is_not_copied(parameters):
+    slots = [{"bias": torch.zeros(3)}, {"bias": torch.zeros(3)}]
+    snapshots = Snapshots(parameters, slots, CPU)
+    snapshots.copy_into(1)
+    assert torch.equal(snapshots.read(1, SECONDS)["bias"], parameters["bias"].detach())
+    assert not slots[0]["bias"].any()
+    snapshots.close(SECONDS)
+
+
+def test_a_rank_that_sends_nothing_has_nothing_to_copy(parameters):
+    snapshots = Snapshots(parameters, [{}, {}], CPU)
+    snapshots.copy_into(0)
+    assert snapshots.read(0, SECONDS) == {}
+    snapshots.close(SECONDS)
 
 
 def test_copy_into_returns_while_nothing_is_copied_yet(held, snapshots):
@@ -146,7 +167,7 @@ def test_the_copy_thread_takes_one_core_and_leaves_others_theirs(monkeypatch, pa
     monkeypatch.setattr(torch, "_foreach_copy_", noted)
     torch.set_num_threads(3)
     try:
-        snapshots = Snapshots(parameters, 2, torch.float32, CPU)
+        snapshots = Snapshots(parameters, slots_for(parameters, torch.float32), CPU)
         snapshots.copy_into(0)
         snapshots.fence(SECONDS)
         snapshots.close(SECONDS)
@@ -159,7 +180,7 @@ def test_the_copy_thread_takes_one_core_and_leaves_others_theirs(monkeypatch, pa
 
 
 def test_close_waits_for_the_copy_and_ends_the_thread(held, parameters):
-    snapshots = Snapshots(parameters, 2, torch.float32, CPU)
+    snapshots = Snapshots(parameters, slots_for(parameters, torch.float32), CPU)
     threads = [t for t in threading.enumerate() if t.name == "snapshot-copy"]
     snapshots.copy_into(0)
     with pytest.raises(TimeoutError, match="did not end"):
@@ -182,7 +203,8 @@ def test_on_cuda_the_fence_orders_the_next_change_after_the_copy(staging, dtype)
         "large": torch.zeros(4096, 4096, device=device),
         "turned": torch.zeros(5, 7, device=device).T,
     }
-    snapshots = Snapshots(parameters, 2, dtype, device, staging)
+    slots = device_slots(parameters, list(parameters), 2, dtype, staging)
+    snapshots = Snapshots(parameters, slots, device)
     for step in range(6):
         snapshots.fence()
         for parameter in parameters.values():
