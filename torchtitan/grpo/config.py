@@ -487,7 +487,7 @@ class WeightSync:
     """Wire dtype. ``auto``: ``training.mixed_precision_param``, which is what the
     trainer's own forward computes with."""
 
-    bucket_bytes: int = 128 * 1024 * 1024
+    bucket_bytes: int = 256 * 1024 * 1024
     """Tensors travel in buckets of about this size; one tensor is never split."""
 
     num_slots: int = 2
