@@ -140,6 +140,7 @@ class Trainer:
         self.hooks = loop_hooks.Hooks(listener.tell, settings)
         loop_hooks.install(self.hooks, self.model, self.expected_shard)
         self.version = settings.start_version
+        self.last_slot: int | None = None
         self.publisher = self._build_publisher()
 
     def expected_shard(self, name: str, version: int) -> torch.Tensor:
@@ -189,8 +190,9 @@ class Trainer:
         fenced = time.perf_counter()
         for name, shard in self.shards.items():
             torch.mul(self.first[name], factor(self.hf_names[name], self.version), out=shard)
-        if self.settings.inject == "slot":
-            self.publisher.snapshots.copy_into(1 - slot)
+        if self.settings.inject == "slot" and self.last_slot is not None:
+            self.publisher.snapshots.copy_into(self.last_slot)
+        self.last_slot = slot
         written = time.perf_counter()
         self.publisher.publish(self.version, slot)
         boundary = fenced - begin + time.perf_counter() - written

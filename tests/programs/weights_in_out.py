@@ -1,10 +1,13 @@
 """Loads a directory in several layouts, and takes the weights out again by each way."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,13 +16,18 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.models.hf_weights import export_hf, named_parameters
+from torchtitan.grpo.weight_sync import slot_memory
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.payloads import Bucket, PayloadPool
-from torchtitan.grpo.weight_sync.slot_memory import make_slots
+from torchtitan.grpo.weight_sync.slot_memory import SlotOffer, attach
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 10_000
+# Slot and factor of the parameters; slot 0 is held. The last version comes to lie on what
+# the first left behind.
+VERSIONS = ((0, 2.0), (1, 4.0), (0, 1.0))
+Reach = Literal["none", "some", "all"]
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -44,7 +52,7 @@ def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
 class Gathered:
     """What this rank is a source of: names in the order of the bytes, tensors, buckets.
 
-    ``tensors`` are those of a version that is sent from its slot, then of one that is not.
+    ``tensors`` are those of each version, divided by its factor.
     """
 
     names: list[str]
@@ -53,10 +61,17 @@ class Gathered:
     in_place: list[int]
 
 
-async def gathered(built: Built, *, is_shared: bool) -> Gathered:
+def attach_as(reach: Reach, offer: SlotOffer) -> list[torch.Tensor] | None:
+    """``some``: as if ranks with odd numbers were on another host; ``none``: all others."""
+    is_reached = reach == "all" or (reach == "some" and dist.get_rank() % 2 == 0)
+    return attach(offer) if is_reached else None
+
+
+async def gathered(built: Built, reach: Reach) -> Gathered:
     parameters = dict(named_parameters(built.parts))
     plan = agree_on_push(parameters, built.adapter, torch.bfloat16, BUCKET_BYTES)
-    slots = make_slots(plan.layouts, plan.sources, 2, is_shared=is_shared)
+    with mock.patch.object(slot_memory, "attach", functools.partial(attach_as, reach)):
+        slots = slot_memory.make_slots(plan.layouts, plan.sources, 2)
     snapshots = Snapshots(parameters, slots.shards, CPU)
     gatherer = Gatherer(
         plan, slots, built.adapter, backend="gloo", timeout_seconds=60.0, device=CPU
@@ -65,20 +80,26 @@ async def gathered(built: Built, *, is_shared: bool) -> Gathered:
     specs, sizes = [b.spec for b in buckets], [b.num_bytes for b in buckets]
     pool = PayloadPool(specs, sizes, CPU, False, slots.buckets)
     tensors, names = [], []
-    for slot in range(2):
-        snapshots.copy_into(slot)
+    for version, (slot, factor) in enumerate(VERSIONS):
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.mul_(factor)
+            snapshots.copy_into(slot)
+            snapshots.fence()
+            for parameter in parameters.values():
+                parameter.div_(factor)
         is_held = slot == 0
-        payload = pool.take(slot, slot if is_held else None) if buckets else None
+        payload = pool.take(version, slot if is_held else None) if buckets else None
         await asyncio.to_thread(gatherer.gather, slot, snapshots.read(slot), payload)
-        if payload is None:
-            continue
-        assert slots.buckets is not None
-        lies_in_slot = payload.buffers[0].data_ptr() == slots.buckets[slot][0].data_ptr()
-        assert lies_in_slot == is_held, (slot, is_held)
-        filled = [payload.bucket(index) for index in range(len(buckets))]
-        names = [name for bucket in filled for name in bucket.spec.names]
-        tensors.append({name: t.clone() for b in filled for name, t in tensors_of(b)})
-        pool.drop(slot)
+        if payload is not None:
+            assert slots.buckets is not None
+            lies_in_slot = payload.buffers[0].data_ptr() == slots.buckets[slot][0].data_ptr()
+            assert lies_in_slot == is_held, (slot, is_held)
+            filled = [payload.bucket(index) for index in range(len(buckets))]
+            names = [name for bucket in filled for name in bucket.spec.names]
+            tensors.append({name: t / factor for b in filled for name, t in tensors_of(b)})
+            pool.drop(version)
+        dist.barrier()  # as the leader waits for all before a slot is written again
     snapshots.close()
     in_place = slots.in_place.get(dist.get_rank(), set())
     return Gathered(names, tensors, len(buckets), sorted(in_place))
@@ -94,7 +115,8 @@ def tensors_of(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
 def run_case(case: dict, folder: Path) -> dict:
     built = build(case["model"], seq_len=8, **case["layout"])
     source = load_file(Path(case["model"]) / "model.safetensors")
-    sent, shared = (asyncio.run(gathered(built, is_shared=shared)) for shared in (False, True))
+    by_reach = {reach: asyncio.run(gathered(built, reach)) for reach in get_args(Reach)}
+    sent = by_reach["none"]
     is_receiver = dist.get_rank() == 0
     expected = {k: v.bfloat16() for k, v in source.items() if k in sent.names}
     target = folder / case["name"]
@@ -109,11 +131,13 @@ def run_case(case: dict, folder: Path) -> dict:
     return {
         "num_buckets": sent.num_buckets,
         "gathered_names": sent.names,
-        "in_place": [sent.in_place, shared.in_place],
+        "in_place": {reach: found.in_place for reach, found in by_reach.items()},
         "own_names": [name for name, _ in named_parameters(built.parts)],
         "wrongly_loaded": wrongly_loaded(built, source),
-        "wrongly_gathered": [wrong for t in sent.tensors for wrong in differences(t, expected)],
-        "wrongly_shared": [wrong for t in shared.tensors for wrong in differences(t, expected)],
+        "wrongly_gathered": {
+            reach: [wrong for tensors in found.tensors for wrong in differences(tensors, expected)]
+            for reach, found in by_reach.items()
+        },
         "wrongly_exported": differences(exported, source),
     }
 

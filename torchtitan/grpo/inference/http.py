@@ -5,7 +5,9 @@
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,7 +59,7 @@ class HttpConnection:
         timeout_seconds: Bound of a request that names no other.
         idle_seconds: How long a connection is kept for the next request; 0 opens one for
             each. Servers close idle ones after some seconds, and what is just being written
-            to one is lost: stay well below that.
+            to one is lost: stay well below that. After an internal error none is kept.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class HttpConnection:
         self._idle_seconds = idle_seconds
         self._keys = {"generation": api_key, "control": admin_key or api_key}
         self._session: aiohttp.ClientSession | None = None
+        self._num_using: Counter[aiohttp.ClientSession] = Counter()
         self._turn = asyncio.Lock()
 
     async def get(self, route: str, **options: Any) -> Answer:
@@ -118,15 +121,23 @@ class HttpConnection:
         async with self._turn:
             await asyncio.sleep(0)
         try:
-            async with self._open_session().request(
-                method,
-                self.url + route,
-                json=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout),
-            ) as response:
-                content = await _read(response, max_bytes)
+            async with (
+                self._used_session() as session,
+                session.request(
+                    method,
+                    self.url + route,
+                    json=body,
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=timeout),
+                ) as response,
+            ):
                 status = response.status
+                if status >= 500 and session is self._session:
+                    # The server may be about to close the connection, which looks idle by
+                    # then (uvicorn does, after telling of an error): what is written to it
+                    # next would be lost.
+                    self._session = None
+                content = await _read(response, max_bytes)
         except TimeoutError as error:
             raise RouteError(
                 f"{method} {self.url}{route} was not answered within {timeout:.1f} s."
@@ -152,18 +163,36 @@ class HttpConnection:
             ) from error
 
     async def close(self) -> None:
-        """Closes the session; a later request opens a new one."""
-        session, self._session = self._session, None
-        if session is not None:
+        """Closes all connections; a later request opens a new one."""
+        sessions = {self._session, *self._num_using} - {None}
+        self._session = None
+        for session in sessions:
+            assert session is not None
             await session.close()
+
+    @asynccontextmanager
+    async def _used_session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """The session; one that has been replaced is closed by its last request."""
+        session = self._open_session()
+        self._num_using[session] += 1
+        try:
+            yield session
+        finally:
+            self._num_using[session] -= 1
+            if not self._num_using[session]:
+                del self._num_using[session]
+                if session is not self._session:
+                    await session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # The number of requests in flight is the dispatcher's business: no limit here.
+            # Connections are not kept unless asked for: what is written to one that the server
+            # is just closing is lost, and a completion that is lost is made twice.
+            kept: dict[str, Any] = {"force_close": True}
             if self._idle_seconds:
-                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._idle_seconds)
-            else:
-                connector = aiohttp.TCPConnector(limit=0, force_close=True)
+                kept = {"keepalive_timeout": self._idle_seconds}
+            connector = aiohttp.TCPConnector(limit=0, **kept)
             # No proxy from the environment either: servers are addressed directly.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session

@@ -135,8 +135,6 @@ def make_slots(
     layouts: Mapping[int, SlotLayout],
     sources: list[SourcePlan],
     num_slots: int,
-    *,
-    is_shared: bool = True,
 ) -> RankSlots:
     """Slots in the memory of processors; collective over all ranks.
 
@@ -144,7 +142,6 @@ def make_slots(
         layouts: By source.
         sources: All of them.
         num_slots: How many slots.
-        is_shared: Let ranks of one host write into their source's memory, if they can.
     """
     rank = dist.get_rank()
     own = next((source for source in sources if source.rank == rank), None)
@@ -152,7 +149,7 @@ def make_slots(
     memory: dict[int, list[torch.Tensor]] = {}
     if own is not None:
         slot_bytes = layouts[rank].num_bytes
-        if is_shared and CAN_SHARE and len(own.members) > 1:
+        if CAN_SHARE and len(own.members) > 1:
             shared = SharedSlots(slot_bytes, num_slots)
             memory[rank] = shared.slots
         else:
@@ -204,9 +201,9 @@ def _add_shards(
     """Where this rank's shards for one source go: into its memory, or into our own."""
     for index, shards in enumerate(slots.shards):
         if memory is not None:
-            shards |= layout.shards_in(memory[index], rank)
+            shards.update(layout.shards_in(memory[index], rank))
         else:
-            shards |= {
-                assembly.name: torch.empty(piece.block.shape, dtype=layout.dtype)
+            shards.update(
+                (assembly.name, torch.empty(piece.block.shape, dtype=layout.dtype))
                 for assembly, piece in pieces_of(layout.assemblies, rank)
-            }
+            )

@@ -14,6 +14,7 @@ from aiohttp import web
 from torchtitan.grpo.inference.http import HttpConnection, RouteError
 
 SECONDS = 60.0
+LITTLE_LATER = 0.02
 _SETTINGS: Any = {"api_key": None, "admin_key": None, "timeout_seconds": SECONDS}
 
 
@@ -22,16 +23,21 @@ class Server:
 
     def __init__(self) -> None:
         self.ports: list[int] = []
-        self.url = ""
+        self.may_answer = asyncio.Event()
         self._transports: set[asyncio.Transport] = set()
 
     async def answer(self, request: web.Request) -> web.Response:
         assert request.transport is not None
         self.ports.append(request.transport.get_extra_info("peername")[1])
         self._transports.add(request.transport)
-        if "broken" in request.query:
-            raise RuntimeError("an internal error")
-        return web.json_response({})
+        if "slow" in request.query:
+            await self.may_answer.wait()
+        if "broken" not in request.query:
+            return web.json_response({})
+        # As uvicorn does after an error of the application: it answers as if it would keep
+        # the connection, and closes it a little later.
+        asyncio.get_running_loop().call_later(LITTLE_LATER, request.transport.close)
+        return web.json_response({}, status=500)
 
     def close_connections(self) -> None:
         for transport in self._transports:
@@ -88,21 +94,40 @@ def test_a_connection_that_was_idle_for_longer_is_not_used_again():
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("closes", ["while idle", "after an internal error"])
-def test_a_connection_that_the_server_has_closed_loses_no_request(closes):
+def test_a_connection_that_the_server_closed_while_idle_loses_no_request():
     async def body() -> None:
         server = Server()
         async with serving(server) as connect:
             connection = connect(SECONDS)
-            if closes == "while idle":
-                await connection.post("/")
-                server.close_connections()
-                await asyncio.sleep(0.1)  # it takes a moment to be heard of
-            else:
-                with pytest.raises(RouteError, match="answered 500"):
-                    await connection.post("/?broken=1")
-            answer = await connection.post("/")
-        assert answer.status == 200
+            await connection.post("/")
+            server.close_connections()
+            await asyncio.sleep(0.1)  # it takes a moment to be heard of
+            assert (await connection.post("/")).status == 200
         assert len(set(server.ports)) == 2
 
     asyncio.run(body())
+
+
+def test_after_an_internal_error_nothing_is_sent_over_that_connection():
+    async def body() -> None:
+        server = Server()
+        async with serving(server) as connect:
+            connection = connect(SECONDS)
+            beside = asyncio.create_task(connection.post("/?slow=1"))
+            await wait_until(lambda: len(server.ports) == 1)
+            with pytest.raises(RouteError, match="answered 500"):
+                await connection.post("/?broken=1")
+            for _ in range(3):
+                assert (await connection.post("/")).status == 200
+            server.may_answer.set()
+            # What was under way is not given up.
+            assert (await beside).status == 200
+        slow, broken, *later = server.ports
+        assert len({slow, broken, *later}) == 3 and len(set(later)) == 1
+
+    asyncio.run(body())
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)

@@ -69,6 +69,24 @@ def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
     asyncio.run(body())
 
 
+def test_a_version_is_sent_from_its_slot_only_while_that_is_held():
+    in_slots = [[torch.zeros(4 * NUMEL, dtype=torch.uint8) for _ in SPECS] for _ in range(2)]
+
+    async def body() -> None:
+        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, False, in_slots)
+        settings, gatherer = GroupSettings("auto", "gloo", 5.0, CPU), FillingGatherer()
+        read: Any = lambda slot, version: snapshot(version)  # noqa: E731
+        agent = LocalAgent(0, gatherer, read, pool, settings)  # pyright: ignore
+        await agent.gather(1, 3, True)
+        await agent.gather(0, 4, False)
+        with pool.reading(3) as held, pool.reading(4) as copied:
+            assert held.buffers is in_slots[1]
+            assert copied.buffers is not in_slots[0]
+        await agent.close()
+
+    asyncio.run(body())
+
+
 def test_a_delta_makes_the_new_bucket_of_the_old_one():
     async def body() -> None:
         pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=False)

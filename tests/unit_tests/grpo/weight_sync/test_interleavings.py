@@ -40,6 +40,7 @@ class Rank(NamedTuple):
     contents: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()  # versions of the slots, as the gather thread sees them
     command: tuple[int, int] = (NOTHING, NOTHING)  # (slot, version) to read
+    will_hold: bool = False  # the slot, once all have read it; the leader's decision
     reader: str = "idle"
 
 
@@ -199,7 +200,10 @@ class Model:
         table, slot = taken
         version = table.versions[slot]
         assert version > system.sent, f"version {version} is sent after {system.sent}"
-        ranks = [r._replace(reader="asked", command=(slot, version)) for r in system.ranks]
+        ranks = [
+            r._replace(reader="asked", command=(slot, version), will_hold=table.can_hold())
+            for r in system.ranks
+        ]
         yield f"take_newest() = {slot, version}", system._replace(table=table, ranks=tuple(ranks))
 
     def _start_reading(self, system: System, rank: int) -> Iterator[tuple[str, System]]:
@@ -222,7 +226,7 @@ class Model:
     def _barrier(self, system: System) -> tuple[str, System]:
         slot, version = system.ranks[0].command
         table, held = system.table, system.held
-        if table.can_hold() and self.bug != "release before the barrier":
+        if system.ranks[0].will_hold and self.bug != "release before the barrier":
             table, held = table.hold(slot), (*held, (slot, version))
             if self.bug == "releases what is held":
                 table = table.release(slot)

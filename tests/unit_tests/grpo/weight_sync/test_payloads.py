@@ -77,7 +77,9 @@ def test_a_version_whose_slot_is_held_is_sent_from_there():
         assert pool.take(1, held_slot=1).buffers is in_slots[1]
         copied = pool.take(2)
         assert copied.buffers is not in_slots[0] and copied.buffers is not in_slots[1]
-        pool.drop(1)
+        with pool.reading(1):
+            pool.drop(1)
+            assert pool.holds(1)  # the leader waits for that before it lets the slot go
         assert not pool.holds(1)
         # The slot is the leader's again, and no version's that is copied out of its own.
         assert pool.take(3).buffers is not in_slots[1]

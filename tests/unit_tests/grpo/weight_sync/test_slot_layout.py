@@ -98,3 +98,5 @@ def test_no_byte_of_a_slot_is_two_shards(laid_out):
             shard.view(torch.int16).fill_(-1)
             num_bytes += shard.numel() * DTYPE.itemsize
     assert (slot == 255).sum() == num_bytes
+    # Or a conversion would overwrite what it converts.
+    assert min(layout.blocks.values()) >= layout.buckets[-1][1]
