@@ -180,6 +180,12 @@ def judge(outcomes: dict[str, Outcome]) -> Verdicts:
             f"stolen {outcome.stolen:.1f} %)"
         )
         verdicts.check(f"{name} stall p99 ms {noise}", outcome.stall[1], limit)
+        foreground = outcomes.get(f"{size}/slow/foreground")
+        if fault == "slow" and foreground is not None:
+            ratio = outcome.steps_per_second / foreground.steps_per_second
+            verdicts.check(
+                f"{size} slow: throughput over foreground", ratio, THROUGHPUT_FACTOR, at_least=True
+            )
         healthy = outcomes.get(f"{size}/healthy/async")
         if healthy is None:
             continue
@@ -190,12 +196,6 @@ def judge(outcomes: dict[str, Outcome]) -> Verdicts:
         if healthy.slowest_push < healthy.step:
             lag = max(largest for _, largest in outcome.lag[:SICK])
             verdicts.check(f"{name} lag of healthy servers", lag, 1)
-        foreground = outcomes.get(f"{size}/slow/foreground")
-        if fault == "slow" and foreground is not None:
-            ratio = outcome.steps_per_second / foreground.steps_per_second
-            verdicts.check(
-                f"{size} slow: throughput over foreground", ratio, THROUGHPUT_FACTOR, at_least=True
-            )
     return verdicts
 
 

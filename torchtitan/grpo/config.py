@@ -488,7 +488,8 @@ class WeightSync:
     trainer's own forward computes with."""
 
     bucket_bytes: int = 256 * 1024 * 1024
-    """Tensors travel in buckets of about this size; one tensor is never split."""
+    """Tensors travel in buckets of about this size; one tensor is never split. Receivers have
+    room for a bucket or two, and on CUDA the training ranks, too, while they gather."""
 
     num_slots: int = 2
     """Snapshots of the local shards that may be alive at once, at least 2: one is sent

@@ -276,7 +276,8 @@ def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_server
     if max_held:
         return version + (
             f"on a source rank at most {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
-            f"{max_held} of them for versions that servers are still sent "
+            f"{max_held} of them for versions that servers are still sent; as many of its shards "
+            "on a rank that cannot reach its source's memory "
             "(weight_sync.num_slots, weight_sync.max_versions)."
         )
     return version + (

@@ -10,7 +10,8 @@ and goes on; threads do the rest:
     snapshot-copy       fills the slot (CPU; on CUDA a side stream does)
     weight-publisher    event loop: on rank 0 the leader and its lanes (`leader.py`,
                         `lane.py`), elsewhere an agent that does what the leader asks
-    weight-gather       sends this rank's shards to their source rank, or is that itself
+    weight-gather       sends this rank's shards to their source rank (word of them, where they
+                        were copied into its memory), or is that itself
     weight-push-URL     broadcasts to one server, on source ranks
 
 The training thread waits in `fence` alone, for a copy within this process, and in

@@ -23,12 +23,11 @@ No rank writes a slot that is read or copied into, although copies run on a thre
 own, and ranks are ahead of or behind one another:
 
 - A copy never meets another copy: each rank makes its copies one at a time, in order.
-- A copy never meets a reader. The table never lets a slot be both RESERVED and SENDING, and
-  a slot turns SENDING only with the version that it was last reserved for; the same goes
-  for HELD, which follows SENDING. So every
-  decision to write the slot was made either before that version's, and then that copy was
-  also started before that version's on every rank, which the reader waits for; or after the
-  release, and then all ranks have read.
+- A copy never meets a reader. The table never lets a slot be both RESERVED and SENDING or
+  HELD, and a slot turns SENDING, and then HELD, only with the version that it was last
+  reserved for. So every decision to write the slot was made either before that version's,
+  and then that copy was also started before that version's on every rank, which the reader
+  waits for; or after the release, and then all ranks have read and nobody sends it.
 
 The fence is not needed for this; it keeps the optimizer from overwriting what is being
 copied. A model check of all interleavings stands in the tests.
