@@ -71,7 +71,7 @@ async def gathered(built: Built, reach: Reach) -> Gathered:
     parameters = dict(named_parameters(built.parts))
     plan = agree_on_push(parameters, built.adapter, torch.bfloat16, BUCKET_BYTES)
     with mock.patch.object(slot_memory, "attach", functools.partial(attach_as, reach)):
-        slots = slot_memory.make_slots(plan.layouts, plan.sources, 2)
+        slots = slot_memory.make_slots(plan, 2)
     snapshots = Snapshots(parameters, slots.shards, CPU)
     gatherer = Gatherer(
         plan, slots, built.adapter, backend="gloo", timeout_seconds=60.0, device=CPU

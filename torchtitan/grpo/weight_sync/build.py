@@ -33,13 +33,14 @@ from torchtitan.grpo.weight_sync.channel import (
 from torchtitan.grpo.weight_sync.connection import Connection, DiskConnection, GroupConnection
 from torchtitan.grpo.weight_sync.disk import VersionDirectories
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
-from torchtitan.grpo.weight_sync.gather import Gatherer, PushPlan, agree_on_push
+from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.lane import Attestation, LaneSettings, Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.probe import Probes, probe_tokens
 from torchtitan.grpo.weight_sync.publisher import FilledSlots, WeightPublisher, read_snapshot
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.slot_memory import RankSlots, make_slots
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, device_slots
@@ -159,7 +160,7 @@ def _make_slots(
 ) -> tuple[RankSlots, torch.device]:
     """This rank's slots, and the device where they lie; collective."""
     if device.type == "cpu":
-        return make_slots(plan.layouts, plan.sources, sync.num_slots + max_held), device
+        return make_slots(plan, sync.num_slots + max_held), device
     staging = "device" if sync.staging == "auto" else sync.staging
     names = plan.names_from(dist.get_rank())
     shards = device_slots(parameters, names, sync.num_slots, plan.wire_dtype, staging)

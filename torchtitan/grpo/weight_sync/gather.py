@@ -11,7 +11,6 @@ the slot are whole as soon as all ranks have copied, but for what must be conver
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,35 +19,8 @@ from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import BucketPlan, SourcePlan, plan_sources
-from torchtitan.grpo.weight_sync.slot_layout import SlotLayout, lay_out_slot, pieces_of
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import RankSlots
-
-
-@dataclass(frozen=True)
-class PushPlan:
-    """Who sends what, and where it lies meanwhile; the same on every rank.
-
-    Attributes:
-        sources: Ascending by rank.
-        layouts: Of their slots, by rank.
-        wire_dtype: Dtype of the snapshots and of the buckets.
-    """
-
-    sources: list[SourcePlan]
-    layouts: dict[int, SlotLayout]
-    wire_dtype: torch.dtype
-
-    def source(self, rank: int) -> SourcePlan | None:
-        """What a rank is the source of; None where it is none."""
-        return next((source for source in self.sources if source.rank == rank), None)
-
-    def names_from(self, rank: int) -> list[str]:
-        """The parameters of which a rank sends a part."""
-        return [
-            assembly.name
-            for layout in self.layouts.values()
-            for assembly, _ in pieces_of(layout.assemblies, rank)
-        ]
 
 
 def agree_on_push(

@@ -82,6 +82,33 @@ class SlotLayout:
         }
 
 
+@dataclass(frozen=True)
+class PushPlan:
+    """Who sends what, and where it lies meanwhile; the same on every rank.
+
+    Attributes:
+        sources: Ascending by rank.
+        layouts: Of their slots, by rank.
+        wire_dtype: Dtype of the snapshots and of the buckets.
+    """
+
+    sources: list[SourcePlan]
+    layouts: dict[int, SlotLayout]
+    wire_dtype: torch.dtype
+
+    def source(self, rank: int) -> SourcePlan | None:
+        """What a rank is the source of; None where it is none."""
+        return next((source for source in self.sources if source.rank == rank), None)
+
+    def names_from(self, rank: int) -> list[str]:
+        """The parameters of which a rank sends a part."""
+        return [
+            assembly.name
+            for layout in self.layouts.values()
+            for assembly, _ in pieces_of(layout.assemblies, rank)
+        ]
+
+
 def lay_out_slot(
     source: SourcePlan, adapter: BaseStateDictAdapter, wire_dtype: torch.dtype
 ) -> SlotLayout:

@@ -18,14 +18,12 @@ has it mapped. A slot that is never used takes no memory.
 import mmap
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_sync.plan import SourcePlan
-from torchtitan.grpo.weight_sync.slot_layout import Shards, SlotLayout, pieces_of
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SlotLayout, pieces_of
 
 CAN_SHARE = hasattr(os, "memfd_create")
 """Linux has memory files; elsewhere ranks send their shards."""
@@ -131,39 +129,36 @@ class RankSlots:
     in_place: dict[int, set[int]] = field(default_factory=dict)
 
 
-def make_slots(
-    layouts: Mapping[int, SlotLayout],
-    sources: list[SourcePlan],
-    num_slots: int,
-) -> RankSlots:
+def make_slots(plan: PushPlan, num_slots: int) -> RankSlots:
     """Slots in the memory of processors; collective over all ranks.
 
     Args:
-        layouts: By source.
-        sources: All of them.
+        plan: Who sends what.
         num_slots: How many slots.
     """
     rank = dist.get_rank()
-    own = next((source for source in sources if source.rank == rank), None)
+    own = plan.source(rank)
     shared: SharedSlots | None = None
     memory: dict[int, list[torch.Tensor]] = {}
     if own is not None:
-        slot_bytes = layouts[rank].num_bytes
+        slot_bytes = plan.layouts[rank].num_bytes
         if CAN_SHARE and len(own.members) > 1:
             shared = SharedSlots(slot_bytes, num_slots)
             memory[rank] = shared.slots
         else:
             memory[rank] = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-    memory |= _attached(shared, [s.rank for s in sources if rank in s.members and s is not own])
+    memory |= _attached(
+        shared, [s.rank for s in plan.sources if rank in s.members and s is not own]
+    )
     in_place = _who_reaches(set(memory) - {rank})
     if shared is not None:
         shared.close()
     slots = RankSlots(shards=[{} for _ in range(num_slots)], in_place=in_place)
-    for source in sources:
+    for source in plan.sources:
         if rank in source.members:
-            _add_shards(slots, layouts[source.rank], memory.get(source.rank), rank)
+            _add_shards(slots, plan.layouts[source.rank], memory.get(source.rank), rank)
     if own is not None:
-        layout = layouts[rank]
+        layout = plan.layouts[rank]
         slots.buckets = [layout.buckets_in(slot) for slot in memory[rank]]
         slots.others = [
             {other: layout.shards_in(slot, other) for other in in_place.get(rank, ())}
