@@ -286,6 +286,7 @@ class Stress:
                 if len(well) < 2:
                     continue
                 server, none_starts = self.random.choice(well), starting is None or starting.done()
+                server.is_sick = True  # at once: the next one may be chosen before a task begins
                 if none_starts and (number == 1 or self.random.random() < 0.5):
                     starting = tasks.create_task(self._kill(server))
                 else:
@@ -293,7 +294,6 @@ class Stress:
 
     async def _kill(self, server: Server) -> None:
         self.result.kills += 1
-        server.is_sick = True
         server.lives += 1
         server.signal(signal.SIGKILL)
         await asyncio.to_thread(server.process.process.wait, 10)
@@ -305,7 +305,6 @@ class Stress:
 
     async def _stop(self, server: Server) -> None:
         self.result.stops += 1
-        server.is_sick = True
         server.signal(signal.SIGSTOP)
         # Some are shorter than the timeouts, and merely slow a push down.
         await asyncio.sleep(self.random.choice((0.2, 1.0, 5.0)))

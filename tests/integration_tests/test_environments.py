@@ -4,6 +4,7 @@
 """Whole runs of several turns: the embedded server, the calculator, and what is trained of it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,12 @@ def test_an_environment_that_hangs_ends_the_run_and_says_so(make_run, task, tmp_
         "--rollout.max_consecutive_failures=8",
         config="calculator",
     )
-    assert "8 episodes of rollout.environment in a row failed" in run.fail()
+    # More than that many may have failed at once.
+    assert re.search(
+        r"\d+ episodes of rollout.environment in a row failed "
+        r"\(rollout.max_consecutive_failures = 8\)",
+        run.fail(),
+    )
     # The last failure may be that of an episode whose process another one's hanging has ended.
     log = (run.folder / "rollout_process.log").read_text()
     assert "longer than rollout.environment_timeout_seconds = 1" in log

@@ -327,6 +327,6 @@ def test_a_reward_that_always_fails_ends_the_run_with_the_reason(make_run, rewar
         "--evaluation.num_prompts=8",
     )  # fmt: skip
     message = run.fail()
-    assert "5 groups in a row could not be scored (reward.max_consecutive_failures)" in message
+    assert "groups in a row could not be scored (reward.max_consecutive_failures = 5)" in message
     assert "always_nan' must return finite numbers, got nan" in message
     assert not run.metrics

@@ -187,7 +187,8 @@ class RewardPool:
         if self._consecutive_failures >= self._max_consecutive_failures:
             raise RewardError(
                 f"{self._consecutive_failures} groups in a row could not be scored "
-                f"(reward.max_consecutive_failures). The last reason: {error}"
+                f"(reward.max_consecutive_failures = {self._max_consecutive_failures}). "
+                f"The last reason: {error}"
             ) from error
 
 

@@ -161,5 +161,6 @@ class Attempts:
         if self._consecutive_failures >= self._max_consecutive_failures:
             raise ServersFailing(
                 f"{self._consecutive_failures} completions in a row failed "
-                f"(rollout.max_consecutive_failures), the last on {server.url}: {error}"
+                f"(rollout.max_consecutive_failures = {self._max_consecutive_failures}), "
+                f"the last on {server.url}: {error}"
             ) from error

@@ -136,7 +136,8 @@ class EnvironmentPool:
         if self._consecutive_failures >= self._max_consecutive_failures:
             raise EnvironmentsFailing(
                 f"{self._consecutive_failures} episodes of rollout.environment in a row failed "
-                f"(rollout.max_consecutive_failures). The last reason: {error}"
+                f"(rollout.max_consecutive_failures = {self._max_consecutive_failures}). "
+                f"The last reason: {error}"
             ) from error
 
     def record_success(self) -> None:
