@@ -494,7 +494,7 @@ class WeightSync:
     num_slots: int = 2
     """Snapshots of the local shards that may be alive at once, at least 2: one is sent
     while the next is filled. On CPU versions are sent from their slots, so there are as many
-    more as ``weight_sync.max_versions`` allows."""
+    more as ``weight_sync.max_versions`` allows, all of them in memory from the start."""
 
     master_address: str = "auto"
     """Address under which servers reach rank 0. ``auto``: this host's address on the

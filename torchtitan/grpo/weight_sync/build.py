@@ -76,6 +76,9 @@ def build_publisher(
     parameters = dict(named_parameters(model_parts))
     plan = agree_on_push(parameters, adapter, wire_dtype, sync.bucket_bytes)
     max_held = _agree_on_held(sync, device, len(servers))
+    if link is not None:  # said before the memory is taken
+        how = f"{wire_dtype} over {backend}"
+        logger.info(f"Weight sync: {how}; {_describe_memory(sync, plan, max_held, len(servers))}")
     slots, slot_device = _make_slots(sync, plan, parameters, device, max_held)
     snapshots = Snapshots(parameters, slots.shards, device)
     gatherer = Gatherer(
@@ -101,8 +104,6 @@ def build_publisher(
     table = SlotTable(sync.num_slots, max_held)
     make_leader = None
     if link is not None:
-        how = f"{wire_dtype} over {backend}"
-        logger.info(f"Weight sync: {how}; {_describe_memory(sync, plan, max_held, len(servers))}")
         attestation = Attestation(
             every=sync.attest_every,
             tokens=attested_tokens(config, vocab_size),
@@ -276,7 +277,7 @@ def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_server
     )
     if max_held:
         return version + (
-            f"on a source rank at most {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
+            f"on a source rank {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
             f"{max_held} of them for versions that servers are still sent; as many of its shards "
             "on a rank that cannot reach its source's memory "
             "(weight_sync.num_slots, weight_sync.max_versions)."

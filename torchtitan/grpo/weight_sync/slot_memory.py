@@ -7,7 +7,11 @@ Where ranks train on the processors of one host, each copies its shards right in
 buckets that its source sends from. A shard that went through a socket, or was copied again,
 would cost the cores that the transfer needs. The memory is an anonymous file (``memfd``):
 it has no name that a killed run could leave behind, and is gone with the last process that
-has it mapped. A slot that is never used takes no memory.
+has it mapped.
+
+All slots take their memory at once. A slot's first copy would otherwise be many times as
+long as every other, page by page, and would come amid the run, when a slow server makes
+one more slot needed: that copy has then not ended when the next optimizer step begins.
 
     consumes        the layout of each source's slots
     produces        for each rank and slot, where its shards go; for a source, its buckets
@@ -18,6 +22,7 @@ has it mapped. A slot that is never used takes no memory.
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,7 +84,7 @@ class SharedSlots:
             num_slots=num_slots,
         )
         os.ftruncate(self._file, self.offer.num_bytes)
-        memory = mmap.mmap(self._file, self.offer.num_bytes)
+        memory = _mapped(self._file, self.offer.num_bytes)
         memory[-_SECRET_BYTES:] = self.offer.secret
         self.slots = self.offer.slots_in(memory)
 
@@ -102,7 +107,7 @@ def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
     try:
         if os.fstat(file).st_size != offer.num_bytes:
             return None
-        memory = mmap.mmap(file, offer.num_bytes)
+        memory = _mapped(file, offer.num_bytes)
     except (OSError, ValueError):  # not a file that can be mapped
         return None
     finally:
@@ -110,6 +115,16 @@ def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
     if memory[-_SECRET_BYTES:] != offer.secret:
         return None
     return offer.slots_in(memory)
+
+
+def _mapped(file: int, num_bytes: int) -> mmap.mmap:
+    """All of a memory file, with every page in place."""
+    return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that no other rank writes; they are written here, and so have their pages."""
+    return torch.empty(tuple(shape), dtype=dtype).zero_()
 
 
 @dataclass
@@ -146,7 +161,7 @@ def make_slots(plan: PushPlan, num_slots: int) -> RankSlots:
             shared = SharedSlots(slot_bytes, num_slots)
             memory[rank] = shared.slots
         else:
-            memory[rank] = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+            memory[rank] = [own_memory([slot_bytes], torch.uint8) for _ in range(num_slots)]
     memory |= _attached(
         shared, [s.rank for s in plan.sources if rank in s.members and s is not own]
     )
@@ -199,6 +214,6 @@ def _add_shards(
             shards.update(layout.shards_in(memory[index], rank))
         else:
             shards.update(
-                (assembly.name, torch.empty(piece.block.shape, dtype=layout.dtype))
+                (assembly.name, own_memory(piece.block.shape, layout.dtype))
                 for assembly, piece in pieces_of(layout.assemblies, rank)
             )

@@ -5,12 +5,14 @@
 
 import dataclasses
 import pickle
+import resource
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from torchtitan.grpo.weight_sync.slot_memory import SharedSlots, attach
+from torchtitan.grpo.weight_sync.slot_memory import SharedSlots, attach, own_memory
 
 SLOT_BYTES = 3 * 64
 ATTACHED = """
@@ -46,6 +48,24 @@ def test_another_process_reads_and_writes_them(shared):
     done = subprocess.run(child, input=pickle.dumps(shared.offer), capture_output=True, timeout=120)
     assert done.stdout.decode().strip() == "7", done.stderr.decode()
     assert shared.slots[1].unique().tolist() == [9]
+
+
+@pytest.mark.parametrize("whose", ["owner's", "other's", "private"])
+def test_the_first_copy_into_a_slot_finds_every_page_in_place(whose):
+    num_bytes = 64 * 2**20
+    shared = SharedSlots(num_bytes, 1)
+    try:
+        attached = attach(shared.offer)
+        assert attached is not None
+        private = own_memory([num_bytes], torch.uint8)
+        slot = {"owner's": shared.slots[0], "other's": attached[0], "private": private}[whose]
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        slot.fill_(1)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    finally:
+        shared.close()
+    # A page is at most 2 MiB, and some faults are the interpreter's.
+    assert faults < num_bytes / 2**22
 
 
 def test_whoever_has_them_mapped_keeps_them_when_the_owner_closes(shared):
