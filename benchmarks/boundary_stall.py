@@ -111,7 +111,7 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size("1M", rows=12, seq_len=128, wire="float32", steps=300, max_stolen=1.5),
+        Size("1M", rows=8, seq_len=128, wire="float32", steps=300, max_stolen=1.5),
         Size("30M", rows=1, seq_len=64, wire="float32", steps=300),
         # FSDP2 would spend 3 s a step on gathering parameters over loopback.
         Size("120M", rows=2, seq_len=32, wire="bfloat16", steps=250, pipeline=True),
