@@ -113,11 +113,12 @@ def test_an_environment_that_hangs_ends_the_run_and_says_so(make_run, task, tmp_
         config="calculator",
     )
     # More than that many may have failed at once.
-    assert re.search(
-        r"\d+ episodes of rollout.environment in a row failed "
+    failed = re.search(
+        r"(\d+) episodes of rollout.environment in a row failed "
         r"\(rollout.max_consecutive_failures = 8\)",
         run.fail(),
     )
+    assert failed is not None and int(failed[1]) >= 8
     # The last failure may be that of an episode whose process another one's hanging has ended.
     log = (run.folder / "rollout_process.log").read_text()
     assert "longer than rollout.environment_timeout_seconds = 1" in log

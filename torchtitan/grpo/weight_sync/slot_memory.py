@@ -123,8 +123,8 @@ def _mapped(file: int, num_bytes: int) -> mmap.mmap:
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that no other rank writes; they are written here, and so have their pages."""
-    return torch.empty(tuple(shape), dtype=dtype).zero_()
+    """Memory that no other rank writes; written once, so that every page is in place."""
+    return torch.empty(shape, dtype=dtype).zero_()
 
 
 @dataclass
