@@ -21,22 +21,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.child import die_with_parent
-from torchtitan.grpo.device import settle_device
+from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 
 import numpy as np
 import torch.distributed as dist
 
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.planner import NextStep, StepPlanner
 from torchtitan.grpo.entry import leave, run
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.rollout.link import ServerInfo
 from torchtitan.grpo.rollout.metrics import group_metrics
-from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -47,7 +47,7 @@ _FLOOR_NANOSECONDS = 100_000
 
 
 class SameServers:
-    """Stands where `rollout/server_watch.py`'s watch does."""
+    """Stands where `rollout/serving/server_watch.py`'s watch does."""
 
     def poll(self) -> None:
         """The servers never change."""

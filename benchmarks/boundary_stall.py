@@ -64,10 +64,10 @@ from boundary_outcome import (
 )
 from random_models import make_model
 
-from torchtitan.grpo.child import start_child, stop_children
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+from torchtitan.grpo.system.child import start_child, stop_children
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SERVER_NICE = 5

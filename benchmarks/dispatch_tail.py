@@ -34,13 +34,13 @@ import numpy as np
 from boundary_stall import REPOSITORY
 from stub_servers import running_stubs
 
-from torchtitan.grpo.inference.embedded_client import EmbeddedClient
+from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.launch import LaunchedServer
-from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.order import LongestFirst
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 NUM_SERVERS = 2

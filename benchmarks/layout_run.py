@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.device import settle_device
+from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 
@@ -33,7 +33,7 @@ from torchtitan.grpo.losses.objective import metrics_from_sums
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.observe.console import init_console
-from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo_train import GRPOTrainer
 
 SGD_LEARNING_RATE = 0.05

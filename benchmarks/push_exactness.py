@@ -35,8 +35,7 @@ from layout_parity import Layout, layouts_of, make_models, record_batch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
-from torchtitan.grpo.child import start_child
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import (
     LaunchedServer,
     ServerSpec,
@@ -44,6 +43,7 @@ from torchtitan.grpo.inference.launch import (
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.system.child import start_child
 
 TIMEOUT_SECONDS = 900
 # Each layout's process groups and their threads stay to the end of a start.

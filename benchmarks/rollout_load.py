@@ -38,7 +38,7 @@ import numpy as np
 from random_models import make_model
 from stub_servers import running_stubs
 
-from torchtitan.grpo.child import start_child, stop_children
+from torchtitan.grpo.system.child import start_child, stop_children
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STOPPING_TRAINER = REPOSITORY / "benchmarks/rollout_load_run.py"

@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.child import die_with_parent
-from torchtitan.grpo.device import settle_device
+from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 

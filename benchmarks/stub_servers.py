@@ -11,8 +11,8 @@ from pathlib import Path
 
 from boundary_stall import wait_for_server
 
-from torchtitan.grpo.child import start_child, stop_children
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports
+from torchtitan.grpo.system.child import start_child, stop_children
 
 STARTUP_SECONDS = 240.0
 

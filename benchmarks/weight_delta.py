@@ -8,7 +8,7 @@
 Trains the quickstart's tiny model and a Qwen3 of 30 M random parameters in float32, with AdamW
 and the GRPO objective on random prompt groups, and compares each version with the one before in
 both wire dtypes: the share of elements that changed, the bytes of a lossless delta
-(`weight_sync/sparse.py`) against a full push, and how fast one is encoded and applied. Means
+(`weight_wire/sparse.py`) against a full push, and how fast one is encoded and applied. Means
 over the steps after a warm-up. There is no bound; the exit status is 1 where what was decoded
 is not, bit for bit, what was encoded.
 """
@@ -32,7 +32,7 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.objective import LossInputs, objective
-from torchtitan.grpo.weight_sync.sparse import apply, decode, encode
+from torchtitan.grpo.weight_wire.sparse import apply, decode, encode
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)

@@ -36,10 +36,10 @@ import numpy as np
 from boundary_stall import REPOSITORY, rank_environment, tail, wait_for_server
 from random_models import SIZES, VOCAB_SIZE, make_model
 
-from torchtitan.grpo.child import start_child, stop_children
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.types import GenerateRequest, ServerKind
 
 KINDS: tuple[ServerKind, ...] = ("embedded", "vllm", "sglang")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.device import settle_device
+from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from boundary_run import CannedRollouts
 
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.entry import leave, run
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo_train import GRPOTrainer
 
 _PUSH_TIMEOUT_SECONDS = 120.0

@@ -39,7 +39,7 @@ start_server() {
     mkdir -p "$DUMP_FOLDER"
     echo "starting $SERVER at $URL on $1, log in $log"
     # In a session of its own: a server has workers, and they end together.
-    setsid "$PYTHON" torchtitan/grpo/light_start.py torchtitan.grpo.inference.serve "$SERVER" "$MODEL" \
+    setsid "$PYTHON" torchtitan/grpo/system/light_start.py torchtitan.grpo.inference.serve "$SERVER" "$MODEL" \
         --python "$SERVER_PYTHON" --port "$port" --device "$1" --dtype "$2" \
         --max-model-len 256 --max-running-requests 32 >"$log" 2>&1 &
     SERVER_PID=$!

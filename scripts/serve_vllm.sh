@@ -13,5 +13,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 (($#)) || die "usage: bash scripts/serve_vllm.sh MODEL_DIR [--port P] [further arguments]"
 PYTHON="${TORCHTITAN_GRPO_VLLM_PYTHON:-$REPOSITORY/.venv-vllm/bin/python}"
 [[ -x "$PYTHON" ]] || die "$PYTHON is not there: run bash scripts/install_vllm.sh first"
-exec "$PYTHON" "$REPOSITORY/torchtitan/grpo/light_start.py" torchtitan.grpo.inference.serve \
+exec "$PYTHON" "$REPOSITORY/torchtitan/grpo/system/light_start.py" torchtitan.grpo.inference.serve \
     vllm "$1" --python "$PYTHON" "${@:2}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.device import lower_timeouts, settle_device
+from torchtitan.grpo.system.device import lower_timeouts, settle_device
 
 if __name__ == "__main__":
     # Until StopRequest takes over there is nothing to end in order, and a Ctrl-C during the
@@ -41,13 +41,12 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer
 
 from torchtitan.grpo.checkpoint import check_resumable, save_whole
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.controller import RolloutController
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.plan import epoch_order
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.entry import leave, run
-from torchtitan.grpo.gradient_parts import GradientParts
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.objective import SUM_NAMES, metrics_from_sums
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
@@ -56,8 +55,9 @@ from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
 from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
 from torchtitan.grpo.policy_probe import PolicyProbe
-from torchtitan.grpo.step import MinibatchLoss, ScoredRows, score
-from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.gradient_parts import GradientParts
+from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher

@@ -17,8 +17,8 @@ import pytest
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
-from torchtitan.grpo.inference.factory import make_client
 from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutLink
 
 GROUPS_PER_BATCH, GROUP_SIZE = 3, 4

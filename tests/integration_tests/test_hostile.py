@@ -25,7 +25,7 @@ sys.path.append(str(REPOSITORY / "tests" / "programs"))
 
 from corrupting_proxy import MODES, NO_VERSION, CorruptingProxy, running_beside
 
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import (
     LaunchedServer,
     ServerSpec,
@@ -33,8 +33,8 @@ from torchtitan.grpo.inference.launch import (
     start_server,
     wait_until_up,
 )
-from torchtitan.grpo.rollout.dispatch import Dispatcher
-from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 
 VOCAB_SIZE = 128

@@ -40,10 +40,10 @@ from bare_trainer import (
 )
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import ServerSpec, free_ports, start_server, wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 
 LONG_COMPLETION = 400
 TEMPERATURE = 0.8

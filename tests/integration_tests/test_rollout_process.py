@@ -299,7 +299,7 @@ def parent(config: RolloutProcessConfig, tmp_path: Path, repository: Path):
     import msgspec
 
     (tmp_path / "parent_program.py").write_text(PARENT)
-    launcher = str(repository / "torchtitan/grpo/light_start.py")
+    launcher = str(repository / "torchtitan/grpo/system/light_start.py")
     process = subprocess.Popen(
         [sys.executable, launcher, "parent_program", msgspec.json.encode(config).decode()],
         stdout=subprocess.PIPE,

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from torchtitan.grpo.inference.client import BucketSpec, InferenceClient, WeightGroupInfo
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import LaunchedServer
 from torchtitan.grpo.types import ServerKind
-from torchtitan.grpo.weight_sync import sparse
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
-from torchtitan.grpo.weight_sync.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_wire import sparse
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 
 VOCAB_SIZE = 320
 TIMEOUT = 60.0

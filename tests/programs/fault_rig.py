@@ -16,7 +16,7 @@ import psutil
 from loop_driver import Event, PublishingLoop, processes_of, tcp_ports_of
 from tagged import TaggedModel, save_model
 
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import (
     HeldPorts,
     LaunchedServer,

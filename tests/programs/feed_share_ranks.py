@@ -15,7 +15,7 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.feed import Feed, Share, TrainBatch
 from torchtitan.grpo.data.plan import plan_step
-from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.shares import ShareFailed, ShareServer
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
@@ -105,8 +105,10 @@ def main(arguments):
             sharing.server.hold(seed, groups)
             sent = feed.send_step(plan(groups), 0, PromptProgress())
             # Rank 0 plans without the arrays.
-            headers, frames = wire.pack_groups(groups)
-            bare = wire.unpack_groups(headers, wire.without_arrays(frames), has_arrays=False)
+            headers, frames = link_messages.pack_groups(groups)
+            bare = link_messages.unpack_groups(
+                headers, link_messages.without_arrays(frames), has_arrays=False
+            )
             assert not any(r.completion_ids.any() for g in bare for r in g.rollouts)
             share = Share(sharing.server.endpoint, SECRET, seed)
             fetched = feed.send_step(plan(bare), 0, PromptProgress(), share)

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.grpo.device import prepare_fsdp_for_gloo
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
+from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 DIM, VOCAB = 8, 301
 SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_logits": True}

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from torchtitan.grpo.child import start_child, stop_children
 from torchtitan.grpo.inference.launch import free_ports
+from torchtitan.grpo.system.child import start_child, stop_children
 
 _PROGRAM = Path(__file__).with_name("publishing_loop.py")
 

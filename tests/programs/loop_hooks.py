@@ -21,12 +21,13 @@ import psutil
 import torch
 from tagged import TaggedModel
 
-from torchtitan.grpo.inference.client import BucketSpec, InferenceClient
+from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.weight_sync import build
 from torchtitan.grpo.weight_sync.agent import LocalAgent
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload
-from torchtitan.grpo.weight_sync.wire import tensor_bytes
+from torchtitan.grpo.weight_wire.buckets import tensor_bytes
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 _METHODS = (
     "num_workers", "pause", "resume", "join_weight_group", "leave_weight_groups",

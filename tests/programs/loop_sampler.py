@@ -14,10 +14,10 @@ import numpy as np
 from tagged import VOCAB_SIZE
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.factory import make_client
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
-from torchtitan.grpo.rollout.requests import Sampling
-from torchtitan.grpo.rollout.wire import ServerInfo
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.rollout.link_messages import ServerInfo
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 
 _POLL_SECONDS = 0.02

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.runner import WholeModelRunner
+from torchtitan.grpo.training.runner import WholeModelRunner
 
 
 def gradient_errors(

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from torchtitan.grpo.device import settle_device
+from torchtitan.grpo.system.device import settle_device
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from build_model import build
 from torchtitan.distributed import utils as dist_utils
 
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
-from torchtitan.grpo.runner import WholeModelRunner
+from torchtitan.grpo.training.runner import WholeModelRunner
 
 
 def rows_of(arguments: dict) -> TrainRows:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 
 VOCAB_SIZE = 320
 UNPUSHED = -1

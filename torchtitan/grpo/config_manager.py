@@ -15,56 +15,19 @@ import io
 import re
 import sys
 import tomllib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from torchtitan.config import ConfigManager, job_config
+from torchtitan.config import ConfigManager
 
-from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks import ConfigError, validate
+from torchtitan.grpo.config_checks.layout import describe_layout
 from torchtitan.grpo.inference.urls import named_urls
-from torchtitan.grpo.layout_check import describe_layout
+from torchtitan.grpo.job_config import JobConfig
 
 if TYPE_CHECKING:
     pass
-
-
-@dataclass
-class Model(job_config.Model):
-    """``[model]``: torchtitan's table; a Hugging Face directory says the rest."""
-
-    name: str = "huggingface"
-    """Always ``huggingface``: the architecture is read from ``hf_assets_path``."""
-
-    flavor: str = "directory"
-    """Always ``directory``: sizes are read from ``hf_assets_path``."""
-
-    hf_assets_path: str = ""
-    """Hugging Face directory with config.json, tokenizer.json and safetensors. Required."""
-
-
-@dataclass
-class JobConfig(job_config.JobConfig):
-    """Torchtitan's tables and those of `torchtitan/grpo/config.py`."""
-
-    model: Model = field(default_factory=Model)
-    grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
-    prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
-    rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)
-    inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
-    weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
-    reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
-    evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
-    observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What is printed, logged and saved of a configuration: keys are masked."""
-        values = super().to_dict()
-        for name in ("api_key", "admin_key"):
-            if values["inference"][name]:
-                values["inference"][name] = "***"
-        return values
 
 
 class GRPOConfigManager(ConfigManager):

@@ -18,14 +18,12 @@ import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.feed import Share
 from torchtitan.grpo.data.parts import PartPlanner
 from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import RolloutRecorder
-from torchtitan.grpo.device import gpus_for_servers
-from torchtitan.grpo.groups import leader_address
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.rollout.link import (
@@ -36,6 +34,8 @@ from torchtitan.grpo.rollout.link import (
     ServerInfo,
 )
 from torchtitan.grpo.rollout.saved import discard_after, file_of
+from torchtitan.grpo.system.device import gpus_for_servers
+from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.types import PromptProgress, RolloutGroup
 from torchtitan.grpo.weight_sync.build import client_for
 

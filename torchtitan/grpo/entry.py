@@ -22,16 +22,17 @@ from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.checkpoint import CheckpointError
 from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_manager import JobConfig, describe, is_dry_run, load_config
+from torchtitan.grpo.config_manager import describe, is_dry_run, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
-from torchtitan.grpo.device import keep_gloo_on_loopback
 from torchtitan.grpo.inference.urls import named_urls
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.rollout.link import RolloutFailed
-from torchtitan.grpo.stop import StopRequest
+from torchtitan.grpo.system.device import keep_gloo_on_loopback
+from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
 # Longer than rank 0 takes to say what is wrong and to close.

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.models.logprob_head import LogprobHead
-from torchtitan.grpo.runner import ForwardRunner
+from torchtitan.grpo.training.runner import ForwardRunner
 
 
 class PolicyProbe:

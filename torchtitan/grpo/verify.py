@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation
 

@@ -18,7 +18,7 @@ from torchtitan.grpo.config_checks.servers import check_inference, check_weight_
 from torchtitan.grpo.config_checks.stream import check_stream
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 __all__ = ["ConfigError", "check_model", "longest_sequence", "validate"]
 

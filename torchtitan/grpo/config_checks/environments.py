@@ -10,7 +10,7 @@ from torchtitan.grpo.functions import split_path
 from torchtitan.grpo.rollout.environments.loading import BUILTIN
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 _READ_WITH = (
     (

@@ -10,7 +10,7 @@ from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_read, require
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 
 def check_losses(config: "JobConfig") -> None:

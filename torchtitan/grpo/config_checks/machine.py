@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config_checks.data import longest_sequence
+from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
 from torchtitan.grpo.config_checks.rules import ConfigError, require
-from torchtitan.grpo.layout_check import layout_problems, model_layout_problems
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
     from torchtitan.grpo.models.hf_config import HFModel
 
 

@@ -11,7 +11,7 @@ from torchtitan.grpo.config_checks.rules import check_file, require
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Prompts
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 

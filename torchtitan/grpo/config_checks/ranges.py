@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.config_checks.rules import get, require
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 
 def check_required(config: "JobConfig") -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchtitan.grpo import config as grpo_config
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 
 class ConfigError(ValueError):

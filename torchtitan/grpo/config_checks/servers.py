@@ -13,7 +13,7 @@ from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_r
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config_manager import JobConfig
+    from torchtitan.grpo.job_config import JobConfig
 
 
 def check_inference(config: "JobConfig") -> None:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torchtitan.grpo.data.plan import SampleTable, StepPlan
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.share import as_tensors, rows_from, sources_of
-from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.rollout.shares import ShareClient
+from torchtitan.grpo.system.groups import new_group
 from torchtitan.grpo.types import PromptProgress
 
 # Advantages do not travel: each rank computes them from the table of samples.

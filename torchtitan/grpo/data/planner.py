@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torchtitan.tools.logging import logger
 
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
 from torchtitan.grpo.data.plan import StepPlan, plan_step
 from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.report import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec

@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 from torchtitan.tools.logging import logger
 
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.parts import PartPlanner, split_groups
 from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.link import EvaluationResult, ServerInfo
 from torchtitan.grpo.rollout.metrics import group_metrics

@@ -14,18 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.grpo.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.light_start import LIGHT_PYTHON
+from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import ServerKind
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _LOG_TAIL_BYTES = 4000
 KEY_OPTIONS = ("--api-key", "--admin-api-key")
-_SGLANG_CPU_MAIN = Path(__file__).with_name("sglang_cpu.py")
+_SGLANG_CPU_MAIN = Path(__file__).with_name("sglang") / "cpu_main.py"
 # SGLang on CPU would otherwise take 15 GB for its KV cache.
 _SGLANG_CPU_MAX_TOKENS = 32768
 

@@ -3,7 +3,7 @@
 
 """Becomes one inference server, in the foreground, as a run would launch it.
 
-    python .../torchtitan/grpo/light_start.py torchtitan.grpo.inference.serve \\
+    python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.inference.serve \\
         vllm MODEL_DIR [--host H] [--port P] [--device D] [further server arguments]
 
 `scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with their environments.

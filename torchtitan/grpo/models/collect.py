@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan.grpo.groups import new_group
 from torchtitan.grpo.models.shards import Assembly, Held, Piece, local_block, plan_assembly
+from torchtitan.grpo.system.groups import new_group
 
 
 def agree_on_assembly(

@@ -29,10 +29,10 @@ from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_qwen3_tp
 from torchtitan.tools import utils
 
-from torchtitan.grpo.device import prepare_fsdp_for_gloo
 from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel, PackedQwen3
 from torchtitan.grpo.models.tied_embeddings import apply_fsdp_tied, tie_again
+from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 
 def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.Module:

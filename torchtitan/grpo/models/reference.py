@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.runner import ForwardRunner
+from torchtitan.grpo.training.runner import ForwardRunner
 
 
 class Reference(ForwardRunner):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 
 # Longest sequence, which no weight depends on; and what follows from another argument.

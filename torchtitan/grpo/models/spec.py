@@ -17,7 +17,7 @@ from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
-from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
@@ -30,7 +30,7 @@ from torchtitan.grpo.observe.metrics import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.build import split_model
 from torchtitan.grpo.pipeline.runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
-from torchtitan.grpo.runner import ModelRunner, WholeModelRunner
+from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 
 
 def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 
-from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.progress import Progress
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.rollout.link import EvaluationResult

@@ -14,7 +14,7 @@ from torchtitan.config import JobConfig
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
 from torchtitan.grpo.pipeline.stages import stage_ranks
-from torchtitan.grpo.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
+from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
 
 
 class StageLoss:

@@ -19,8 +19,6 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.child import die_with_parent
-from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.rewards.messages import (
     LENGTH,
     Load,
@@ -33,6 +31,8 @@ from torchtitan.grpo.rewards.messages import (
     decode_reply,
     frame,
 )
+from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import Prompt
 
 logger = logging.getLogger(__name__)

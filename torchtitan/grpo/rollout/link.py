@@ -18,13 +18,13 @@ from typing import TypeVar
 
 import zmq
 
-from torchtitan.grpo.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.light_start import LIGHT_PYTHON
-from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.rollout.server_watch import ServerWatch
-from torchtitan.grpo.rollout.wire import ServerInfo
+from torchtitan.grpo.rollout.link_messages import ServerInfo
+from torchtitan.grpo.rollout.serving.server_watch import ServerWatch
+from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import PromptProgress, RolloutGroup
 
 _Answer = TypeVar("_Answer")
@@ -131,13 +131,13 @@ class RolloutLink:
         self.share_endpoint: str | None = None
         self._progress = ""
         # Answers that came while another one was waited for.
-        self._unclaimed: list[tuple[wire.Answer, list[bytes]]] = []
+        self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
 
     def start(self) -> None:
         """Starts the process. Call it from a thread that lives as long as the run."""
         assert self._child is None, "the rollout process is already started"
         self._launch()
-        self.watch = ServerWatch(self._connect(zmq.PULL, wire.SERVERS_SOCKET))
+        self.watch = ServerWatch(self._connect(zmq.PULL, link_messages.SERVERS_SOCKET))
 
     def restart(self, config: RolloutProcessConfig) -> None:
         """Starts the process anew after :class:`RolloutKilled`; :meth:`wait_ready` comes next.
@@ -164,18 +164,18 @@ class RolloutLink:
         self._launch()
         with self._notices_lock:
             self._is_restarting = False
-        self.watch.reconnect(self._connect(zmq.PULL, wire.SERVERS_SOCKET))
+        self.watch.reconnect(self._connect(zmq.PULL, link_messages.SERVERS_SOCKET))
 
     def _launch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._directory = _private_directory()
-        config_file = self._directory / wire.CONFIG_FILE
+        config_file = self._directory / link_messages.CONFIG_FILE
         config_file.write_text(json.dumps(self._config.to_dict()))
         # It may hold the servers' keys.
         config_file.chmod(0o600)
-        self._messages = self._connect(zmq.PAIR, wire.MESSAGES_SOCKET)
+        self._messages = self._connect(zmq.PAIR, link_messages.MESSAGES_SOCKET)
         with self._notices_lock:
-            self._notices = self._connect(zmq.PUSH, wire.NOTICES_SOCKET)
+            self._notices = self._connect(zmq.PUSH, link_messages.NOTICES_SOCKET)
         self._child = start_child(
             [*LIGHT_PYTHON, "torchtitan.grpo.rollout.process", str(self._directory)],
             env=without_rank_variables(os.environ),
@@ -190,7 +190,7 @@ class RolloutLink:
         Returns:
             The servers; none where ``should_stop`` turned true.
         """
-        answer = self._wait_for(wire.Ready, timeout_seconds, should_stop, "become ready")
+        answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
             return []
         self.share_endpoint = answer[0].share_endpoint
@@ -214,17 +214,17 @@ class RolloutLink:
             None where ``should_stop`` turned true; the batch can then be asked for again.
         """
         if self._asked_version != version:
-            self._send(wire.NextBatch(version))
+            self._send(link_messages.NextBatch(version))
             self._asked_version = version
         what = f"deliver the batch of version {version}"
-        answer = self._wait_for(wire.Batch, timeout_seconds, should_stop, what)
+        answer = self._wait_for(link_messages.Batch, timeout_seconds, should_stop, what)
         if answer is None:
             return None
         batch, frames = answer
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
         has_arrays = self._config.prompts.single_rank_load
-        groups = wire.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
+        groups = link_messages.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
         return RolloutBatch(
             groups, batch.progress, batch.closed, batch.metrics, batch.is_first, batch.is_last
         )
@@ -238,12 +238,12 @@ class RolloutLink:
             None where ``should_stop`` turned true.
         """
         self._evaluation_id += 1
-        self._send(wire.Evaluate(self._evaluation_id, version))
+        self._send(link_messages.Evaluate(self._evaluation_id, version))
         deadline = time.monotonic() + timeout_seconds
         while True:
             left = deadline - time.monotonic()
             what = f"evaluate version {version}"
-            answer = self._wait_for(wire.EvaluationDone, left, should_stop, what)
+            answer = self._wait_for(link_messages.EvaluationDone, left, should_stop, what)
             if answer is None:
                 return None
             done = answer[0]
@@ -261,7 +261,7 @@ class RolloutLink:
             version: The checkpoint's step: the batches trained on until now.
             kept_steps: Steps whose checkpoints are still there.
         """
-        self._send(wire.Save(version, list(kept_steps)))
+        self._send(link_messages.Save(version, list(kept_steps)))
 
     def raise_if_ended(self) -> None:
         """Raises :class:`RolloutFailed`, with the process's own words, where it has ended."""
@@ -270,21 +270,21 @@ class RolloutLink:
 
     def notify_version(self, url: str, version: int) -> None:
         """The server at ``url`` now serves ``version``, attested. Any thread."""
-        self._notify(wire.VersionServed(url, version))
+        self._notify(link_messages.VersionServed(url, version))
 
     def notify_lost(self, url: str, reason: str) -> None:
         """The server at ``url`` cannot be updated: it gets no more work. Any thread."""
-        self._notify(wire.ServerLost(url, reason))
+        self._notify(link_messages.ServerLost(url, reason))
 
     def reread_urls(self) -> None:
         """Has ``inference.urls_file`` read now. Any thread; harmless while nobody listens."""
         with contextlib.suppress(RolloutFailed):
-            self._notify(wire.RereadUrls())
+            self._notify(link_messages.RereadUrls())
 
     def close(self) -> None:
         """Ends the process and all that it started, within 5 seconds. Idempotent."""
         if self._child is not None and self._child.poll() is None and self._messages is not None:
-            self._messages.send(wire.encode(wire.Stop()))
+            self._messages.send(link_messages.encode(link_messages.Stop()))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(timeout=_ORDERLY_STOP_SECONDS)
         if self._child is not None:
@@ -313,21 +313,21 @@ class RolloutLink:
         socket.connect(f"ipc://{self._directory}/{name}")
         return socket
 
-    def _send(self, command: wire.Command) -> None:
+    def _send(self, command: link_messages.Command) -> None:
         if self._failure is None and self._child is not None and self._child.poll() is not None:
             # It may have said why before it ended.
             self.raise_if_ended()
         self._check_alive()
         assert self._messages is not None, "start() comes first"
-        self._messages.send(wire.encode(command))
+        self._messages.send(link_messages.encode(command))
 
-    def _notify(self, notice: wire.Notice) -> None:
+    def _notify(self, notice: link_messages.Notice) -> None:
         with self._notices_lock:
             if self._is_restarting or (self._was_killed() and self._restarts_left):
                 return  # the next process is told of all servers anew
             if self._notices is None or self._child is None or self._child.poll() is not None:
                 raise RolloutFailed(self._failure or self._describe_exit())
-            self._notices.send(wire.encode(notice))
+            self._notices.send(link_messages.encode(notice))
 
     def _wait_for(
         self,
@@ -364,11 +364,11 @@ class RolloutLink:
                 self._check_alive()
             return False
         header, *frames = self._messages.recv_multipart()
-        answer = wire.decode_answer(header)
-        if isinstance(answer, wire.Fatal):
+        answer = link_messages.decode_answer(header)
+        if isinstance(answer, link_messages.Fatal):
             self._failure, self._has_spoken = answer.message, True
             raise RolloutFailed(answer.message)
-        if isinstance(answer, wire.Progress):
+        if isinstance(answer, link_messages.Progress):
             self._progress = answer.message
         else:
             self._unclaimed.append((answer, frames))

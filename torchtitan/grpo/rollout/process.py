@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.loop_lag import LoopLag
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.session import RolloutSession
@@ -51,9 +51,9 @@ class RolloutProcess:
     def __init__(self, config: RolloutProcessConfig, directory: Path) -> None:
         self._config = config
         self._context = zmq.asyncio.Context()
-        self._messages = self._bind(zmq.PAIR, directory / wire.MESSAGES_SOCKET)
-        self._notices = self._bind(zmq.PULL, directory / wire.NOTICES_SOCKET)
-        self._servers = self._bind(zmq.PUSH, directory / wire.SERVERS_SOCKET)
+        self._messages = self._bind(zmq.PAIR, directory / link_messages.MESSAGES_SOCKET)
+        self._notices = self._bind(zmq.PULL, directory / link_messages.NOTICES_SOCKET)
+        self._servers = self._bind(zmq.PUSH, directory / link_messages.SERVERS_SOCKET)
         self._stop = asyncio.Event()
         self._lag = LoopLag()
         self._session: RolloutSession | None = None
@@ -100,7 +100,7 @@ class RolloutProcess:
             self._session = session = RolloutSession(self._config)
             await session.open()
             endpoint = self._shares.endpoint if self._shares is not None else None
-            await self._send(wire.Ready(session.servers, endpoint))
+            await self._send(link_messages.Ready(session.servers, endpoint))
             if self._shares is not None:
                 tasks.create_task(self._shares.run())
             # Not before: what is slow in coming up holds up nobody.
@@ -119,17 +119,17 @@ class RolloutProcess:
         text = str(cause)
         if not isinstance(cause, ValueError | RuntimeError | TimeoutError) or not text:
             text = f"{type(cause).__name__}: {text}"
-        await self._send(wire.Fatal(text))
+        await self._send(link_messages.Fatal(text))
         return 1
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            command = wire.decode_command(await self._messages.recv())
-            if isinstance(command, wire.NextBatch):
+            command = link_messages.decode_command(await self._messages.recv())
+            if isinstance(command, link_messages.NextBatch):
                 tasks.create_task(self._send_batch(self._opened(), command))
-            elif isinstance(command, wire.Evaluate):
+            elif isinstance(command, link_messages.Evaluate):
                 tasks.create_task(self._send_evaluation(self._opened(), command))
-            elif isinstance(command, wire.Save):
+            elif isinstance(command, link_messages.Save):
                 # Taken now: what comes later belongs to a later checkpoint.
                 saved = self._opened().producer.save()
                 self._saving = tasks.create_task(self._save(saved, command))
@@ -138,28 +138,28 @@ class RolloutProcess:
 
     async def _hear_notices(self, session: RolloutSession) -> None:
         while True:
-            notice = wire.decode_notice(await self._notices.recv())
-            if isinstance(notice, wire.VersionServed):
+            notice = link_messages.decode_notice(await self._notices.recv())
+            if isinstance(notice, link_messages.VersionServed):
                 session.dispatcher.set_version(notice.url, notice.version)
-            elif isinstance(notice, wire.ServerLost):
+            elif isinstance(notice, link_messages.ServerLost):
                 session.dispatcher.set_lost(notice.url, notice.reason)
             else:
                 session.reread_urls()
 
-    async def _tell_servers(self, servers: list[wire.ServerInfo]) -> None:
-        await self._servers.send(wire.encode(servers))
+    async def _tell_servers(self, servers: list[link_messages.ServerInfo]) -> None:
+        await self._servers.send(link_messages.encode(servers))
 
-    async def _send_batch(self, session: RolloutSession, command: wire.NextBatch) -> None:
+    async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
         await self._say_progress(waiting, session.producer.describe)
         batch = await waiting
-        headers, frames = wire.pack_groups(batch.groups)
+        headers, frames = link_messages.pack_groups(batch.groups)
         if self._shares is not None:
             self._shares.hold(command.version, batch.groups)
-            frames = wire.without_arrays(frames)
+            frames = link_messages.without_arrays(frames)
         # What is measured between two batches is told with the whole one.
         metrics = batch.metrics | self._lag.take_metrics() if batch.is_last else {}
-        answer = wire.Batch(
+        answer = link_messages.Batch(
             command.version,
             batch.progress,
             batch.closed,
@@ -170,7 +170,9 @@ class RolloutProcess:
         )
         await self._send(answer, frames)
 
-    async def _send_evaluation(self, session: RolloutSession, command: wire.Evaluate) -> None:
+    async def _send_evaluation(
+        self, session: RolloutSession, command: link_messages.Evaluate
+    ) -> None:
         evaluator = session.evaluator
         if evaluator is None:
             raise RuntimeError("Rank 0 asked for an evaluation, and evaluation.path is not set.")
@@ -179,7 +181,7 @@ class RolloutProcess:
         result = await waiting
         samples = [(s.prompt, s.completion, s.score) for s in result.samples]
         await self._send(
-            wire.EvaluationDone(
+            link_messages.EvaluationDone(
                 command.request_id,
                 result.score,
                 result.num_prompts,
@@ -189,7 +191,7 @@ class RolloutProcess:
             )
         )
 
-    async def _save(self, saved: SavedRollouts, command: wire.Save) -> None:
+    async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
         """Writes what goes with a checkpoint. A run goes on without: it is work, not state."""
         folder = self._config.dump_folder
         try:
@@ -205,7 +207,7 @@ class RolloutProcess:
         """Tells rank 0 what is lacking, so that its timeout can say so."""
         try:
             while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
-                await self._send(wire.Progress(describe()))
+                await self._send(link_messages.Progress(describe()))
         except asyncio.CancelledError:
             waiting.cancel()
             raise
@@ -217,8 +219,8 @@ class RolloutProcess:
             await asyncio.sleep(_PARENT_POLL_SECONDS)
         logger.error("Rank 0 is gone")
 
-    async def _send(self, message: wire.Answer, frames: list[bytes] | None = None) -> None:
-        await self._messages.send_multipart([wire.encode(message), *(frames or [])])
+    async def _send(self, message: link_messages.Answer, frames: list[bytes] | None = None) -> None:
+        await self._messages.send_multipart([link_messages.encode(message), *(frames or [])])
 
     def _opened(self) -> RolloutSession:
         assert self._session is not None, "rank 0 sent a command before the process was ready"
@@ -254,7 +256,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 async def serve(directory: Path) -> NoReturn:
     """Runs the process until its end, and ends it."""
-    text = (directory / wire.CONFIG_FILE).read_bytes()
+    text = (directory / link_messages.CONFIG_FILE).read_bytes()
     config = msgspec.json.decode(text, type=RolloutProcessConfig)
     process = RolloutProcess(config, directory)
     loop = asyncio.get_running_loop()

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.rollout.admission import Admission, part_size
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
 from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
@@ -26,6 +25,7 @@ from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import prompt_text
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
 from torchtitan.grpo.types import Generation, Prompt, PromptProgress, RolloutGroup
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rewards.pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
+from torchtitan.grpo.rollout.link_messages import ServerInfo
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,
@@ -27,13 +27,13 @@ from torchtitan.grpo.rollout.prompts import (
     open_mixture,
 )
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.saved import SavedRollouts, read_saved
 from torchtitan.grpo.rollout.scoring import Scorer
-from torchtitan.grpo.rollout.servers import ServerFleet, Tell
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.serving.servers import ServerFleet, Tell
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
-from torchtitan.grpo.rollout.wire import ServerInfo
 from torchtitan.grpo.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from torchtitan.grpo.rollout import wire
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.types import RolloutGroup
 
 _POLL_MILLISECONDS = 100
@@ -33,9 +33,9 @@ class ShareRequest(msgspec.Struct):
 
 
 class ShareAnswer(msgspec.Struct):
-    """What :func:`wire.pack_groups` makes of them, a group each; ``error`` where there are none."""
+    """What :func:`link_messages.pack_groups` makes of them, a group each; ``error`` where there are none."""
 
-    groups: list[wire.GroupHeader]
+    groups: list[link_messages.GroupHeader]
     error: str = ""
 
 
@@ -80,7 +80,7 @@ class ShareServer:
             if len(frames) != 3 or not secrets.compare_digest(frames[1], self._secret):
                 continue  # not one of ours
             answer, arrays = self._answer(msgspec.msgpack.decode(frames[2], type=ShareRequest))
-            await self._socket.send_multipart([frames[0], wire.encode(answer), *arrays])
+            await self._socket.send_multipart([frames[0], link_messages.encode(answer), *arrays])
 
     def _answer(self, request: ShareRequest) -> tuple[ShareAnswer, list[bytes]]:
         if request.version != self._version:
@@ -89,7 +89,7 @@ class ShareServer:
                 f"the batch of version {request.version} is asked for, and that of "
                 f"{self._version} is held",
             ), []
-        headers, arrays = wire.pack_groups([self._held[i] for i in request.positions])
+        headers, arrays = link_messages.pack_groups([self._held[i] for i in request.positions])
         return ShareAnswer(headers), arrays
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class ShareClient:
         Raises:
             ShareFailed: They did not come in time, or are not there any more.
         """
-        request = wire.encode(ShareRequest(version, list(positions)))
+        request = link_messages.encode(ShareRequest(version, list(positions)))
         self._socket.send_multipart([self._secret, request])
         deadline = time.monotonic() + timeout_seconds
         while not self._socket.poll(_POLL_MILLISECONDS):
@@ -135,7 +135,7 @@ class ShareClient:
         answer = msgspec.msgpack.decode(header, type=ShareAnswer)
         if answer.error:
             raise ShareFailed(f"The rollout process at {self.endpoint} refuses: {answer.error}.")
-        return wire.unpack_groups(answer.groups, arrays)
+        return link_messages.unpack_groups(answer.groups, arrays)
 
     def close(self) -> None:
         """Closes the socket."""

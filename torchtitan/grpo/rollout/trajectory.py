@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rollout.dispatch import Dispatcher, Server
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 
 # How often a completion that no server can go on with looks for one.

@@ -20,13 +20,13 @@ from typing import Protocol
 
 import torch
 
-from torchtitan.grpo.inference.client import BucketSpec, WeightGroupInfo
-from torchtitan.grpo.weight_sync import sparse
 from torchtitan.grpo.weight_sync.disk import write_part
 from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import Shards
+from torchtitan.grpo.weight_wire import sparse
+from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
 
 _POLL_SECONDS = 0.02
 

@@ -17,12 +17,12 @@ from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import Inference, WeightSync
-from torchtitan.grpo.config_manager import JobConfig
-from torchtitan.grpo.device import default_backend, gpus_for_servers
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink, ServerInfo
+from torchtitan.grpo.system.device import default_backend, gpus_for_servers
 from torchtitan.grpo.weight_sync.agent import LocalAgent
 from torchtitan.grpo.weight_sync.channel import (
     Address,

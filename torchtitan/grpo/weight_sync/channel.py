@@ -19,9 +19,9 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
-from torchtitan.grpo.groups import leader_address
-from torchtitan.grpo.inference.client import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.weight_sync.agent import Agent, LocalAgent
+from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
 
 _RESULTS: dict[str, Any] = {
     "wait_copied": None,

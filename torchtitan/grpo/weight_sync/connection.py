@@ -21,10 +21,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan.grpo.inference.client import BucketSpec, InferenceClient, ServerError
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
-from torchtitan.grpo.weight_sync.wire import bucket_bytes
+from torchtitan.grpo.weight_wire.buckets import bucket_bytes
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 logger = logging.getLogger(__name__)
 

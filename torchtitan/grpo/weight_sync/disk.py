@@ -25,9 +25,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 from torchtitan.grpo.weight_sync.payloads import Bucket
-from torchtitan.grpo.weight_sync.wire import CHECKSUMS_FILE, split_bucket
+from torchtitan.grpo.weight_wire.buckets import CHECKSUMS_FILE, split_bucket
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 
 logger = logging.getLogger(__name__)
 

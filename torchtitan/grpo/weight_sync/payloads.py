@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchtitan.grpo.inference.client import BucketSpec
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
-from torchtitan.grpo.weight_sync.wire import tensor_bytes
+from torchtitan.grpo.weight_wire.buckets import tensor_bytes
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.shards import Assembly, in_buckets
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 
 @dataclass(frozen=True)

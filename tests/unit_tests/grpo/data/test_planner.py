@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.planner import StepPlanner
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.grpo.config_manager import JobConfig
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource, check_batch
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 

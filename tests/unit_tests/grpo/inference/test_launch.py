@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo import config
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import (
     HeldPorts,
     LaunchedServer,
@@ -65,7 +65,7 @@ def test_vllm_is_started_with_what_the_client_relies_on() -> None:
 def test_sglang_on_cpu_is_started_by_the_stand_in_with_a_bounded_cache() -> None:
     command, _ = server_command(replace(SPEC, kind="sglang"), {})
     assert command[0] == "/env/bin/python"
-    assert Path(command[1]).name == "sglang_cpu.py"
+    assert Path(command[1]).name == "cpu_main.py"
     assert option(command, "--attention-backend") == "torch_native"
     assert option(command, "--max-total-tokens") == str(16 * 256)
     large = replace(SPEC, kind="sglang", max_running_requests=4096)

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.config.job_config import Parallelism
 
-from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
 from torchtitan.grpo.models.spec import scoring_settings
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time

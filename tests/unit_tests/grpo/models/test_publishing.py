@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.grpo.inference.factory import make_client
+from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.launch import (
     LaunchedServer,
     ServerSpec,

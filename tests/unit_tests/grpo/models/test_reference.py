@@ -11,11 +11,11 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from torchtitan.grpo.config_manager import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import ModelError
 from torchtitan.grpo.models.reference import Reference
 from torchtitan.grpo.models.same_model import check_reference
-from torchtitan.grpo.runner import ForwardRunner
+from torchtitan.grpo.training.runner import ForwardRunner
 
 CPU = torch.device("cpu")
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]

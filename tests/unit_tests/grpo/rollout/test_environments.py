@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.environments import (
     EnvironmentFailed,
     EnvironmentPool,
     EnvironmentsFailing,
     Episodes,
 )
-from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment

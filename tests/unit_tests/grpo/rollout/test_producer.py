@@ -19,7 +19,6 @@ from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rewards.pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.judging import GroupJudge
@@ -27,10 +26,11 @@ from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.producer import OverduePolicy, Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.requests import Sampling
 from torchtitan.grpo.rollout.rows import open_rows
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import (

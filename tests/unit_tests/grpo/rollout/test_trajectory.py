@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
-from torchtitan.grpo.rollout.dispatch import Dispatcher
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.requests import Sampling
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.weight_sync import agent as agent_module
-from torchtitan.grpo.weight_sync import sparse
 from torchtitan.grpo.weight_sync.agent import LocalAgent
 from torchtitan.grpo.weight_sync.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadFailed, PayloadPool
+from torchtitan.grpo.weight_wire import sparse
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 CPU = torch.device("cpu")
 NUMEL = 1000

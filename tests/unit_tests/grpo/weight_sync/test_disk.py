@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.grpo.inference.client import BucketSpec
-from torchtitan.grpo.weight_sync.checksum import tensor_checksum
 from torchtitan.grpo.weight_sync.disk import VersionDirectories, write_part
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions, VersionNotWritten
 from torchtitan.grpo.weight_sync.payloads import Bucket
-from torchtitan.grpo.weight_sync.wire import read_safetensors
+from torchtitan.grpo.weight_wire.buckets import read_safetensors
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 SHAPES = ((3,), (2, 5))  # the second begins at an odd place
 

@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.inference.client import WeightGroupInfo
 from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings, route_address
+from torchtitan.grpo.weight_wire.messages import WeightGroupInfo
 
 URL = "http://127.0.0.1:9"
 PEER = """
 import json, sys
 import torch, torch.distributed as dist
-from torchtitan.grpo.weight_sync.process_group import create_weight_group
+from torchtitan.grpo.weight_wire.process_group import create_weight_group
 info = json.loads(sys.argv[1])
 group = create_weight_group(
     info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],

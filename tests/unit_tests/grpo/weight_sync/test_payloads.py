@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
-from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.weight_sync.payloads import (
     PayloadFailed,
     PayloadPool,
 )
-from torchtitan.grpo.weight_sync.wire import bucket_bytes, tensor_bytes
+from torchtitan.grpo.weight_wire.buckets import bucket_bytes, tensor_bytes
+from torchtitan.grpo.weight_wire.messages import BucketSpec
 
 SPECS = [
     BucketSpec(("a", "b"), ("float32", "float32"), ((1,), (2,))),

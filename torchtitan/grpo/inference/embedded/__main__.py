@@ -5,7 +5,7 @@
 
     python -m torchtitan.grpo.inference.embedded --model-path DIR --port 30000
 
-A program starts it lighter, by path, through ``torchtitan/grpo/light_start.py``.
+A program starts it lighter, by path, through ``torchtitan/grpo/system/light_start.py``.
 """
 
 import argparse

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.inference.embedded.auth import AuthLevel, is_allowed
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
 from torchtitan.grpo.inference.embedded.protocol import (
@@ -34,7 +33,8 @@ from torchtitan.grpo.inference.embedded.protocol import (
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.weight_sync.staging import StagingError
+from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.staging import StagingError
 
 logger = logging.getLogger(__name__)
 

@@ -28,18 +28,18 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 
-from torchtitan.grpo.inference.client import BucketSpec
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.weight_sync.buffers import BufferPool
-from torchtitan.grpo.weight_sync.receiving import WeightGroup
-from torchtitan.grpo.weight_sync.staging import Staging, StagingError, StagingPlace
-from torchtitan.grpo.weight_sync.wire import (
+from torchtitan.grpo.weight_wire.buckets import (
     WIRE_DTYPES,
     bucket_bytes,
     check_lengths,
     read_safetensors,
 )
+from torchtitan.grpo.weight_wire.buffers import BufferPool
+from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.staging import Staging, StagingError, StagingPlace
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from torchtitan.grpo.weight_sync.wire import WIRE_DTYPES, aligned, is_exact_in
+from torchtitan.grpo.weight_wire.buckets import WIRE_DTYPES, aligned, is_exact_in
 
 
 class WeightTable:

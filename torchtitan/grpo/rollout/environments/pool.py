@@ -23,8 +23,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo.child import die_with_parent
-from torchtitan.grpo.light_start import LIGHT_PYTHON
 from torchtitan.grpo.rollout.environments.messages import (
     LENGTH,
     Close,
@@ -42,6 +40,8 @@ from torchtitan.grpo.rollout.environments.messages import (
     decode_reply,
     frame,
 )
+from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,57 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Gradients of parts become that of their step."""
+
+import numpy as np
+import torch
+
+from torchtitan.grpo.data.feed import TrainBatch
+from torchtitan.grpo.data.plan import SampleTable
+from torchtitan.grpo.losses.objective import SUM_NAMES
+from torchtitan.grpo.training.gradient_parts import GradientParts
+from torchtitan.grpo.types import PromptProgress
+
+NOBODY = SampleTable(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def part(mass: int, *, is_last: bool = False) -> TrainBatch:
+    return TrainBatch(
+        minibatches=[],
+        minibatch_tokens=[10 * mass],
+        samples=NOBODY,
+        num_trained_tokens=10 * mass,
+        num_tokens=20 * mass,
+        mass=mass,
+        is_first=False,
+        is_last=is_last,
+        publish_slot=3 if is_last else 0,
+        progress=PromptProgress(7),
+    )
+
+
+def test_the_sum_is_the_parts_mean_by_mass():
+    gradient = GradientParts()
+    weight, unused = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(2)
+    # A part's own gradient and loss; the second has nothing to learn from.
+    for index, (mass, own) in enumerate([(0, 99.0), (6, 1.0), (0, 99.0), (2, 5.0)]):
+        share = gradient.share_of(part(mass, is_last=index == 3))
+        if share:
+            weight.grad += share * torch.tensor([own, -own])
+            gradient.sums[SUM_NAMES.index("total_loss")] += share * own
+            gradient.sums[SUM_NAMES.index("num_tokens")] += 10 * mass
+    gradient.finish([weight, unused])
+    expected = (6 * 1.0 + 2 * 5.0) / 8
+    torch.testing.assert_close(weight.grad, torch.tensor([expected, -expected]))
+    assert gradient.sums[SUM_NAMES.index("total_loss")].item() == expected
+    assert gradient.sums[SUM_NAMES.index("num_tokens")].item() == 80
+    whole = gradient.whole()
+    assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
+    assert (whole.is_last, whole.publish_slot) == (True, 3)
+
+
+def test_a_step_without_anything_to_learn_from_is_empty():
+    gradient = GradientParts()
+    assert gradient.share_of(part(0)) == gradient.share_of(part(0, is_last=True)) == 0
+    assert gradient.is_empty

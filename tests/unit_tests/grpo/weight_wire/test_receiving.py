@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A server's end of a group that is left while a broadcast is awaited."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import torch
+
+from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings
+
+SERVER = """
+import json, os, sys, threading, time
+import torch
+from torchtitan.grpo.weight_wire import receiving
+info = json.loads(sys.argv[1])
+group = receiving.WeightGroup(
+    info["master_address"], info["master_port"], info["rank_offset"], info["world_size"],
+    info["group_name"], info["backend"], 60.0,
+)
+errors = []
+def receive():
+    try:
+        group.receive(torch.empty(1 << 20, dtype=torch.uint8))
+    except RuntimeError as error:
+        errors.append(str(error))
+thread = threading.Thread(target=receive)
+thread.start()
+while group._outstanding is None:
+    time.sleep(0.01)
+print("waits", flush=True)
+sys.stdin.readline()
+group.leave()
+thread.join(10)
+print(len(receiving._abandoned) > 0, "was left" in errors[0], flush=True)
+sys.stdin.readline()
+deadline = time.monotonic() + 20
+while receiving._abandoned and time.monotonic() < deadline:
+    receiving._let_go_of_ended()
+    time.sleep(0.05)
+print(len(receiving._abandoned), flush=True)
+os._exit(0)  # gloo's threads are none that Python could end well
+"""
+
+
+def test_a_group_that_was_left_is_kept_no_longer_than_the_trainer_keeps_its_end():
+    async def body() -> None:
+        end = GroupEnd(
+            "http://127.0.0.1:9", 2, GroupSettings("auto", "gloo", 60.0, torch.device("cpu"))
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, json.dumps(asdict(end.info))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+
+        async def line() -> str:
+            assert process.stdout is not None
+            return (await asyncio.to_thread(process.stdout.readline)).strip()
+
+        def go_on() -> None:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+        try:
+            await end.join()
+            assert await line() == "waits"
+            go_on()
+            assert await line() == "True True"
+            await end.leave()
+            go_on()
+            assert await line() == "0"
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait(10)
+
+    asyncio.run(asyncio.wait_for(body(), 100))

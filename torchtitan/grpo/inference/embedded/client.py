@@ -1,0 +1,89 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Client of the embedded server: SGLang's dialect, and what this project adds to it."""
+
+from typing import Any
+
+from torchtitan.grpo.inference.answers import joined_group
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
+from torchtitan.grpo.inference.sglang.client import SGLangClient
+from torchtitan.grpo.weight_wire.messages import BucketSpec
+
+
+class EmbeddedClient(SGLangClient):
+    """See :class:`InferenceClient`.
+
+    The server receives beside its work, and swaps a whole, verified update in between two
+    steps; requests in flight have their keys and values computed again. So it need not be
+    paused, and its version is the old one until it is the new one.
+    """
+
+    stops_for = "nothing"
+    verifies_checksums = True
+    takes_deltas = True
+
+    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
+        super().__init__(http, request_timeout_seconds=request_timeout_seconds)
+        self._sequences: dict[str, int] = {}
+
+    async def leave_weight_groups(self) -> None:
+        self._groups.clear()
+        await self._http.post("/leave_weight_groups", {})
+
+    async def begin_update(self) -> None:
+        self._sequences = {}
+        await self._close_session()
+        await self._http.post("/begin_weight_update", {"selector": "target"})
+
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        group = joined_group(self._groups, group_name, self.url)
+        # Counted before anything is awaited: the order of the calls is the order of the
+        # broadcasts, whichever request arrives first.
+        sequence = self._sequences.get(group_name, 0)
+        self._sequences[group_name] = sequence + 1
+        await self._http.post(
+            "/update_weights_from_distributed",
+            {
+                "names": list(bucket.names),
+                "dtypes": list(bucket.dtypes),
+                "shapes": [list(shape) for shape in bucket.shapes],
+                "checksums": None if bucket.checksums is None else list(bucket.checksums),
+                "num_changed": None if bucket.num_changed is None else list(bucket.num_changed),
+                "base_version": bucket.base_version,
+                "sequence": sequence,
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+                "weight_version": str(version) if last else None,
+            },
+            timeout_seconds=group.timeout_seconds,
+        )
+
+    async def commit_update(self, version: int) -> float:
+        answer = await self._http.post("/end_weight_update", {})
+        await self._require_version(version)
+        return swap_seconds(answer, f"{self.url}/end_weight_update")
+
+    async def update_from_disk(self, path: str, version: int) -> float:
+        await self._close_session()
+        route = "/update_weights_from_disk"
+        body = {"model_path": path, "weight_version": str(version)}
+        answer = await self._http.post(route, body, timeout_seconds=self._request_timeout_seconds)
+        await self._require_version(version)
+        return swap_seconds(answer, self.url + route)
+
+
+def swap_seconds(answer: Answer, source: str) -> float:
+    """How long the engine stood still, as the server says.
+
+    Raises:
+        ServerError: It does not.
+    """
+    body: Any = answer.body
+    seconds = body.get("swap_seconds") if isinstance(body, dict) else None
+    if not isinstance(seconds, float):
+        raise ServerError(f"{source} must answer swap_seconds, got {excerpt(body)}")
+    return seconds

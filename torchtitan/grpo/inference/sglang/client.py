@@ -1,0 +1,375 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Client of SGLang servers (0.5.20 and later).
+
+The embedded server speaks the same dialect, and more: see `embedded_client.py`.
+"""
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+from torchtitan.grpo.inference.answers import (
+    MALFORMED,
+    UPDATING_LABEL,
+    as_object,
+    checked_generation,
+    checked_prompt_logprobs,
+    joined_group,
+    max_answer_bytes,
+    version_or_none,
+)
+from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
+from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.loads import load_of_ranks
+from torchtitan.grpo.inference.names import unknown_names
+from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+
+logger = logging.getLogger(__name__)
+
+# Updates stand between begin and end from this release on.
+_FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
+
+
+class SGLangClient(InferenceClient):
+    """See :class:`InferenceClient`.
+
+    Running requests are retracted by :meth:`pause`: their KV is computed anew under the
+    new weights, so what they write after an update is the new policy's.
+
+    Args:
+        http: The server's address, keys and control timeout.
+        request_timeout_seconds: Bound of one completion.
+    """
+
+    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
+        self.url = http.url
+        self._http = http
+        self._request_timeout_seconds = request_timeout_seconds
+        self._groups: dict[str, WeightGroupInfo] = {}
+        self._one_bucket = asyncio.Lock()
+        self._has_sessions: bool | None = None
+        self._parameter_names: frozenset[str] | None = None
+        self._update_marked = False
+        self._was_ready = False
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        try:
+            answer = await self._http.post(
+                "/generate",
+                generate_body(request),
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
+                max_bytes=max_answer_bytes(request),
+            )
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort_quietly(request.request_id))
+            raise
+        except RouteError as error:
+            if error.status is None:
+                await self._abort_quietly(request.request_id)
+            raise
+        return parse_generation(f"{self.url}/generate", request, answer.body)
+
+    async def abort(self, request_id: str | None) -> None:
+        body = {"abort_all": True} if request_id is None else {"rid": _rid(request_id)}
+        await self._http.post("/abort_request", body)
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        try:
+            await self.abort(request_id)
+        except ServerError as error:
+            # The caller is already leaving with the error that matters.
+            logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    async def health(self) -> None:
+        # `/health` generates a token, which takes a second and fails while paused.
+        # `/ready` is 503 while paused as well as while starting: a server that was ready
+        # once, or holds pushed weights, has started, and then its scheduler must answer.
+        answer = await self._http.get("/ready", accept=(503,))
+        if answer.status == 503:
+            if not self._was_ready and await self.version() is None:
+                raise ServerError(f"{self.url}/ready answered 503: the server is starting.")
+            await self._server_info()
+        self._was_ready = True
+
+    async def version(self) -> int | None:
+        return version_or_none((await self._model_info()).get("weight_version"))
+
+    async def _model_info(self) -> dict[str, Any]:
+        # With both keys set, the routes that only tell something take the generation key.
+        answer = await self._http.get("/model_info", scope="generation")
+        return as_object(answer.body, f"{self.url}/model_info")
+
+    async def _server_info(self) -> dict[str, Any]:
+        answer = await self._http.get("/server_info", scope="generation")
+        return as_object(answer.body, f"{self.url}/server_info")
+
+    async def load(self) -> ServerLoad:
+        route = "/v1/loads?include=core"
+        answer = await self._http.get(route, scope="generation")
+        return load_of_ranks(self.url + route, answer.body)
+
+    async def num_workers(self) -> int:
+        info = await self._server_info()
+        for size in ("dp_size", "pp_size"):
+            if info.get(size, 1) != 1:
+                raise ServerError(
+                    f"{self.url}: weights can be pushed to SGLang with {size} = 1 only, "
+                    f"got {info[size]}. Start one server for each replica, with --tp alone."
+                )
+        tp_size = info.get("tp_size", 1)
+        if not isinstance(tp_size, int):
+            raise ServerError(
+                f"{self.url}/server_info must give tp_size as a number, got {tp_size}."
+            )
+        return tp_size
+
+    async def pause(self) -> None:
+        await self._http.post("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        await self._http.post("/continue_generation", {})
+
+    async def join_weight_group(self, info: WeightGroupInfo) -> None:
+        await self._http.post(
+            "/init_weights_update_group",
+            {
+                "master_address": info.master_address,
+                "master_port": info.master_port,
+                "rank_offset": info.rank_offset,
+                "world_size": info.world_size,
+                "group_name": info.group_name,
+                "backend": info.backend,
+            },
+            timeout_seconds=info.timeout_seconds,
+        )
+        self._groups[info.group_name] = info
+
+    async def leave_weight_groups(self) -> None:
+        # Only groups that this client joined have known names; a dead trainer's are left
+        # to the server, which nobody can make wait for them any more.
+        await self._close_session()
+        for name in list(self._groups):
+            await self._http.post(
+                "/destroy_weights_update_group", {"group_name": name}, accept=(400,)
+            )
+            del self._groups[name]
+
+    async def begin_update(self) -> None:
+        self._update_marked = False
+        if await self._needs_session():
+            await self._close_session()
+            await self._http.post("/begin_weight_update", {"selector": "target"})
+
+    async def _close_session(self) -> None:
+        # 400: none is open; 404: a release that has no sessions.
+        await self._http.post("/end_weight_update", {}, accept=(400, 404))
+
+    async def _needs_session(self) -> bool:
+        if self._has_sessions is None:
+            version = release_number((await self._server_info()).get("version"))
+            # The embedded server and development builds have sessions and no release.
+            self._has_sessions = version is None or version >= _FIRST_VERSION_WITH_SESSIONS
+        return self._has_sessions
+
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        group = joined_group(self._groups, group_name, self.url)
+        if bucket.num_changed is not None:
+            raise ServerError(f"{self.url} runs SGLang, which cannot apply deltas. Send all.")
+        # One at a time: requests may overtake one another on their way, and one bucket's
+        # bytes would be taken for another's of the same size.
+        async with self._one_bucket:
+            await self._refuse_unknown_names(bucket, group)
+            await self._mark_updating()
+            await self._http.post(
+                "/update_weights_from_distributed",
+                {
+                    "names": list(bucket.names),
+                    "dtypes": list(bucket.dtypes),
+                    "shapes": [list(shape) for shape in bucket.shapes],
+                    "group_name": group.group_name,
+                    "load_format": "flattened_bucket",
+                    "abort_all_requests": False,
+                    "flush_cache": last,
+                    "weight_version": str(version) if last else None,
+                },
+                timeout_seconds=group.timeout_seconds,
+            )
+
+    async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
+        """SGLang passes over a name it does not know and answers 200, so we ask first.
+
+        Its parameters' names come with their checksums, fused; shapes do not, so a wrong
+        shape is found only as the bucket is loaded.
+        """
+        if self._parameter_names is None:
+            answer = await self._http.post(
+                "/weights_checker",
+                {"action": "checksum"},
+                timeout_seconds=group.timeout_seconds,
+                accept=(404,),
+            )
+            self._parameter_names = checksum_names(answer.body)
+        if self._parameter_names:
+            unknown = unknown_names(bucket.names, self._parameter_names)
+            if unknown:
+                raise ServerError(
+                    f"{self.url} has no parameters named {unknown[:4]} ({len(unknown)} of "
+                    f"{len(bucket.names)} in this bucket). Trainer and server must hold the "
+                    "same model."
+                )
+
+    async def _mark_updating(self) -> None:
+        """Takes the version off the server before the first tensor changes.
+
+        Should the push break off, no token from half-updated weights can then pass for
+        one of the old version, whoever resumes the server. (404: an old release.)
+        """
+        if not self._update_marked:
+            await self._http.post(
+                "/update_weight_version",
+                {"new_version": UPDATING_LABEL, "abort_all_requests": False},
+                accept=(404,),
+            )
+            self._update_marked = True
+
+    async def commit_update(self, version: int) -> float:
+        if await self._needs_session():
+            await self._http.post("/end_weight_update", {})
+        await self._require_version(version)
+        return 0.0
+
+    async def update_from_disk(self, path: str, version: int) -> float:
+        self._update_marked = False
+        await self._close_session()
+        await self._mark_updating()
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
+        route = "/update_weights_from_disk"
+        await self._http.post(route, body, timeout_seconds=self._request_timeout_seconds)
+        await self._require_version(version)
+        return 0.0
+
+    async def _require_version(self, version: int) -> None:
+        served = await self.version()
+        if served != version:
+            raise ServerError(f"{self.url} must serve version {version} now, it says {served}.")
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        route = "/generate"
+        answer = await self._http.post(
+            route,
+            {
+                "input_ids": token_ids,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            },
+            scope="generation",
+            timeout_seconds=self._request_timeout_seconds,
+        )
+        return parse_prompt_logprobs(self.url + route, token_ids, answer.body)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """Body of ``POST /generate``."""
+    return {
+        "rid": _rid(request.request_id),
+        "input_ids": request.prompt_ids,
+        "return_logprob": True,
+        "logprob_start_len": -1,  # of the completion only
+        "stream": False,
+        "sampling_params": {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "stop_token_ids": list(request.stop_token_ids),
+            "ignore_eos": request.ignore_eos,
+        },
+    }
+
+
+def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
+    """A verified generation from the answer of ``POST /generate``.
+
+    Raises:
+        ServerError: The answer lacks something, or its parts disagree.
+    """
+    body = as_object(body, source)
+    try:
+        meta = body["meta_info"]
+        token_ids = body["output_ids"]
+        spans = meta.get("weight_versions")
+        if spans is None:
+            # Servers from before the field: one label, of the moment of completion.
+            spans = [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+        return checked_generation(
+            source,
+            request,
+            sent_id=_rid(request.request_id),
+            answered_id=meta["id"],
+            num_prompt_tokens=meta["prompt_tokens"],
+            token_ids=token_ids,
+            logprobs=[(entry[0], entry[1]) for entry in meta["output_token_logprobs"]],
+            num_completion_tokens=meta["completion_tokens"],
+            finish_reason=meta["finish_reason"]["type"],
+            spans=[(span["version"], span["start"], span["end"]) for span in spans],
+        )
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold output_ids and meta_info with id, logprobs, finish "
+            f"reason and weight version ({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
+    """Logprobs of all prompt tokens but the first.
+
+    Raises:
+        ServerError: The answer is of other tokens, or lacks some.
+    """
+    try:
+        # SGLang names the last id of the vocabulary 0 here; its logprob is right.
+        entries = [
+            (entry[0], sent if entry[1] == 0 else entry[1])
+            for entry, sent in zip(
+                body["meta_info"]["input_token_logprobs"], token_ids, strict=True
+            )
+        ]
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold meta_info.input_token_logprobs of the "
+            f"{len(token_ids)} tokens sent ({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+    return checked_prompt_logprobs(source, token_ids, entries)
+
+
+def checksum_names(body: Any) -> frozenset[str]:
+    """Parameter names of all ranks in the answer of ``/weights_checker``; empty if none."""
+    ranks = body.get("ranks") if isinstance(body, dict) else None
+    named = (rank.get("checksums", ()) for rank in ranks or () if isinstance(rank, dict))
+    return frozenset(name for names in named for name in names)
+
+
+def release_number(version: Any) -> tuple[int, int, int] | None:
+    """``(0, 5, 23)`` from ``"0.5.23.post1"``; None where it is no such number."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version) if isinstance(version, str) else None
+    if match is None:
+        return None
+    major, minor, patch = (int(part) for part in match.groups())
+    # Builds from a checkout are called 0.0.0.dev.
+    return (major, minor, patch) if (major, minor, patch) > (0, 0, 0) else None
+
+
+def _rid(request_id: str) -> str:
+    # SGLang aborts by prefix: with its length in front, no id is the prefix of another.
+    return f"{len(request_id)}:{request_id}"

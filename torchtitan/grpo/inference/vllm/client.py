@@ -1,0 +1,392 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Client of vLLM servers (0.32), with this project's weight transfer engine in them.
+
+The server must run with ``--enable-scale-out`` (its token-in-token-out route reports the
+weight version of every token, which the OpenAI routes do not), with
+``VLLM_SERVER_DEV_MODE=1`` (the RL routes), with ``--weight-transfer-config
+'{"backend": "torchtitan_grpo"}'`` and with ``--logprobs-mode processed_logprobs``.
+`launch.py` and `scripts/serve_vllm.sh` set all of them.
+"""
+
+import asyncio
+import logging
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+from torchtitan.grpo.inference.answers import (
+    MALFORMED,
+    UPDATING_LABEL,
+    as_object,
+    checked_generation,
+    checked_prompt_logprobs,
+    joined_group,
+    max_answer_bytes,
+    version_or_none,
+)
+from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
+from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.loads import load_of_metrics
+from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+
+logger = logging.getLogger(__name__)
+
+NO_ROOM = "no room to stage"
+"""What the server's workers say who cannot hold the weights twice."""
+
+GENERATE_ROUTE = "/inference/v1/generate"
+# The server puts this before the id that it was given, and aborts by the whole.
+_REQUEST_ID_PREFIX = "generate-tokens-"
+_PROBE_TOKENS = (0, 1)  # every vocabulary has them
+_PROBE_TOLERANCE = 1e-3
+
+
+class VLLMClient(InferenceClient):
+    """See :class:`InferenceClient`.
+
+    Requests running at :meth:`pause` are kept. :meth:`commit_update` throws their KV away
+    together with the prefix cache, so that :meth:`resume` computes it anew under the new
+    weights: what they write after an update is the new policy's.
+
+    Buckets go to staging in the server's workers while it generates, if they have room for
+    a second copy of the weights; :attr:`stops_for` is settled when it joins a group.
+
+    Args:
+        http: The server's address, keys and control timeout.
+        request_timeout_seconds: Bound of one completion.
+    """
+
+    stops_for = "commit"
+    verifies_checksums = True
+    takes_deltas = True
+
+    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
+        self.url = http.url
+        self._http = http
+        self._request_timeout_seconds = request_timeout_seconds
+        self._groups: dict[str, WeightGroupInfo] = {}
+        self._sequences: dict[str, int] = {}
+        self._one_bucket = asyncio.Lock()
+        self._logprobs_probe: asyncio.Task[None] | None = None
+        self._update_marked = False
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if request.temperature not in (0.0, 1.0):
+            await self._require_processed_logprobs(request.prompt_ids)
+        try:
+            answer = await self._http.post(
+                GENERATE_ROUTE,
+                generate_body(request),
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
+                max_bytes=max_answer_bytes(request),
+            )
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort_quietly(request.request_id))
+            raise
+        except RouteError as error:
+            if error.status is None:
+                await self._abort_quietly(request.request_id)
+            raise
+        return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, answer.body)
+
+    async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
+        """Finds out once what the server's logprobs are; requests wait for the answer."""
+        probe = self._logprobs_probe
+        if probe is None or (probe.done() and (probe.cancelled() or probe.exception())):
+            probe = self._logprobs_probe = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
+        await asyncio.shield(probe)
+
+    async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
+        """Asks for one token where one alone is allowed, of two different ones.
+
+        After everything that shapes sampling, temperature included, each is certain:
+        logprob 0. Before it, they cannot both be. (The server's ``/server_info`` would
+        tell as well, but it describes the whole machine with it, for half a minute.)
+        """
+        for token in _PROBE_TOKENS:
+            name = f"probe-{uuid.uuid4().hex}"
+            request = GenerateRequest(name, prompt_ids, max_new_tokens=1)
+            body = generate_body(request)
+            body["sampling_params"]["allowed_token_ids"] = [token]
+            answer = await self._http.post(
+                GENERATE_ROUTE,
+                body,
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
+            )
+            source = f"{self.url}{GENERATE_ROUTE}"
+            logprobs = parse_logprobs(source, answer.body)
+            if not all(abs(logprob) <= _PROBE_TOLERANCE for logprob in logprobs):  # nor NaN
+                raise ServerError(
+                    f"{self.url}: rollout.temperature other than 1 needs logprobs after "
+                    "temperature, but the server returns them before it. Start it with "
+                    "--logprobs-mode processed_logprobs."
+                )
+
+    async def abort(self, request_id: str | None) -> None:
+        ids = [] if request_id is None else [_REQUEST_ID_PREFIX + request_id]
+        await self._http.post("/abort_requests", {"request_ids": ids})
+
+    async def _abort_quietly(self, request_id: str) -> None:
+        try:
+            await self.abort(request_id)
+        except ServerError as error:
+            # The caller is already leaving with the error that matters.
+            logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    async def health(self) -> None:
+        await self._http.get("/health")
+
+    async def version(self) -> int | None:
+        answer = await self._http.get("/weight_info")
+        return version_or_none(_field(answer.body, "weight_version", f"{self.url}/weight_info"))
+
+    async def load(self) -> ServerLoad:
+        answer = await self._http.get("/metrics", scope="generation")
+        return load_of_metrics(f"{self.url}/metrics", answer.body)
+
+    async def num_workers(self) -> int:
+        sizes = []
+        for include_dp in ("true", "false"):
+            route = f"/get_world_size?include_dp={include_dp}"
+            answer = await self._http.get(route)
+            size = _field(answer.body, "world_size", f"{self.url}{route}")
+            if not isinstance(size, int):
+                raise ServerError(f"{self.url}{route} must answer a number, got {excerpt(size)}")
+            sizes.append(size)
+        if sizes[0] != sizes[1]:
+            raise ServerError(
+                f"{self.url}: weights can be pushed to vLLM without data parallelism only, got "
+                f"{sizes[0]} workers in replicas of {sizes[1]}. Start one server a replica."
+            )
+        return sizes[0]
+
+    async def pause(self) -> None:
+        await self._http.post("/pause?mode=keep")
+
+    async def resume(self) -> None:
+        await self._http.post("/resume")
+
+    async def join_weight_group(self, info: WeightGroupInfo) -> None:
+        route, body = "/init_weight_transfer_engine", asdict(info)
+        # Before any worker waits for the rendezvous: all of them must have room, or none
+        # stages. vLLM hands no answers back, so a refusal is the answer.
+        probe = await self._http.post(
+            route, {"init_info": {**body, "probe": True}}, accept=(400, 500)
+        )
+        has_room = probe.status == 200
+        if not has_room and NO_ROOM not in excerpt(probe.body):
+            raise ServerError(f"{self.url}{route} refused: {excerpt(probe.body)}")
+        if not has_room:
+            logger.warning("%s receives weights while paused: %s", self.url, excerpt(probe.body))
+        self.stops_for = "commit" if has_room else "transfer"
+        self.takes_deltas = has_room and info.deltas
+        self.verifies_checksums = has_room
+        await self._http.post(route, {"init_info": body}, timeout_seconds=info.timeout_seconds)
+        self._groups[info.group_name] = info
+
+    async def leave_weight_groups(self) -> None:
+        self._groups.clear()
+        route = "/shutdown_weight_transfer_engine"
+        if (await self._http.post(route, accept=(400, 500))).status != 200:
+            await self._abandon_update()  # it refuses while an update is open
+            await self._http.post(route)
+
+    async def begin_update(self) -> None:
+        self._update_marked = False
+        self._sequences = {}
+        answer = await self._http.post("/start_weight_update", accept=(400, 500))
+        if answer.status != 200:  # most likely, a predecessor left one open
+            await self._abandon_update()
+            await self._http.post("/start_weight_update")
+
+    async def _abandon_update(self) -> None:
+        """Drops what was staged, gives layers without weights their old ones, ends the update."""
+        await self._update({"action": "abandon"}, accept=(400, 500))
+        # Refused where no update was open.
+        await self._http.post("/finish_weight_update", {"weight_version": None}, accept=(400, 500))
+
+    async def _update(self, info: dict[str, Any], **options: Any) -> None:
+        await self._http.post("/update_weights", {"update_info": info}, **options)
+
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        group = joined_group(self._groups, group_name, self.url)
+        info = {**asdict(bucket), "group_name": group_name}
+        if self.stops_for == "transfer":
+            await self._load_bucket(info, group)
+            return
+        # Counted before anything is awaited: the order of the calls is the order of the
+        # broadcasts, whichever request arrives first.
+        info["sequence"] = self._sequences.get(group_name, 0)
+        self._sequences[group_name] = info["sequence"] + 1
+        await self._update({"action": "stage", **info})
+
+    async def _load_bucket(self, info: dict[str, Any], group: WeightGroupInfo) -> None:
+        async with self._one_bucket:
+            if not self._update_marked:
+                # Wrong weights are refused while the old ones are still whole.
+                await self._update({"action": "check", **info})
+                await self._mark_updating()
+            await self._update({"action": "receive", **info}, timeout_seconds=group.timeout_seconds)
+
+    async def _mark_updating(self) -> None:
+        """Takes the version off the server before the first tensor changes.
+
+        Should the load break off, no token from half-updated weights can then pass for
+        one of the old version.
+        """
+        await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
+        self._update_marked = True
+
+    async def commit_update(self, version: int) -> float:
+        patience = max((g.timeout_seconds for g in self._groups.values()), default=None)
+        await self._commit(version, patience, staged=self.stops_for == "commit")
+        return 0.0
+
+    async def _commit(self, version: int, patience: float | None, *, staged: bool) -> None:
+        if staged:
+            # Refused while the old weights are still whole, and served under their version.
+            info = {"action": "verify", "version": str(version)}
+            await self._update(info, timeout_seconds=patience)
+            await self._mark_updating()
+        await self._http.post(
+            "/finish_weight_update", {"weight_version": str(version)}, timeout_seconds=patience
+        )
+        # Running requests are preempted: their KV, too, is of the old weights.
+        route = "/reset_prefix_cache?reset_running_requests=true"
+        answer = await self._http.post(route)
+        if _field(answer.body, "success", f"{self.url}{route}") is not True:
+            raise ServerError(
+                f"{self.url}{route}: the cache of the old weights must be thrown away after an "
+                f"update, got {excerpt(answer.body)}"
+            )
+
+    async def update_from_disk(self, path: str, version: int) -> float:
+        patience = self._request_timeout_seconds
+        await self.begin_update()
+        await self._update({"action": "disk", "path": path}, timeout_seconds=patience)
+        await self._commit(version, patience, staged=True)
+        return 0.0
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        answer = await self._http.post(
+            GENERATE_ROUTE,
+            {
+                "token_ids": token_ids,
+                "sampling_params": {
+                    "max_tokens": 1,
+                    "temperature": 1.0,
+                    "prompt_logprobs": 0,  # of the prompt's own tokens alone
+                    "detokenize": False,
+                },
+            },
+            scope="generation",
+            timeout_seconds=self._request_timeout_seconds,
+        )
+        return parse_prompt_logprobs(f"{self.url}{GENERATE_ROUTE}", token_ids, answer.body)
+
+    async def close(self) -> None:
+        if self._logprobs_probe is not None:
+            self._logprobs_probe.cancel()
+        await self._http.close()
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """Body of the token-in-token-out route.
+
+    Everything that shapes the distribution is stated, or the server would take defaults
+    from the model's ``generation_config.json``.
+    """
+    return {
+        "request_id": request.request_id,
+        "token_ids": request.prompt_ids,
+        "stream": False,
+        "sampling_params": {
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": max(request.top_k, 0),
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(request.stop_token_ids),
+            "ignore_eos": request.ignore_eos,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        },
+    }
+
+
+def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
+    """A verified generation from the answer of the token-in-token-out route.
+
+    Raises:
+        ServerError: The answer lacks something, or its parts disagree.
+    """
+    body = as_object(body, source)
+    try:
+        (choice,) = body["choices"]
+        return checked_generation(
+            source,
+            request,
+            sent_id=_REQUEST_ID_PREFIX + request.request_id,
+            answered_id=body["request_id"],
+            num_prompt_tokens=body["usage"]["prompt_tokens"],
+            token_ids=choice["token_ids"],
+            logprobs=[(e["logprob"], e["token_id"]) for e in choice["logprobs"]["content"]],
+            num_completion_tokens=body["usage"]["completion_tokens"],
+            finish_reason=choice["finish_reason"],
+            spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]],
+        )
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold request_id, usage, and one choice with token_ids, "
+            f"logprobs, finish reason and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def parse_logprobs(source: str, body: Any) -> list[float]:
+    """Logprobs of the sampled tokens, whatever their versions.
+
+    Raises:
+        ServerError: The answer does not hold them.
+    """
+    try:
+        (choice,) = body["choices"]
+        return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold one choice with logprobs "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
+    """Logprobs of all prompt tokens but the first.
+
+    Raises:
+        ServerError: The answer is of other tokens, or lacks some.
+    """
+    try:
+        first, *others = body["prompt_logprobs"]
+        entries = [
+            (entry[str(token)]["logprob"], token)
+            for entry, token in zip(others, token_ids[1:], strict=True)
+        ]
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+    return checked_prompt_logprobs(source, token_ids, [(first, token_ids[0]), *entries])
+
+
+def _field(body: Any, name: str, source: str) -> Any:
+    if not isinstance(body, dict) or name not in body:
+        raise ServerError(f"{source} must answer an object with {name}, got {excerpt(body)}")
+    return body[name]

@@ -1,0 +1,45 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Asks the servers about once a second how busy they are.
+
+Beside the work and never in its way: a server that does not say counts as one whose load is
+not known, and gets work as before.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rollout.serving.server_state import Server
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_SECONDS = 1.0
+_TIMEOUT_SECONDS = 2.0
+
+
+async def watch_loads(servers: Mapping[str, Server], changed: Callable[[], None]) -> None:
+    """Keeps ``Server.reported`` up to date, for ever.
+
+    Args:
+        servers: Those of now; others may join and leave.
+        changed: Called after each round.
+    """
+    while True:
+        running = [server for server in servers.values() if not server.is_down]
+        await asyncio.gather(*(_ask(server) for server in running))
+        changed()
+        await asyncio.sleep(_PERIOD_SECONDS)
+
+
+async def _ask(server: Server) -> None:
+    try:
+        async with asyncio.timeout(_TIMEOUT_SECONDS):
+            load = await server.client.load()
+    except (ServerError, TimeoutError) as error:
+        if server.reported is not None:
+            logger.info("The load of %s is not known: %s", server.url, error or "no answer")
+        load = None
+    server.report(load)

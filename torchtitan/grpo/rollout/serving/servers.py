@@ -1,0 +1,198 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The servers of a run: those that ``[inference]`` names, or those started here.
+
+They change while it goes on: ``inference.urls_file`` may name others, and a launched server
+may end for good. Whatever changes is told to the dispatcher first and then to rank 0.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.launch import (
+    HeldPorts,
+    LaunchedServer,
+    start_servers,
+    stop_servers,
+    wait_until_up,
+)
+from torchtitan.grpo.inference.urls import UrlsFile, checked_urls
+from torchtitan.grpo.rollout.link_messages import ServerInfo
+from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_FILE_POLL_SECONDS = 1.0
+_JOINS_OF_A_PROCESS = 1_000_000
+_CLOSE_SECONDS = 0.5
+_STOP_GRACE_SECONDS = 1.5
+
+Tell = Callable[[list[ServerInfo]], Awaitable[None]]
+
+
+class ServerFleet:
+    """Clients of all servers, and the processes of those that were started here.
+
+    :meth:`close` may be called at any time, also after a :meth:`start` that failed.
+    """
+
+    def __init__(self, config: RolloutProcessConfig) -> None:
+        self._config = config
+        self._ports: HeldPorts | None = None
+        self._launched: list[LaunchedServer] = []
+        self._supervisors: list[Supervisor] = []
+        self._members: dict[str, tuple[ServerInfo, InferenceClient]] = {}
+        self._num_joined: dict[str, int] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        file = config.inference.urls_file
+        self._file = UrlsFile(file) if file is not None else None
+        self._reread = asyncio.Event()
+
+    @property
+    def clients(self) -> list[InferenceClient]:
+        return [client for _, client in self._members.values()]
+
+    @property
+    def servers(self) -> list[ServerInfo]:
+        return [info for info, _ in self._members.values()]
+
+    async def start(self) -> None:
+        """Starts servers where ``inference.launch`` says so, and waits for all of them.
+
+        Raises:
+            ValueError: A URL is none, or the servers' interpreter cannot be run.
+            RuntimeError: A server that was started has ended.
+            TimeoutError: One is not up within ``inference.startup_timeout_seconds``.
+        """
+        inference = self._config.inference
+        if inference.launch:
+            self._ports = held = HeldPorts(inference.num_servers)
+            # Not in another thread: the kernel ends children with the thread they are from.
+            self._launched = start_servers(self._config, held.ports)
+            urls = [server.url for server in self._launched]
+        elif self._file is not None:
+            urls = await asyncio.to_thread(self._file.read)
+        else:
+            urls = checked_urls(inference.urls, "inference.urls")
+        for url in urls:
+            self._join(url)
+        await wait_until_up(self.clients, self._launched, inference.startup_timeout_seconds)
+        self._supervisors = [
+            Supervisor(server, self._members[server.url][1], inference) for server in self._launched
+        ]
+
+    async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
+        """Follows what becomes of the servers, for ever.
+
+        Args:
+            dispatcher: Holds the clients of :meth:`start`.
+            tell: Told the new servers after each change.
+
+        Raises:
+            RuntimeError: The last launched server has ended, and is not started again.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for supervisor in self._supervisors:
+                tasks.create_task(self._supervise(supervisor, dispatcher, tell))
+            if self._file is not None:
+                tasks.create_task(self._follow_file(self._file, dispatcher, tell))
+
+    def reread_urls(self) -> None:
+        """Has ``inference.urls_file`` read now, whether it seems to have changed or not."""
+        self._reread.set()
+
+    async def close(self) -> None:
+        """Closes the clients and ends the servers that were started here. Idempotent."""
+        launched = {server.url: server for server in self._launched}
+        self._launched = []
+        for supervisor in self._supervisors:
+            launched.pop(supervisor.client.url, None)
+            if (server := supervisor.close()) is not None:
+                launched[server.url] = server
+        members, self._members = self._members, {}
+        closing = [asyncio.create_task(client.close()) for _, client in members.values()]
+        closing += self._leaving
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
+        if launched:
+            await asyncio.to_thread(stop_servers, list(launched.values()), _STOP_GRACE_SECONDS)
+        if self._ports is not None:
+            self._ports.close()
+
+    async def _supervise(self, supervisor: Supervisor, dispatcher: Dispatcher, tell: Tell) -> None:
+        end = await supervisor.run(dispatcher)
+        self._leave(supervisor.client.url, dispatcher)
+        if not self._members:
+            raise RuntimeError(f"The last server is gone. {end}")
+        logger.error("%d servers are left. %s", len(self._members), end)
+        await tell(self.servers)
+
+    async def _follow_file(self, file: UrlsFile, dispatcher: Dispatcher, tell: Tell) -> None:
+        while True:
+            is_asked = await self._asked_within(_FILE_POLL_SECONDS)
+            try:
+                # In a thread: the file may be on another machine.
+                urls = await asyncio.to_thread(file.read if is_asked else file.poll)
+            except ValueError as error:
+                logger.error("%s The servers stay as they are.", error)
+                continue
+            if urls is not None and self._change_to(urls, dispatcher):
+                await tell(self.servers)
+            elif is_asked:
+                logger.info("inference.urls_file was read again and names the same servers.")
+
+    async def _asked_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._reread.wait()
+        except TimeoutError:
+            return False
+        self._reread.clear()
+        return True
+
+    def _change_to(self, urls: list[str], dispatcher: Dispatcher) -> bool:
+        """Makes ``urls`` the servers; False where they are already."""
+        new = [url for url in urls if url not in self._members]
+        gone = [url for url in self._members if url not in urls]
+        for url in new:
+            dispatcher.add(self._join(url))
+            logger.info("Server %s joins (inference.urls_file), and waits for weights.", url)
+        for url in gone:
+            self._leave(url, dispatcher)
+            logger.info("Server %s leaves (inference.urls_file).", url)
+        return bool(new or gone)
+
+    def _join(self, url: str) -> InferenceClient:
+        inference = self._config.inference
+        client = make_client(
+            inference.kind,
+            url,
+            api_key=inference.api_key,
+            admin_key=inference.admin_key,
+            control_timeout_seconds=inference.control_timeout_seconds,
+            request_timeout_seconds=self._config.rollout.request_timeout_seconds,
+        )
+        # Above all that an earlier rollout process can have said.
+        before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
+        self._num_joined[client.url] = joined = before + 1
+        self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
+        return client
+
+    def _leave(self, url: str, dispatcher: Dispatcher) -> None:
+        _, client = self._members.pop(url)
+        requests = dispatcher.remove(url)
+
+        async def close_client() -> None:
+            if requests:  # the server is still being told that nobody waits for them
+                await asyncio.wait(requests)
+            await client.close()
+
+        task = asyncio.create_task(close_client())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)

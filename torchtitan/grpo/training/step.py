@@ -1,0 +1,167 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a batch goes through before and in its optimizer steps.
+
+    minibatches, samples -> score (reference, proximal policy) -> advantages -> losses
+
+Nothing here knows of a layout: runners give whole rows on the ranks that see the output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.data.feed import Feed, TrainBatch
+from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.losses.advantages import compute_advantages
+from torchtitan.grpo.losses.kl import sample_kl_sums
+from torchtitan.grpo.losses.objective import SUM_NAMES, LossInputs, objective, scale_losses
+from torchtitan.grpo.training.runner import ForwardRunner
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows of one minibatch, with what other policies say of them.
+
+    Attributes:
+        rows: On the training device; advantages filled in.
+        old_logprobs: [rows, seq] float32, of the policy before the batch's first optimizer
+            step; None where that is the policy that the loss sees, or this rank does not
+            see the output.
+        ref_logprobs: [rows, seq] float32, of the reference; None without one, or where
+            this rank does not see the output.
+    """
+
+    rows: TrainRows
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
+
+
+class MinibatchLoss:
+    """The loss of one minibatch, part by part, keeping the parts' sums for metrics.
+
+    A part may be asked for twice (pipeline schedules do, to learn shapes); it is counted
+    once.
+
+    Args:
+        scored: The minibatch.
+        config: ``[grpo]``.
+        share: What it is multiplied by; see `gradient_parts.py`.
+    """
+
+    def __init__(self, scored: ScoredRows, config: GRPO, share: float = 1.0) -> None:
+        self.scored, self.config, self.share = scored, config, share
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
+        """output: [rows, seq, 2], logprobs and entropies of the rows ``which``."""
+        rows = self.scored.rows.part(which)
+        logprobs, entropy = output.unbind(-1)
+        old, ref = self.scored.old_logprobs, self.scored.ref_logprobs
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            old_logprobs=logprobs.detach() if old is None else old[which],
+            generator_logprobs=rows.generator_logprobs,
+            ref_logprobs=None if ref is None else ref[which],
+            advantages=rows.advantages,
+            loss_mask=rows.loss_mask,
+            loss_weights=rows.loss_weights,
+            ptx_weights=rows.ptx_weights,
+            sequence_ids=rows.sequence_ids,
+        )
+        loss, self._sums[which.start] = objective(inputs, self.config)
+        return self.share * loss
+
+    def sums(self) -> torch.Tensor:
+        """[len(SUM_NAMES)] float64 on the CPU, over the parts that this rank has seen."""
+        if not self._sums:
+            return torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+        # Scaled on the CPU: picking entries on a device would wait for it.
+        return scale_losses(torch.stack(list(self._sums.values())).sum(0).cpu(), self.share)
+
+
+def num_updates(config: GRPO) -> int:
+    """Optimizer steps of one batch."""
+    return config.num_minibatches * config.num_epochs
+
+
+def score(
+    batch: TrainBatch,
+    policy: ForwardRunner,
+    reference: ForwardRunner | None,
+    config: GRPO,
+    device: torch.device,
+    feed: Feed,
+    *,
+    is_counted: bool,
+) -> list[ScoredRows]:
+    """Forward passes and advantages, before a batch's first optimizer step.
+
+    Args:
+        batch: This rank's share.
+        policy: With one optimizer step a batch it is not run: it is its own proximal policy.
+        reference: None without a KL penalty.
+        config: ``[grpo]``.
+        device: Of the training.
+        feed: To sum over ranks.
+        is_counted: True on one of the ranks that see the same output.
+
+    Returns:
+        One entry a minibatch.
+    """
+    needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
+    minibatches = [rows.to(device) for rows in batch.minibatches]
+    ref = [_logprobs(reference, rows) for rows in minibatches]
+    old = [_logprobs(policy if needs_proximal else None, rows) for rows in minibatches]
+    rewards = batch.samples.rewards
+    if config.kl_coef > 0 and config.kl_in == "reward":
+        sums = _reference_kl(minibatches, ref, len(batch.samples), config, is_counted)
+        rewards = rewards - config.kl_coef * feed.all_reduce_sum(sums).numpy()
+    advantages = compute_advantages(
+        rewards,
+        batch.samples.group_ids,
+        batch.samples.completion_lengths,
+        kind=config.advantage,
+        std=config.advantage_std,
+        eps=config.advantage_eps,
+        length_power=config.advantage_length_power,
+    )
+    return [
+        ScoredRows(rows.with_advantages(advantages), old_logprobs, ref_logprobs)
+        for rows, old_logprobs, ref_logprobs in zip(minibatches, old, ref, strict=True)
+    ]
+
+
+def _logprobs(runner: ForwardRunner | None, rows: TrainRows) -> torch.Tensor | None:
+    output = runner.forward(rows) if runner is not None else None
+    return None if output is None else output[..., 0]
+
+
+def _reference_kl(
+    minibatches: Sequence[TrainRows],
+    ref_logprobs: Sequence[torch.Tensor | None],
+    num_samples: int,
+    config: GRPO,
+    is_counted: bool,
+) -> torch.Tensor:
+    """[samples] float64: this rank's part of each sample's KL from the reference.
+
+    Of the sampling-time policy, whose tokens these are and whose reward it is.
+    """
+    total = torch.zeros(num_samples, dtype=torch.float64)
+    for rows, ref in zip(minibatches, ref_logprobs, strict=True):
+        if ref is None or not is_counted:
+            continue
+        total += sample_kl_sums(
+            rows.generator_logprobs,
+            ref,
+            rows.loss_mask,
+            rows.sample_ids,
+            num_samples=num_samples,
+            estimator=config.kl_estimator,
+        ).cpu()
+    return total

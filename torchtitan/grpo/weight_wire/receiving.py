@@ -1,0 +1,104 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A server's end of a weight group: joining, receiving, leaving while a receive waits."""
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+
+# How soon a waiting receive notices that its group was left.
+_POLL = timedelta(seconds=0.1)
+
+# Groups left while a gloo operation was outstanding, with that. Dropping the last reference would
+# join gloo's threads, and so block whoever drops it until the trainer closes its end.
+_abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
+
+
+class WeightGroup:
+    """A process group whose rank 0, the trainer, broadcasts to this server.
+
+    Args:
+        timeout_seconds: Bound of the rendezvous and of each broadcast.
+    """
+
+    def __init__(
+        self,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        name: str,
+        backend: str,
+        timeout_seconds: float,
+    ) -> None:
+        self.name = name
+        self._is_nccl = backend == "nccl"
+        self._timeout_seconds = timeout_seconds
+        self._left = threading.Event()
+        self._outstanding: dist.Work | None = None
+        _let_go_of_ended()
+        self._group = create_weight_group(
+            master_address, master_port, rank, world_size, name, backend, timeout_seconds
+        )
+
+    def buffer_device(self, model_device: torch.device) -> torch.device:
+        """Where tensors are received: the model's device over NCCL, the CPU over gloo."""
+        return model_device if self._is_nccl else torch.device("cpu")
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Receives rank 0's broadcast into ``tensor``.
+
+        Raises:
+            RuntimeError: The trainer has gone, the time is up, or :meth:`leave` was called.
+        """
+        if self._left.is_set():
+            raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
+        work = self._outstanding = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        assert work is not None, "this server is a member of the group"
+        if self._is_nccl:
+            # NCCL only queues the broadcast; returning must mean that it has arrived.
+            work.wait()
+            torch.cuda.current_stream(tensor.device).synchronize()
+        else:
+            self._wait(work)
+        self._outstanding = None
+
+    def _wait(self, work: dist.Work) -> None:
+        deadline = time.monotonic() + self._timeout_seconds
+        while not work.is_completed():
+            if self._left.is_set():
+                _abandoned.append((self._group, work))
+                raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
+            if time.monotonic() > deadline:
+                _abandoned.append((self._group, work))
+                raise RuntimeError(
+                    f"No broadcast came in group {self.name!r} within {self._timeout_seconds} s."
+                )
+            # Raises at the poll's own timeout (the work may be complete by now) and at the
+            # operation's failure, which the last wait raises again.
+            with contextlib.suppress(RuntimeError):
+                work.wait(_POLL)
+        work.wait()
+
+    def leave(self) -> None:
+        """Leaves the group; a waiting :meth:`receive` fails. Harmless when called again."""
+        if self._left.is_set():
+            return
+        self._left.set()
+        outstanding = self._outstanding
+        if outstanding is not None and not self._is_nccl:
+            # Before the waiting thread can end, and drop its reference.
+            _abandoned.append((self._group, outstanding))
+        destroy_weight_group(self._group)
+
+
+def _let_go_of_ended() -> None:
+    """Groups whose operation the trainer has ended since have threads to join no longer."""
+    _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]

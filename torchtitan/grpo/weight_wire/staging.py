@@ -1,0 +1,328 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The receiving end of an update: buckets go to staging while the old weights are served.
+
+    consumes        broadcasts of the trainer's ranks, on the thread "weight-staging"
+    produces        all tensors of the update, whole and verified, or one reason why not
+    waits for       each broadcast, as long as its group allows
+    unblocked by    the broadcast, the group's timeout, its trainer's death, or `drop`
+
+Requests that announce buckets may overtake one another on their way. A bucket therefore
+carries its number among those of its group, and is received when all before it were
+announced; else one bucket's bytes could be taken for another's of the same size. The order
+in which buckets of several groups are received follows from the order of announcement
+alone, so all workers of a server keep the same.
+
+Runs in vLLM's workers and in the embedded server: torch and numpy are all it needs.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtitan.grpo.weight_wire.buckets import (
+    WIRE_DTYPES,
+    aligned,
+    bucket_bytes,
+    element_counts,
+    split_bucket,
+)
+from torchtitan.grpo.weight_wire.buffers import BufferPool, storage_of
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.receiving import WeightGroup
+from torchtitan.grpo.weight_wire.sparse import apply, decode
+
+_LEAVE_SECONDS = 5.0
+
+
+class StagingError(RuntimeError):
+    """The update cannot be committed; the weights served are what they were."""
+
+
+@dataclass(frozen=True)
+class StagingPlace:
+    """Where an update's tensors come from and go to.
+
+    Attributes:
+        device: The model's; NCCL groups receive there, gloo groups on the CPU.
+        base: A copy of what is served now, in the wire dtype, by name and dtype: what a
+            delta is applied to.
+        place: What becomes of a whole, verified tensor of the wire dtype, such as a cast
+            or a move to another device. It may keep the tensor itself.
+    """
+
+    device: torch.device
+    base: Callable[[str, torch.dtype], torch.Tensor]
+    place: Callable[[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Announced:
+    work: Callable[[], None]
+    group: WeightGroup | None
+    future: "Future[None]" = field(default_factory=Future)
+
+
+class Staging:
+    """One update.
+
+    Methods may be called from any thread.
+
+    Args:
+        place: See :class:`StagingPlace`.
+        buffers: Where received bytes lie; the caller settles it after the commit.
+    """
+
+    def __init__(self, place: StagingPlace, buffers: BufferPool) -> None:
+        self._place = place
+        self._buffers = buffers
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._dtypes: dict[str, str] = {}
+        self._num_open = 0
+        self._failure: str | None = None
+        self._broken = False
+        self._lock = threading.Lock()
+        self._next: dict[str, int] = {}
+        self._early: dict[tuple[str, int], _Announced] = {}
+        self._queue: queue.SimpleQueue[_Announced | None] = queue.SimpleQueue()
+        self._current: WeightGroup | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Wire dtypes of what was announced, tensors that a delta leaves as they are too."""
+        return dict(self._dtypes)
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a bucket was announced that has neither arrived nor failed."""
+        return self._num_open > 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why the update cannot be committed."""
+        return self._failure
+
+    def refuse(self, reason: str) -> None:
+        """A bucket is not received: the update cannot be committed, and no later one is either.
+
+        Its bytes may be on their way already and would come as those of the next bucket: gloo
+        ends a process that is sent more than it receives into.
+        """
+        self._broken = True
+        self._fail(reason)
+        self._put_early()
+
+    def _fail(self, reason: str) -> None:
+        """The first reason counts."""
+        self._failure = self._failure or reason
+
+    def announce(
+        self,
+        bucket: BucketSpec,
+        group: WeightGroup,
+        *,
+        sequence: int | None = None,
+        flattened: bool = True,
+    ) -> "Future[None]":
+        """Queues a bucket; the future ends when its tensors are whole and verified.
+
+        Args:
+            bucket: Names, dtypes and shapes must fit the model: the caller sees to it.
+            group: Which it comes over.
+            sequence: Its number among the buckets of the update over this group, from 0;
+                None where the caller announces one only after the other.
+            flattened: One broadcast of all bytes, or one for each tensor.
+
+        Raises:
+            ValueError: A tensor was announced before.
+        """
+        item = _Announced(lambda: self._receive(bucket, group, flattened), group)
+        with self._lock:
+            again = self._dtypes.keys() & set(bucket.names)
+            if again:
+                raise ValueError(f"{min(again)} came twice in one update.")
+            in_order = self._in_order(item, group.name, sequence)
+            self._dtypes.update(zip(bucket.names, bucket.dtypes, strict=True))
+            self._num_open += 1
+            for ready in in_order:
+                self._put(ready)
+        return item.future
+
+    def read(
+        self, dtypes: Mapping[str, str], load: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> "Future[None]":
+        """Queues the reading of verified tensors from elsewhere, such as a disk.
+
+        Args:
+            dtypes: Of all tensors, which must fit the model.
+            load: Called on the thread; a ValueError or OSError of it fails the update.
+        """
+
+        def work() -> None:
+            for name, tensor in load().items():
+                self._tensors[name] = self._place.place(name, tensor)
+
+        item = _Announced(work, None)
+        with self._lock:
+            self._dtypes.update(dtypes)
+            self._num_open += 1
+            self._put(item)
+        return item.future
+
+    def _put(self, item: _Announced) -> None:
+        self._queue.put(item)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="weight-staging")
+            self._thread.daemon = True  # a driver may hang; the process must end
+            self._thread.start()
+
+    def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
+        """All tensors that are new, once all announced buckets have come.
+
+        Raises:
+            StagingError: Something failed, or the time is up.
+        """
+        with self._lock:
+            if self._early:
+                self._fail(f"Buckets before {sorted(self._early)[0]} were not announced.")
+        self._end_thread(timeout_seconds)
+        if self._thread is not None and self._thread.is_alive():
+            self._fail(f"Not all announced buckets came within {timeout_seconds} s.")
+        if self._failure is not None:
+            raise StagingError(self._failure)
+        return self._tensors
+
+    def drop(self) -> None:
+        """Ends the thread, and forgets all. A broadcast that it waits for ends its group."""
+        self._broken = True
+        self._fail("The update was dropped.")
+        current = self._current
+        if current is not None:
+            current.leave()
+        with self._lock:
+            early, self._early = list(self._early.values()), {}
+        for item in early:
+            self._settle(item, StagingError("The update was dropped."))
+        self._end_thread(_LEAVE_SECONDS)
+        self._tensors = {}
+        self._buffers.forget()
+
+    def _end_thread(self, timeout_seconds: float) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout_seconds)
+
+    def _in_order(self, item: _Announced, group: str, sequence: int | None) -> list[_Announced]:
+        """What can be received now that this item is known, in order."""
+        if sequence is None or self._broken:
+            return [item]  # of a broken update it is only told why
+        if sequence < self._next.get(group, 0) or (group, sequence) in self._early:
+            raise ValueError(f"Bucket {sequence} of group {group!r} was announced twice.")
+        self._early[group, sequence] = item
+        ready = []
+        while following := self._early.pop((group, self._next.get(group, 0)), None):
+            self._next[group] = self._next.get(group, 0) + 1
+            ready.append(following)
+        return ready
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            error = None
+            try:
+                if self._broken:
+                    raise StagingError(self._failure or "The update was dropped.")
+                self._current = item.group
+                item.work()
+            except (RuntimeError, ValueError, OSError) as caught:
+                # Also told to whoever commits: without this bucket it would be a mixture.
+                self._fail(str(caught))
+                error = StagingError(str(caught))
+                if self._broken:
+                    self._put_early()
+            self._current = None
+            self._settle(item, error)
+
+    def _put_early(self) -> None:
+        """Nobody waits any more for what should have come before them."""
+        with self._lock:
+            for early in self._early.values():
+                self._put(early)
+            self._early = {}
+
+    def _settle(self, item: _Announced, error: BaseException | None) -> None:
+        with self._lock:
+            self._num_open -= 1
+        if item.future.set_running_or_notify_cancel():
+            if error is None:
+                item.future.set_result(None)
+            else:
+                item.future.set_exception(error)
+
+    @torch.no_grad()
+    def _receive(self, bucket: BucketSpec, group: WeightGroup, flattened: bool) -> None:
+        device = group.buffer_device(self._place.device)
+        if not flattened:
+            tensors = [
+                torch.empty(shape, dtype=WIRE_DTYPES[dtype], device=device)
+                for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
+            ]
+            for tensor in tensors:
+                self._receive_into(tensor, group)
+            self._keep(bucket, tensors)
+            return
+        buffer = self._buffers.take(bucket_bytes(bucket), device)
+        self._receive_into(buffer, group)
+        is_delta = bucket.num_changed is not None
+        tensors = self._with_changes(buffer, bucket) if is_delta else split_bucket(buffer, bucket)
+        if not self._keep(bucket, tensors) & {storage_of(buffer)}:
+            self._buffers.give_back(buffer)
+
+    def _receive_into(self, tensor: torch.Tensor, group: WeightGroup) -> None:
+        try:
+            group.receive(tensor)
+        except RuntimeError:
+            self._broken = True
+            raise
+        if self._failure is not None:
+            # Received all the same: a trainer that does not know yet must not be left
+            # waiting in a broadcast for its group's timeout.
+            raise StagingError(self._failure)
+
+    def _keep(self, bucket: BucketSpec, tensors: list[torch.Tensor]) -> set[int]:
+        """Verifies whole tensors and puts them in their place; returns where they lie."""
+        storages = set()
+        for i, (name, tensor) in enumerate(zip(bucket.names, tensors, strict=True)):
+            if bucket.checksums is not None:
+                found, expected = tensor_checksum(tensor), bucket.checksums[i]
+                if found != expected:
+                    raise ValueError(f"{name} must have checksum {expected}, got {found}.")
+            if bucket.num_changed is None or bucket.num_changed[i] != 0:
+                self._tensors[name] = self._place.place(name, tensor)
+                storages.add(storage_of(self._tensors[name]))
+        return storages
+
+    def _with_changes(self, payload: torch.Tensor, bucket: BucketSpec) -> list[torch.Tensor]:
+        assert bucket.num_changed is not None
+        numels, itemsize = element_counts(bucket)
+        tensors = []
+        for name, dtype, shape, changes in zip(
+            bucket.names,
+            bucket.dtypes,
+            bucket.shapes,
+            decode(payload, numels, bucket.num_changed, itemsize),
+            strict=True,
+        ):
+            if changes.indices is None:
+                tensor = aligned(changes.values.view(WIRE_DTYPES[dtype]).view(shape))
+            else:
+                tensor = self._place.base(name, WIRE_DTYPES[dtype])
+                apply(tensor, changes)
+            tensors.append(tensor)
+        return tensors
