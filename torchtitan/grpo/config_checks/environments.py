@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config_checks.rules import check_read, require
 from torchtitan.grpo.functions import split_path
-from torchtitan.grpo.rollout.environments.loading import BUILTIN
+from torchtitan.grpo.rollout.environments.environment_loading import BUILTIN
 
 if TYPE_CHECKING:
     from torchtitan.grpo.job_config import JobConfig

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.rewards.pool import RewardPool, ScoringFailed
+from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server

@@ -326,7 +326,7 @@ def test_episodes_of_a_killed_process_are_replayed_in_another(run_world):
             await asyncio.sleep(0)
         world.server.held = asyncio.Event()
         for process in psutil.Process().children(recursive=True):
-            if "environments.worker" in " ".join(process.cmdline()):
+            if "environments.environment_worker" in " ".join(process.cmdline()):
                 os.kill(process.pid, signal.SIGKILL)
         world.server.held.set()
         wholes = await asyncio.gather(*(t.task for t in trajectories))

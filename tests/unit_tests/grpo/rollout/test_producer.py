@@ -17,7 +17,7 @@ import pytest
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
-from torchtitan.grpo.rewards.pool import RewardPool
+from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget

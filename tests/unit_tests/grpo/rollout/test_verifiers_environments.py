@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, EnvironmentPool
-from torchtitan.grpo.rollout.environments.pool import EnvironmentsFailing, RemoteEnvironment
+from torchtitan.grpo.rollout.environments.environment_pool import (
+    EnvironmentsFailing,
+    RemoteEnvironment,
+)
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 

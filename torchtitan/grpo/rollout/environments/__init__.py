@@ -4,12 +4,15 @@
 """Multi-turn rollouts: what answers the model between its turns.
 
 In reading order: `protocol` (what an environment is), `turns` (how a completion is made of
-turns and observations), `episode` (one completion with its environment), `pool` and `worker`
-(the processes that environments run in). `calculator` is an example, `verifiers` an adapter.
+turns and observations), `episode` (one completion with its environment), `environment_pool` and
+`environment_worker` (the processes that environments run in). `calculator` is an example, `verifiers` an adapter.
 """
 
+from torchtitan.grpo.rollout.environments.environment_pool import (
+    EnvironmentPool,
+    EnvironmentsFailing,
+)
 from torchtitan.grpo.rollout.environments.episode import EnvironmentFailed, Episode, Episodes
-from torchtitan.grpo.rollout.environments.pool import EnvironmentPool, EnvironmentsFailing
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
 
 __all__ = [

@@ -13,8 +13,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from torchtitan.grpo.rollout.environments.messages import Observed
-from torchtitan.grpo.rollout.environments.pool import (
+from torchtitan.grpo.rollout.environments.environment_messages import Observed
+from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentPool,
     RemoteEnvironment,

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from torchtitan.grpo.rewards.pool import RewardError, RewardPool, ScoringFailed
+from torchtitan.grpo.rewards.scoring_pool import RewardError, RewardPool, ScoringFailed
 from torchtitan.grpo.types import Prompt
 
 FUNCTIONS = """

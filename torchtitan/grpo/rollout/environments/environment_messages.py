@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rewards.messages import LENGTH
+from torchtitan.grpo.rewards.scoring_messages import LENGTH
 
 __all__ = ["LENGTH"]
 

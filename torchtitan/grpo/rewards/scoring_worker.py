@@ -14,8 +14,8 @@ import sys
 import traceback
 from typing import Any, BinaryIO
 
-from torchtitan.grpo.rewards.loading import RewardFunction, call_function, load_function
-from torchtitan.grpo.rewards.messages import (
+from torchtitan.grpo.rewards.reward_loading import RewardFunction, call_function, load_function
+from torchtitan.grpo.rewards.scoring_messages import (
     LENGTH,
     Load,
     Loaded,

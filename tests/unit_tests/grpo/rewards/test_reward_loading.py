@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.rewards.builtin import exact_match
-from torchtitan.grpo.rewards.loading import call_function, load_function, short_names
+from torchtitan.grpo.rewards.reward_loading import call_function, load_function, short_names
 
 
 def test_bare_name_is_a_builtin():

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rewards.messages import (
+from torchtitan.grpo.rewards.scoring_messages import (
     LENGTH,
     Load,
     Refused,
@@ -204,7 +204,7 @@ class _Worker:
         pool = self._pool
         self._process = await asyncio.create_subprocess_exec(
             *LIGHT_PYTHON,
-            "torchtitan.grpo.rewards.worker",
+            "torchtitan.grpo.rewards.scoring_worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

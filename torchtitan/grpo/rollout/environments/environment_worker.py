@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from torchtitan.grpo.rewards.worker import claim_channel, read_frame
-from torchtitan.grpo.rollout.environments.loading import check_environment, load_factory
-from torchtitan.grpo.rollout.environments.messages import (
+from torchtitan.grpo.rewards.scoring_worker import claim_channel, read_frame
+from torchtitan.grpo.rollout.environments.environment_loading import check_environment, load_factory
+from torchtitan.grpo.rollout.environments.environment_messages import (
     Close,
     CutOff,
     Ended,

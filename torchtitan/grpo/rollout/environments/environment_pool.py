@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.grpo.rollout.environments.messages import (
+from torchtitan.grpo.rollout.environments.environment_messages import (
     LENGTH,
     Close,
     CutOff,
@@ -266,7 +266,7 @@ class _Worker:
         """Starts the process and finds the environment; returns its stop strings."""
         self._process = await asyncio.create_subprocess_exec(
             *LIGHT_PYTHON,
-            "torchtitan.grpo.rollout.environments.worker",
+            "torchtitan.grpo.rollout.environments.environment_worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
