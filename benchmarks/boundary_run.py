@@ -34,10 +34,9 @@ from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.clock import StepClock
-from torchtitan.grpo.rollout.link import ServerInfo
-from torchtitan.grpo.rollout.metrics import group_metrics
+from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment
 from torchtitan.grpo_train import GRPOTrainer
 
 _PROMPT_TOKENS = 8
@@ -47,7 +46,7 @@ _FLOOR_NANOSECONDS = 100_000
 
 
 class SameServers:
-    """Stands where `rollout/serving/server_watch.py`'s watch does."""
+    """Stands where `rollout/server_watch.py`'s watch does."""
 
     def poll(self) -> None:
         """The servers never change."""

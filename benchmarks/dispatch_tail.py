@@ -37,9 +37,9 @@ from stub_servers import running_stubs
 from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
 from torchtitan.grpo.inference.launch import LaunchedServer
-from torchtitan.grpo.rollout.order import LongestFirst
+from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 

@@ -29,10 +29,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchtitan.grpo.rollout.rows import Rows
-from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
-from torchtitan.grpo.rollout.rows.lines import index_lines
-from torchtitan.grpo.rollout.rows.parquet import ParquetRows
+from torchtitan.grpo.rollout.tables import Table
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
+from torchtitan.grpo.rollout.tables.line_index import index_lines
+from torchtitan.grpo.rollout.tables.parquet import ParquetTable
 
 LEAST_SPEED_UP = 4.0
 ROUNDS = 5
@@ -74,7 +74,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def open_and_close(path: Path, **settings: Any) -> None:
-    JsonlRows(str(path), {}, "prompt", "prompts.path", **settings).close()
+    JsonlTable(str(path), {}, "prompt", "prompts.path", **settings).close()
 
 
 def parse_every_line(path: Path) -> None:
@@ -96,7 +96,7 @@ def index_alone(path: Path) -> int:
         return len(index_lines(file))
 
 
-def seconds_of_a_row(rows: Rows) -> float:
+def seconds_of_a_row(rows: Table) -> float:
     order = np.random.default_rng(1).integers(len(rows), size=RANDOM_ROWS).tolist()
     return seconds(lambda: [rows.row(i) for i in order]) / RANDOM_ROWS
 
@@ -132,7 +132,7 @@ def measure_opening(path: Path) -> tuple[dict[str, float], bool]:
 def measure_background(path: Path) -> dict[str, float]:
     num_bytes = path.stat().st_size
     cpu = time.process_time()
-    rows = JsonlRows(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    rows = JsonlTable(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
     opened, cpu = time.perf_counter(), time.process_time() - cpu
     began = time.process_time()
     rows.wait_until_checked(1000.0)
@@ -148,7 +148,7 @@ def measure_background(path: Path) -> dict[str, float]:
 
 
 def measure_rows(path: Path, folder: Path) -> dict[str, float]:
-    jsonl = JsonlRows(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    jsonl = JsonlTable(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
     figures = {"jsonl": seconds_of_a_row(jsonl)}
     table = pa.Table.from_pylist([jsonl.row(i) for i in range(min(len(jsonl), PARQUET_ROWS))])
     jsonl.close()
@@ -157,7 +157,7 @@ def measure_rows(path: Path, folder: Path) -> dict[str, float]:
         pq.write_table(table, file, row_group_size=group_size)
         # A twentieth of the rows: how a file is read that is much larger than what is kept.
         for name, room in (("all_kept", 1 << 40), ("few_kept", table.nbytes // 20)):
-            rows = ParquetRows(str(file), {}, "prompt", "prompts.path", cache_bytes=room)
+            rows = ParquetTable(str(file), {}, "prompt", "prompts.path", cache_bytes=room)
             seconds_of_a_row(rows)
             figures[f"parquet_groups_of_{group_size}_{name}"] = seconds_of_a_row(rows)
             rows.close()

@@ -37,8 +37,8 @@ from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.observe.console import init_console
-from torchtitan.grpo.rollout.link_messages import ServerInfo
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.plan import source_of
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher

@@ -33,7 +33,7 @@ from torchtitan.grpo.inference.launch import (
     start_server,
     wait_until_up,
 )
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 

@@ -44,7 +44,7 @@ from torchtitan.grpo.inference.launch import (  # noqa: E402
 from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
 from torchtitan.grpo.models.spec import hf_train_spec  # noqa: E402
-from torchtitan.grpo.rollout.link_messages import ServerInfo  # noqa: E402
+from torchtitan.grpo.types import ServerInfo  # noqa: E402
 from torchtitan.grpo.weight_sync.build import build_publisher  # noqa: E402
 from torchtitan.grpo.weight_sync.lane import Lane  # noqa: E402
 from torchtitan.grpo.weight_sync.lane_state import LaneState  # noqa: E402

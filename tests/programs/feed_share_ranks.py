@@ -15,8 +15,8 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.feed import Feed, Share, TrainBatch
 from torchtitan.grpo.data.plan import plan_step
-from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.shares import ShareFailed, ShareServer
+from torchtitan.grpo.rollout import group_frames
+from torchtitan.grpo.rollout.batch_fetch import BatchHolder, FetchFailed
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 NUM_BATCH_RANKS, ROW_LEN, SECRET = 2, 32, "secret"
@@ -64,9 +64,9 @@ class Sharing:
         self.server = self._call(self._open())
         self._running = asyncio.run_coroutine_threadsafe(self.server.run(), self._loop)
 
-    async def _open(self) -> ShareServer:
+    async def _open(self) -> BatchHolder:
         self._context = zmq.asyncio.Context()
-        return ShareServer(self._context, "127.0.0.1", SECRET)
+        return BatchHolder(self._context, "127.0.0.1", SECRET)
 
     def _call(self, work):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
@@ -105,9 +105,9 @@ def main(arguments):
             sharing.server.hold(seed, groups)
             sent = feed.send_step(plan(groups), 0, PromptProgress())
             # Rank 0 plans without the arrays.
-            headers, frames = link_messages.pack_groups(groups)
-            bare = link_messages.unpack_groups(
-                headers, link_messages.without_arrays(frames), has_arrays=False
+            headers, frames = group_frames.pack_groups(groups)
+            bare = group_frames.unpack_groups(
+                headers, group_frames.without_arrays(frames), has_arrays=False
             )
             assert not any(r.completion_ids.any() for g in bare for r in g.rollouts)
             share = Share(sharing.server.endpoint, SECRET, seed)
@@ -119,7 +119,7 @@ def main(arguments):
     assert feed._client is not None
     try:
         feed._client.fetch(0, [0], 30)
-    except ShareFailed as error:
+    except FetchFailed as error:
         refused = str(error)
     dist.barrier()
     feed.close()

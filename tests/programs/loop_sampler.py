@@ -15,10 +15,9 @@ from tagged import VOCAB_SIZE
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.rollout.link_messages import ServerInfo
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.types import Generation, Prompt, ServerInfo
 
 _POLL_SECONDS = 0.02
 _REQUEST_SECONDS = 20.0

@@ -40,7 +40,7 @@ from tagged import VOCAB_SIZE, TaggedModel, factor
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.models.hf_weights import hf_meta, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.rollout.link_messages import ServerInfo
+from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 

@@ -640,9 +640,9 @@ class RolloutProcessConfig:
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0
     """How many rollout processes the run has had before this one."""
-    share_host: str = ""
+    fetch_host: str = ""
     """Address under which ranks reach it, with ``prompts.single_rank_load = false``."""
-    share_secret: str = ""
+    fetch_secret: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         from dataclasses import asdict

@@ -31,12 +31,11 @@ from torchtitan.grpo.rollout.link import (
     RolloutBatch,
     RolloutKilled,
     RolloutLink,
-    ServerInfo,
 )
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.system.groups import leader_address
-from torchtitan.grpo.types import PromptProgress, RolloutGroup
+from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
 
 LEDGER_FILE = "ledger.jsonl"
@@ -90,7 +89,7 @@ class RolloutController:
         discard_after(config.job.dump_folder, start_version)
         self._model, self._start_version = model, start_version
         self._is_ready = False
-        self._share_secret = secrets.token_hex(16)
+        self._fetch_secret = secrets.token_hex(16)
         self.link = RolloutLink(self._process_config(start_version))
         self.servers: list[ServerInfo] = []
 
@@ -134,8 +133,8 @@ class RolloutController:
 
     def share(self, version: int) -> Share | None:
         """Where ranks fetch the batch of ``version``; None where they are sent their rows."""
-        endpoint = self.link.share_endpoint
-        return Share(endpoint, self._share_secret, version) if endpoint is not None else None
+        endpoint = self.link.fetch_endpoint
+        return Share(endpoint, self._fetch_secret, version) if endpoint is not None else None
 
     def evaluate(self, version: int) -> EvaluationResult | None:
         """Scores the held-out prompts under ``version``. None when asked to stop."""
@@ -166,7 +165,7 @@ class RolloutController:
 
     def _process_config(self, version: int) -> RolloutProcessConfig:
         """For a rollout process that begins after ``version`` batches."""
-        return process_config(self.config, self._model, version, self.progress, self._share_secret)
+        return process_config(self.config, self._model, version, self.progress, self._fetch_secret)
 
     def _wait_ready(self) -> None:
         timeout = self.config.inference.startup_timeout_seconds + 60
@@ -228,7 +227,7 @@ def process_config(
     model: HFModel,
     start_version: int,
     progress: PromptProgress,
-    share_secret: str,
+    fetch_secret: str,
 ) -> RolloutProcessConfig:
     """What the rollout process is given, to begin after ``start_version`` batches."""
     saved = file_of(config.job.dump_folder, start_version)
@@ -253,6 +252,6 @@ def process_config(
         start_version=start_version,
         progress=progress,
         saved_rollouts=str(saved) if saved.is_file() else None,
-        share_host=leader_address(),
-        share_secret=share_secret,
+        fetch_host=leader_address(),
+        fetch_secret=fetch_secret,
     )

@@ -20,6 +20,22 @@ ServerKind = Literal["embedded", "sglang", "vllm"]
 
 
 @dataclass(frozen=True)
+class ServerInfo:
+    """A server of this run.
+
+    Attributes:
+        url: Base URL, without a closing slash.
+        kind: ``inference.kind``.
+        num_joined: How often a server of this URL has joined the run. It tells one that left
+            and came back, which must be attested anew, from one that stayed.
+    """
+
+    url: str
+    kind: ServerKind
+    num_joined: int = 1
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of the prompt set, tokenised once.
 

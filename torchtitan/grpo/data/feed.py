@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchtitan.grpo.data.plan import SampleTable, StepPlan
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.share import as_tensors, rows_from, sources_of
-from torchtitan.grpo.rollout.shares import ShareClient
+from torchtitan.grpo.rollout.batch_fetch import BatchFetcher
 from torchtitan.grpo.system.groups import new_group
 from torchtitan.grpo.types import PromptProgress
 
@@ -107,7 +107,7 @@ class _Header:
 
 @dataclass(frozen=True)
 class Share:
-    """Where ranks fetch the rollouts of a batch; see `rollout/shares.py`."""
+    """Where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`."""
 
     endpoint: str
     secret: str
@@ -133,7 +133,7 @@ class Feed:
     ) -> None:
         self.row_len = row_len
         self._fetch_seconds = fetch_seconds
-        self._client: ShareClient | None = None
+        self._client: BatchFetcher | None = None
         self.group = new_group("grpo_feed", "gloo", timeout_seconds)
         self.rank = dist.get_rank()
         batch_ranks: list[int] = [0] * dist.get_world_size()
@@ -262,7 +262,7 @@ class Feed:
         fetched = client.fetch(header.share_version, sources_of(where), self._fetch_seconds)
         return rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
 
-    def _client_for(self, share: Share | None) -> ShareClient:
+    def _client_for(self, share: Share | None) -> BatchFetcher:
         """Connected to the rollout process of now, which rank 0 names."""
         words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
         if share is not None:
@@ -272,7 +272,7 @@ class Feed:
         endpoint, secret = bytes(words.tolist()).rstrip(b"\0").decode().split()
         if self._client is None or self._client.endpoint != endpoint:
             self.close()
-            self._client = ShareClient(endpoint, secret)
+            self._client = BatchFetcher(endpoint, secret)
         return self._client
 
     def close(self) -> None:

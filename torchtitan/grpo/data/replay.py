@@ -16,9 +16,9 @@ from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.rollout.link import EvaluationResult, ServerInfo
-from torchtitan.grpo.rollout.metrics import group_metrics
-from torchtitan.grpo.types import PromptProgress, RolloutGroup
+from torchtitan.grpo.rollout.link import EvaluationResult
+from torchtitan.grpo.rollout.rollout_metrics import group_metrics
+from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 
 _KEY = "rollout.replay"
 

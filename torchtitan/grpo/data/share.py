@@ -4,7 +4,7 @@
 """What a rank must know to lay out its rows itself, as two tensors of numbers.
 
 With ``prompts.single_rank_load = false`` these travel from rank 0 in place of the rows; the
-sequences are fetched from the rollout process (see `rollout/shares.py`).
+sequences are fetched from the rollout process (see `rollout/batch_fetch.py`).
 """
 
 from collections.abc import Sequence

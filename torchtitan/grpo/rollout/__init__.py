@@ -4,6 +4,6 @@
 """The rollout process, which turns prompts into scored groups.
 
 In reading order: `link` (rank 0's end), `process` (the other end), `session` (what it is
-made of), `producer` (the loop), `admission` (the staleness bound), `dispatch` (servers),
+made of), `producer` (the loop), `admission` (the staleness bound), `serving` (servers),
 `scoring`, `prompts`, `evaluation`.
 """

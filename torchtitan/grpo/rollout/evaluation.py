@@ -13,7 +13,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import Generation, Prompt

@@ -6,8 +6,8 @@
 from collections.abc import Sequence
 
 from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
-from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget, is_informative
 from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget, is_informative
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 

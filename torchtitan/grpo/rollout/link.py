@@ -19,13 +19,12 @@ from typing import TypeVar
 import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.rollout.link_messages import ServerInfo
-from torchtitan.grpo.rollout.serving.server_watch import ServerWatch
+from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.types import PromptProgress, RolloutGroup
+from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 
 _Answer = TypeVar("_Answer")
 
@@ -108,7 +107,7 @@ class RolloutLink:
 
     Attributes:
         watch: The servers of now, for any thread. It exists once started.
-        share_endpoint: Where ranks fetch rollouts, once it is ready; None where rank 0 has them.
+        fetch_endpoint: Where ranks fetch rollouts, once it is ready; None where rank 0 has them.
     """
 
     watch: ServerWatch
@@ -128,7 +127,7 @@ class RolloutLink:
         self._has_spoken = False
         self._asked_version: int | None = None
         self._evaluation_id = 0
-        self.share_endpoint: str | None = None
+        self.fetch_endpoint: str | None = None
         self._progress = ""
         # Answers that came while another one was waited for.
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
@@ -193,7 +192,7 @@ class RolloutLink:
         answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
             return []
-        self.share_endpoint = answer[0].share_endpoint
+        self.fetch_endpoint = answer[0].fetch_endpoint
         if self._config.incarnation == 0:
             self.watch.begin(answer[0].servers)
         else:
@@ -224,7 +223,7 @@ class RolloutLink:
         assert batch.version == version, f"got the batch of {batch.version}, expected {version}"
         self._asked_version = None
         has_arrays = self._config.prompts.single_rank_load
-        groups = link_messages.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
+        groups = group_frames.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
         return RolloutBatch(
             groups, batch.progress, batch.closed, batch.metrics, batch.is_first, batch.is_last
         )

@@ -8,43 +8,17 @@ logprobs as raw arrays behind it. Arrays that come in are views of the received 
 and so read-only.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
 import msgspec
-import numpy as np
 
+from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.types import (
-    FinishReason,
-    PromptProgress,
-    Rollout,
-    RolloutGroup,
-    ServerKind,
-    VersionSegment,
-)
+from torchtitan.grpo.types import PromptProgress, ServerInfo
 
 CONFIG_FILE = "config.json"
 MESSAGES_SOCKET = "messages"
 NOTICES_SOCKET = "notices"
 SERVERS_SOCKET = "servers"
 """Files in the private directory that both sides share."""
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """A server of this run.
-
-    Attributes:
-        url: Base URL, without a closing slash.
-        kind: ``inference.kind``.
-        num_joined: How often a server of this URL has joined the run. It tells one that left
-            and came back, which must be attested anew, from one that stayed.
-    """
-
-    url: str
-    kind: ServerKind
-    num_joined: int = 1
 
 
 class NextBatch(msgspec.Struct, tag=True):
@@ -95,12 +69,12 @@ class RereadUrls(msgspec.Struct, tag=True):
 class Ready(msgspec.Struct, tag=True):
     """Servers are up, prompts read, rewards checked.
 
-    ``share_endpoint`` is where ranks fetch their rollouts, with
+    ``fetch_endpoint`` is where ranks fetch their rollouts, with
     ``prompts.single_rank_load = false``.
     """
 
     servers: list[ServerInfo]
-    share_endpoint: str | None = None
+    fetch_endpoint: str | None = None
 
 
 class Fatal(msgspec.Struct, tag=True):
@@ -126,31 +100,8 @@ class EvaluationDone(msgspec.Struct, tag=True):
     samples: list[tuple[str, str, float]]
 
 
-class RolloutHeader(msgspec.Struct):
-    """A rollout without its arrays."""
-
-    num_tokens: int
-    segments: list[tuple[int, int, int]]
-    finish_reason: FinishReason
-    completion: str
-    reward: float | None
-    reward_components: dict[str, float]
-    has_mask: bool = False
-    num_context: int = 0
-
-
-class GroupHeader(msgspec.Struct):
-    """A group without its arrays; its rollouts share the prompt's token ids."""
-
-    group_id: int
-    prompt_text: str
-    prompt_len: int
-    server_url: str
-    rollouts: list[RolloutHeader]
-
-
 class Batch(msgspec.Struct, tag=True):
-    """Answer to :class:`NextBatch`; four frames follow, see :func:`pack_groups`.
+    """Answer to :class:`NextBatch`; four frames follow, see :func:`group_frames.pack_groups`.
 
     Those of token ids and logprobs are empty where ranks fetch them themselves. Of a batch in
     parts ``progress``, ``closed`` and ``metrics`` count with the last one only.
@@ -160,7 +111,7 @@ class Batch(msgspec.Struct, tag=True):
     progress: PromptProgress
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
-    groups: list[GroupHeader]
+    groups: list[group_frames.GroupHeader]
     is_first: bool = True
     is_last: bool = True
 
@@ -176,127 +127,3 @@ decode_notice = msgspec.msgpack.Decoder(Notice).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 # What the servers' socket carries: all servers, after each change.
 decode_servers = msgspec.msgpack.Decoder(list[ServerInfo]).decode
-
-
-def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
-    """Splits groups into headers and four frames.
-
-    Returns:
-        Headers, and: all prompts' token ids (int32), all completions' token ids (int32),
-        all completions' logprobs (float32), and of those that have one the mask of sampled
-        tokens (bool), each concatenated in order.
-    """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    frames = [
-        _concatenate([group.rollouts[0].prompt_ids for group in groups], np.int32),
-        _concatenate([rollout.completion_ids for rollout in rollouts], np.int32),
-        _concatenate([rollout.generator_logprobs for rollout in rollouts], np.float32),
-        _concatenate([r.sampled for r in rollouts if r.sampled is not None], np.bool_),
-    ]
-    return [_group_header(group) for group in groups], frames
-
-
-def without_arrays(frames: Sequence[bytes]) -> list[bytes]:
-    """The frames of a batch without token ids and logprobs."""
-    return [b"", b"", b"", *frames[3:]]
-
-
-def unpack_groups(
-    headers: Sequence[GroupHeader], frames: Sequence[bytes], *, has_arrays: bool = True
-) -> list[RolloutGroup]:
-    """Undoes :func:`pack_groups`; the rollouts of a group share one prompt array.
-
-    Args:
-        headers: Of the groups.
-        frames: Their arrays.
-        has_arrays: False after :func:`without_arrays`: all lengths are right, and every token
-            id and logprob is 0.
-    """
-    cursor = _Cursor if has_arrays else _Zeros
-    prompts = cursor(np.frombuffer(frames[0], dtype=np.int32))
-    tokens = cursor(np.frombuffer(frames[1], dtype=np.int32))
-    logprobs = cursor(np.frombuffer(frames[2], dtype=np.float32))
-    masks = _Cursor(np.frombuffer(frames[3], dtype=np.bool_))
-    return [
-        RolloutGroup(
-            group_id=header.group_id,
-            prompt_text=header.prompt_text,
-            rollouts=tuple(
-                _rollouts(header, prompts.take(header.prompt_len), tokens, logprobs, masks)
-            ),
-            server_url=header.server_url,
-        )
-        for header in headers
-    ]
-
-
-@dataclass
-class _Cursor:
-    array: np.ndarray
-    position: int = 0
-
-    def take(self, length: int) -> np.ndarray:
-        start, self.position = self.position, self.position + length
-        assert self.position <= len(self.array), "a batch's frames are shorter than its header says"
-        return self.array[start : self.position]
-
-
-class _Zeros(_Cursor):
-    """Arrays of zeros that take no memory, of the dtype of what is not there."""
-
-    def take(self, length: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), self.array.dtype), length)
-
-
-def _group_header(group: RolloutGroup) -> GroupHeader:
-    prompt = group.rollouts[0].prompt_ids
-    assert all(np.array_equal(rollout.prompt_ids, prompt) for rollout in group.rollouts), (
-        f"the rollouts of group {group.group_id} have different prompts"
-    )
-    return GroupHeader(
-        group_id=group.group_id,
-        prompt_text=group.prompt_text,
-        prompt_len=len(prompt),
-        server_url=group.server_url,
-        rollouts=[
-            RolloutHeader(
-                num_tokens=len(rollout.completion_ids),
-                segments=[(s.version, s.start, s.end) for s in rollout.segments],
-                finish_reason=rollout.finish_reason,
-                completion=rollout.completion,
-                reward=rollout.reward,
-                reward_components=rollout.reward_components,
-                has_mask=rollout.sampled is not None,
-                num_context=rollout.num_context,
-            )
-            for rollout in group.rollouts
-        ],
-    )
-
-
-def _rollouts(
-    header: GroupHeader,
-    prompt_ids: np.ndarray,
-    tokens: _Cursor,
-    logprobs: _Cursor,
-    masks: _Cursor,
-) -> Iterator[Rollout]:
-    for rollout in header.rollouts:
-        yield Rollout(
-            prompt_ids=prompt_ids,
-            completion_ids=tokens.take(rollout.num_tokens),
-            generator_logprobs=logprobs.take(rollout.num_tokens),
-            segments=tuple(VersionSegment(*segment) for segment in rollout.segments),
-            finish_reason=rollout.finish_reason,
-            completion=rollout.completion,
-            reward=rollout.reward,
-            reward_components=rollout.reward_components,
-            sampled=masks.take(rollout.num_tokens) if rollout.has_mask else None,
-            num_context=rollout.num_context,
-        )
-
-
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> bytes:
-    if not arrays:
-        return b""
-    return np.concatenate([np.asarray(array, dtype=dtype) for array in arrays]).tobytes()

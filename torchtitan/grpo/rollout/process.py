@@ -24,11 +24,12 @@ import zmq
 import zmq.asyncio
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import group_frames, link_messages
+from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.loop_lag import LoopLag
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.session import RolloutSession
-from torchtitan.grpo.rollout.shares import ShareServer
+from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,9 @@ class RolloutProcess:
         self._session: RolloutSession | None = None
         self._saving: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
-        self._shares: ShareServer | None = None
+        self._holder: BatchHolder | None = None
         if not config.prompts.single_rank_load:
-            self._shares = ShareServer(self._context, config.share_host, config.share_secret)
+            self._holder = BatchHolder(self._context, config.fetch_host, config.fetch_secret)
 
     def stop(self) -> None:
         """Begins the orderly end."""
@@ -89,8 +90,8 @@ class RolloutProcess:
             self._messages.close(linger=_LINGER_MILLISECONDS)
             self._notices.close(linger=0)
             self._servers.close(linger=0)
-            if self._shares is not None:
-                self._shares.close()
+            if self._holder is not None:
+                self._holder.close()
             self._context.term()
 
     async def _work(self) -> None:
@@ -99,10 +100,10 @@ class RolloutProcess:
             tasks.create_task(self._listen(tasks))
             self._session = session = RolloutSession(self._config)
             await session.open()
-            endpoint = self._shares.endpoint if self._shares is not None else None
+            endpoint = self._holder.endpoint if self._holder is not None else None
             await self._send(link_messages.Ready(session.servers, endpoint))
-            if self._shares is not None:
-                tasks.create_task(self._shares.run())
+            if self._holder is not None:
+                tasks.create_task(self._holder.run())
             # Not before: what is slow in coming up holds up nobody.
             spare_collections()
             tasks.create_task(self._lag.run())
@@ -146,17 +147,17 @@ class RolloutProcess:
             else:
                 session.reread_urls()
 
-    async def _tell_servers(self, servers: list[link_messages.ServerInfo]) -> None:
+    async def _tell_servers(self, servers: list[ServerInfo]) -> None:
         await self._servers.send(link_messages.encode(servers))
 
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
         await self._say_progress(waiting, session.producer.describe)
         batch = await waiting
-        headers, frames = link_messages.pack_groups(batch.groups)
-        if self._shares is not None:
-            self._shares.hold(command.version, batch.groups)
-            frames = link_messages.without_arrays(frames)
+        headers, frames = group_frames.pack_groups(batch.groups)
+        if self._holder is not None:
+            self._holder.hold(command.version, batch.groups)
+            frames = group_frames.without_arrays(frames)
         # What is measured between two batches is told with the whole one.
         metrics = batch.metrics | self._lag.take_metrics() if batch.is_last else {}
         answer = link_messages.Batch(

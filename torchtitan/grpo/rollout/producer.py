@@ -4,7 +4,7 @@
 """The loop that keeps servers busy: prompt -> server -> reward -> finished group.
 
 Consumes prompts; produces batches of groups; waits for room under the staleness bound
-(:mod:`.admission`) and on a server (:mod:`.dispatch`); unblocked by finished groups, new
+(:mod:`.admission`) and on a server (:mod:`.serving.dispatcher`); unblocked by finished groups, new
 versions on servers, and batches taken by the trainer. What becomes of each prompt stands in
 the ledger (:mod:`.ledger`).
 """
@@ -19,13 +19,13 @@ from torchtitan.grpo.rollout.admission import Admission, part_size
 from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
-from torchtitan.grpo.rollout.metrics import RolloutCounts, RolloutMetrics
-from torchtitan.grpo.rollout.order import LongestFirst
+from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.ranker import LengthRanker
+from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import prompt_text
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
 from torchtitan.grpo.types import Generation, Prompt, PromptProgress, RolloutGroup
 

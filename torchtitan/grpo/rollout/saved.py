@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.types import (
     FinishReason,
@@ -98,7 +98,7 @@ class _File(msgspec.Struct):
     position: int
     open: list[int]
     closed: dict[int, CloseReason]
-    finished: list[link_messages.GroupHeader]
+    finished: list[group_frames.GroupHeader]
     frames: list[bytes]
     unfinished: list[_Unfinished]
 
@@ -110,7 +110,7 @@ def file_of(dump_folder: str, step: int) -> Path:
 
 def write_saved(path: Path, saved: SavedRollouts) -> None:
     """Writes the file whole, or leaves what was there."""
-    headers, frames = link_messages.pack_groups(saved.finished)
+    headers, frames = group_frames.pack_groups(saved.finished)
     file = _File(
         version=saved.version,
         position=saved.progress.position,
@@ -159,7 +159,7 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
         version=file.version,
         progress=PromptProgress(file.position, tuple(file.open)),
         closed=file.closed,
-        finished=tuple(link_messages.unpack_groups(file.finished, file.frames)),
+        finished=tuple(group_frames.unpack_groups(file.finished, file.frames)),
         unfinished=tuple(
             UnfinishedGroup(
                 g.group_id,

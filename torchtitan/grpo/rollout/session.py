@@ -15,10 +15,8 @@ from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.evaluation import Evaluator
-from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
-from torchtitan.grpo.rollout.link_messages import ServerInfo
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,
@@ -27,14 +25,15 @@ from torchtitan.grpo.rollout.prompts import (
     open_mixture,
 )
 from torchtitan.grpo.rollout.ranker import LengthRanker
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.saved import SavedRollouts, read_saved
 from torchtitan.grpo.rollout.scoring import Scorer
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.fleet import ServerFleet, Tell
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.servers import ServerFleet, Tell
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
-from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.types import Prompt, ServerInfo
 
 logger = logging.getLogger(__name__)
 

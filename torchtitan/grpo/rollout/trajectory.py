@@ -22,7 +22,7 @@ import numpy as np
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 

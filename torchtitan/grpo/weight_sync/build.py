@@ -21,8 +21,9 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
-from torchtitan.grpo.rollout.link import RolloutLink, ServerInfo
+from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.device import default_backend, gpus_for_servers
+from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.agent import LocalAgent
 from torchtitan.grpo.weight_sync.channel import (
     Address,

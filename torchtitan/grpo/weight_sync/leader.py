@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from torchtitan.grpo.rollout.link import ServerInfo
+from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.connection import Connection
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions

@@ -22,7 +22,7 @@ from torchtitan.grpo.rollout.environments import (
     EnvironmentsFailing,
     Episodes,
 )
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 
@@ -60,7 +60,7 @@ def plain(groups: list[RolloutGroup]) -> list:
 def test_batch_survives_the_wire_bit_for_bit(lengths: list[list[int]]):
     rng = np.random.default_rng(0)
     groups = [group(rng, i, sizes) for i, sizes in enumerate(lengths)]
-    headers, frames = link_messages.pack_groups(groups)
+    headers, frames = group_frames.pack_groups(groups)
     message = link_messages.encode(
         link_messages.Batch(
             7, PromptProgress(42, (3, 40)), {5: "failed"}, {"reward/mean": 0.5}, headers
@@ -70,7 +70,7 @@ def test_batch_survives_the_wire_bit_for_bit(lengths: list[list[int]]):
     assert isinstance(batch, link_messages.Batch)
     assert (batch.version, batch.metrics) == (7, {"reward/mean": 0.5})
     assert (batch.progress, batch.closed) == (PromptProgress(42, (3, 40)), {5: "failed"})
-    received = link_messages.unpack_groups(batch.groups, frames)
+    received = group_frames.unpack_groups(batch.groups, frames)
     assert plain(received) == plain(groups)
     for g in received:
         for r in g.rollouts:

@@ -20,17 +20,17 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerError, Serve
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.evaluation import Evaluator
-from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.producer import OverduePolicy, Producer
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.rows import open_rows
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import Scorer, weighted_sum
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import (
@@ -131,7 +131,7 @@ def run_world(repository: Path, tmp_path: Path):
         file.write_text("".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in prompts))
         codec = TextCodec(str(repository / "assets/reverse_digits/model"), [1])
         table = Prompts(path=str(file), shuffle=False)
-        rows = open_rows(table.path, "train", {}, "prompt", "prompts.path")
+        rows = open_table(table.path, "train", {}, "prompt", "prompts.path")
         prompt_set = PromptSet(rows, table, codec, PromptLimits(20, 128), "prompts.path")
         rng = random.Random(seed)
 

@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment

@@ -9,7 +9,7 @@ In reading order: `prompt_set` (a table's rows as prompts), `mixture` (several s
 
 from torchtitan.grpo.rollout.prompts.mixture import PromptMixture, open_mixture
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet, first_prompts
-from torchtitan.grpo.rollout.prompts.stream import PromptStream
+from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream
 
 __all__ = [
     "PromptLimits",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.grpo.config import Prompts, RolloutProcessConfig
-from torchtitan.grpo.rollout.rows import Rows, open_rows
+from torchtitan.grpo.rollout.tables import Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
@@ -51,7 +51,7 @@ class PromptSet:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Table,
         settings: Prompts,
         codec: TextCodec,
         limits: PromptLimits,
@@ -84,7 +84,7 @@ class PromptSet:
             ValueError: It is missing, empty, unreadable or lacks the prompt column.
         """
         settings = config.prompts
-        rows = open_rows(path, split, settings.rename, settings.column, key, name)
+        rows = open_table(path, split, settings.rename, settings.column, key, name)
         return cls(rows, settings, codec, PromptLimits.of(config), key, set_name)
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from torchtitan.grpo.inference.launch import (
     wait_until_up,
 )
 from torchtitan.grpo.rollout.serving.attempts import GivenBack
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.serving.server_state import Job, Server

@@ -7,7 +7,7 @@ Rows are not held in memory. In reading order: `table` (what all have), `opening
 `lines` and `row_check`, `parquet`, `dataset`.
 """
 
-from torchtitan.grpo.rollout.rows.opening import open_rows
-from torchtitan.grpo.rollout.rows.table import Rows
+from torchtitan.grpo.rollout.tables.opening import open_table
+from torchtitan.grpo.rollout.tables.table import Table
 
-__all__ = ["Rows", "open_rows"]
+__all__ = ["Table", "open_table"]

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
-from torchtitan.grpo.rollout.rows import open_rows
+from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 VOCABULARY = {c: i for i, c in enumerate("?\x00abcdefghij 0123456789:")}
@@ -46,7 +46,7 @@ def prompt_set(
     path: str, codec: TextCodec, max_tokens: int = 100, vocab_size: int = 100, **settings
 ) -> PromptSet:
     table = Prompts(path=path, **settings)
-    rows = open_rows(path, table.split, table.rename, table.column, "prompts.path", table.name)
+    rows = open_table(path, table.split, table.rename, table.column, "prompts.path", table.name)
     return PromptSet(rows, table, codec, PromptLimits(max_tokens, vocab_size), "prompts.path")
 
 
@@ -183,7 +183,7 @@ def test_data_set_with_several_configurations_is_opened_by_name(codec: TextCodec
     ]
     (path / "README.md").write_text(f"---\nconfigs: {json.dumps(configurations)}\n---\n")
     for name in ("main", "other"):
-        rows = open_rows(str(path), "train", {}, "prompt", "prompts.path", name)
+        rows = open_table(str(path), "train", {}, "prompt", "prompts.path", name)
         assert rows.row(0) == {"prompt": name[0]}
     with pytest.raises(ValueError, match="configuration 'none' and split 'train'"):
         prompt_set(str(path), codec, name="none")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.grpo.rollout.rows.table import Rows, check_column, renamed
+from torchtitan.grpo.rollout.tables.table import Table, check_column, renamed
 
 
-class DatasetRows(Rows):
+class HfDatasetTable(Table):
     """A split of a Hugging Face data set, saved to disk, local, or from the hub."""
 
     def __init__(

@@ -16,8 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from torchtitan.grpo.rollout.prompts.epoch_order import EpochOrder
 from torchtitan.grpo.rollout.prompts.mixture import PromptMixture
-from torchtitan.grpo.rollout.prompts.order import EpochOrder
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptSet
 from torchtitan.grpo.types import Prompt
 

@@ -6,7 +6,7 @@
 import numpy as np
 import pytest
 
-from torchtitan.grpo.rollout.filters import CompletionFilter, WasteBudget, is_informative
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget, is_informative
 from torchtitan.grpo.types import FinishReason, Generation, Rollout, VersionSegment
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher, ServersFailing
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, ServersFailing
 from torchtitan.grpo.rollout.serving.requests import Sampling, check_generation
 from torchtitan.grpo.rollout.serving.server_state import Job
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment

@@ -22,9 +22,9 @@ from torchtitan.grpo.inference.launch import (
     wait_until_up,
 )
 from torchtitan.grpo.inference.urls import UrlsFile, checked_urls
-from torchtitan.grpo.rollout.link_messages import ServerInfo
-from torchtitan.grpo.rollout.serving.dispatch import Dispatcher
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.supervisor import Supervisor
+from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
 

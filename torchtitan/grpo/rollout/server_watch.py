@@ -12,7 +12,7 @@ import threading
 import zmq
 
 from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.link_messages import ServerInfo
+from torchtitan.grpo.types import ServerInfo
 
 
 class ServerWatch:

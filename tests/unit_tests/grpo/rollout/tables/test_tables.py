@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.rollout.rows import open_rows
-from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
-from torchtitan.grpo.rollout.rows.lines import index_lines
-from torchtitan.grpo.rollout.rows.parquet import ParquetRows
-from torchtitan.grpo.rollout.rows.row_check import sample_rows
+from torchtitan.grpo.rollout.tables import open_table
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
+from torchtitan.grpo.rollout.tables.line_index import index_lines
+from torchtitan.grpo.rollout.tables.parquet import ParquetTable
+from torchtitan.grpo.rollout.tables.row_check import sample_rows
 
 NUM_ROWS = 9000
 UNSAMPLED = sorted(set(range(NUM_ROWS)) - set(sample_rows(NUM_ROWS)))
@@ -35,13 +35,13 @@ def many_lines() -> list[str]:
     return [json.dumps({"prompt": f"{i}"}) for i in range(NUM_ROWS)]
 
 
-def jsonl(path: str, **settings: Any) -> JsonlRows:
-    return JsonlRows(path, {}, "prompt", "prompts.path", **settings)
+def jsonl(path: str, **settings: Any) -> JsonlTable:
+    return JsonlTable(path, {}, "prompt", "prompts.path", **settings)
 
 
 def parquet(path: Path, rows: list[dict[str, Any]], group_size: int, **settings: Any):
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group_size)
-    return ParquetRows(str(path), {}, "prompt", "prompts.path", **settings)
+    return ParquetTable(str(path), {}, "prompt", "prompts.path", **settings)
 
 
 LINE = st.sampled_from([b"", b" ", b"\t \x0b\r", b" " * 9, b'{"a":1}', b"  [2]", b"x" * 11])
@@ -164,7 +164,7 @@ def test_empty_row_groups_are_passed_over(tmp_path: Path):
     with pq.ParquetWriter(path, table.schema) as writer:
         for part in (table.slice(0, 0), table.slice(0, 3), table.slice(3, 0), table.slice(3)):
             writer.write_table(part)
-    rows = open_rows(str(path), "train", {"answer": "a"}, "prompt", "prompts.path")
+    rows = open_table(str(path), "train", {"answer": "a"}, "prompt", "prompts.path")
     assert [rows.row(i)["a"] for i in range(23)] == list(range(23))
 
 
@@ -182,12 +182,12 @@ def test_bad_parquet_is_refused(tmp_path: Path):
         parquet(path, [{"q": "a"}], 1)
     with pytest.raises(ValueError, match=r"prompts.path: .*p.parquet holds no prompt"):
         pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-        open_rows(str(path), "train", {}, "prompt", "prompts.path")
+        open_table(str(path), "train", {}, "prompt", "prompts.path")
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"prompts.path: .*p.parquet cannot be read as parquet"):
-        open_rows(str(path), "train", {}, "prompt", "prompts.path")
+        open_table(str(path), "train", {}, "prompt", "prompts.path")
     with pytest.raises(ValueError, match=r"prompts.path: /no/p.parquet cannot be read as parquet"):
-        open_rows("/no/p.parquet", "train", {}, "prompt", "prompts.path")
+        open_table("/no/p.parquet", "train", {}, "prompt", "prompts.path")
 
 
 def test_row_group_that_cannot_be_decoded_is_named(tmp_path: Path):
@@ -202,7 +202,7 @@ def test_row_group_that_cannot_be_decoded_is_named(tmp_path: Path):
     middle = column.data_page_offset + column.total_compressed_size // 2
     content[middle : middle + 64] = bytes(64)
     path.write_bytes(content)
-    table = ParquetRows(str(path), {}, "prompt", "prompts.path")
+    table = ParquetTable(str(path), {}, "prompt", "prompts.path")
     assert table.row(3) == rows[3]
     with pytest.raises(ValueError, match=r"p.parquet, row 250: row group 1 cannot be decoded"):
         table.row(250)
@@ -212,5 +212,5 @@ def test_directory_of_parquet_shards_is_a_data_set(tmp_path: Path):
     for shard in range(2):
         part = pa.Table.from_pylist(ROWS[10 * shard : 10 * shard + 10])
         pq.write_table(part, tmp_path / f"train-0000{shard}-of-00002.parquet")
-    rows = open_rows(str(tmp_path), "train", {}, "prompt", "prompts.path")
+    rows = open_table(str(tmp_path), "train", {}, "prompt", "prompts.path")
     assert [rows.row(i) for i in range(len(rows))] == ROWS[:20]

@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rollout.rows.lines import index_lines
-from torchtitan.grpo.rollout.rows.row_check import FULL_CHECK_BYTES, BackgroundCheck, sample_rows
-from torchtitan.grpo.rollout.rows.table import Rows, no_such_column, renamed
+from torchtitan.grpo.rollout.tables.line_index import index_lines
+from torchtitan.grpo.rollout.tables.row_check import FULL_CHECK_BYTES, BackgroundCheck, sample_rows
+from torchtitan.grpo.rollout.tables.table import Table, no_such_column, renamed
 
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 64 * 1024
 
 
-class JsonlRows(Rows):
+class JsonlTable(Table):
     """A JSON object a line. Blank lines are passed over.
 
     Bad lines are found before training, or soon after its start where the file is large; see

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.grpo.rollout.order import LongestFirst
+from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.types import Prompt
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.grpo.rollout.rows.table import Rows, check_column, renamed
+from torchtitan.grpo.rollout.tables.table import Table, check_column, renamed
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _LARGE_GROUP_BYTES = 8 * 1024 * 1024
 CACHE_BYTES = 256 * 1024 * 1024
 
 
-class ParquetRows(Rows):
+class ParquetTable(Table):
     """Rows by number; what is decoded is a whole row group, and the last ones are kept.
 
     A file that decodes to ``cache_bytes`` or less is decoded once. In a larger one a shuffled

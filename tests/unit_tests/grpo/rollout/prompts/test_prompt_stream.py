@@ -17,9 +17,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptMixture, PromptSet, PromptStream
 from torchtitan.grpo.rollout.prompts.mixture import _named
-from torchtitan.grpo.rollout.rows import Rows, open_rows
-from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
-from torchtitan.grpo.rollout.rows.row_check import sample_rows
+from torchtitan.grpo.rollout.tables import Table, open_table
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
+from torchtitan.grpo.rollout.tables.row_check import sample_rows
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 MAX_TOKENS = 8
@@ -37,7 +37,7 @@ def codec(tmp_path_factory) -> TextCodec:
     return TextCodec(str(model), [])
 
 
-class ListRows(Rows):
+class ListTable(Table):
     """Prompts of a list."""
 
     def __init__(self, prompts: list[str], path: str) -> None:
@@ -54,13 +54,13 @@ class ListRows(Rows):
         return f"{self.path}:{i}"
 
 
-def set_of(rows: Rows, codec: TextCodec, set_name: str | None = None, **settings) -> PromptSet:
+def set_of(rows: Table, codec: TextCodec, set_name: str | None = None, **settings) -> PromptSet:
     limits = PromptLimits(MAX_TOKENS, 100)
     return PromptSet(rows, Prompts(**settings), codec, limits, "prompts.paths", set_name)
 
 
 def mixture(codec: TextCodec, sets: list[list[str]], weights=()) -> PromptMixture:
-    tables = [ListRows(prompts, f"set{i}") for i, prompts in enumerate(sets)]
+    tables = [ListTable(prompts, f"set{i}") for i, prompts in enumerate(sets)]
     return PromptMixture([set_of(rows, codec, rows.path) for rows in tables], weights)
 
 
@@ -170,7 +170,7 @@ def test_set_of_a_mixture_without_a_short_prompt_is_refused(codec: TextCodec):
 def test_a_column_of_the_set_s_name_is_the_row_s_own(codec: TextCodec, tmp_path: Path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a", "prompt_set": "mine"}\n{"prompt": "b"}\n')
-    rows = open_rows(str(path), "train", {}, "prompt", "prompts.paths")
+    rows = open_table(str(path), "train", {}, "prompt", "prompts.paths")
     prompts = set_of(rows, codec, "p", template="{prompt_set}:{prompt}")
     found = [prompts.prompt(i, i) for i in range(2)]
     assert [p and p.columns for p in found] == [{"prompt_set": "mine"}, {"prompt_set": "p"}]
@@ -191,7 +191,7 @@ def test_bad_line_that_is_found_later_ends_the_stream(codec: TextCodec, tmp_path
     lines[bad] = "{}"
     path = tmp_path / "p.jsonl"
     path.write_text("\n".join(lines))
-    rows = JsonlRows(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    rows = JsonlTable(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
     stream = PromptStream(set_of(rows, codec), seed=0, shuffle=False)
     rows.wait_until_checked(120)
     with pytest.raises(ValueError, match=rf"p.jsonl:{bad + 1}: there is no column 'prompt'"):

@@ -6,20 +6,20 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchtitan.grpo.rollout.rows.dataset import DatasetRows
-from torchtitan.grpo.rollout.rows.jsonl import JsonlRows
-from torchtitan.grpo.rollout.rows.parquet import ParquetRows
-from torchtitan.grpo.rollout.rows.table import Rows
+from torchtitan.grpo.rollout.tables.hf_dataset import HfDatasetTable
+from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
+from torchtitan.grpo.rollout.tables.parquet import ParquetTable
+from torchtitan.grpo.rollout.tables.table import Table
 
 
-def open_rows(
+def open_table(
     path: str,
     split: str,
     rename: Mapping[str, str],
     column: str,
     key: str,
     name: str | None = None,
-) -> Rows:
+) -> Table:
     """Opens a table and checks that it has rows with a prompt column.
 
     Args:
@@ -40,11 +40,11 @@ def open_rows(
         )
     is_directory = Path(path).is_dir()
     if path.endswith(".parquet") and not is_directory:
-        rows: Rows = ParquetRows(path, rename, column, key)
+        rows: Table = ParquetTable(path, rename, column, key)
     elif path.endswith((".jsonl", ".json")) or Path(path).is_file():
-        rows = JsonlRows(path, rename, column, key)
+        rows = JsonlTable(path, rename, column, key)
     else:
-        rows = DatasetRows(path, split, rename, column, key, name)
+        rows = HfDatasetTable(path, split, rename, column, key, name)
     if len(rows) == 0:
         rows.close()
         raise ValueError(f"{key}: {path} holds no prompt. Give a file with at least one row.")

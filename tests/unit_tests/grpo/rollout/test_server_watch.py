@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from torchtitan.grpo.rollout import link_messages
-from torchtitan.grpo.rollout.link_messages import ServerInfo
-from torchtitan.grpo.rollout.serving.server_watch import ServerWatch
+from torchtitan.grpo.rollout.server_watch import ServerWatch
+from torchtitan.grpo.types import ServerInfo
 
 A, B = ServerInfo("http://a:1", "vllm"), ServerInfo("http://b:1", "vllm")
 

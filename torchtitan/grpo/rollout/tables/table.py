@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Rows(ABC):
+class Table(ABC):
     """Random access to the rows of a table.
 
     Used by one thread at a time.

@@ -19,31 +19,31 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from torchtitan.grpo.rollout import link_messages
+from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.types import RolloutGroup
 
 _POLL_MILLISECONDS = 100
 
 
-class ShareRequest(msgspec.Struct):
+class FetchRequest(msgspec.Struct):
     """A rank asks for rollouts of a batch, by their positions among all of it."""
 
     version: int
     positions: list[int]
 
 
-class ShareAnswer(msgspec.Struct):
-    """What :func:`link_messages.pack_groups` makes of them, a group each; ``error`` where there are none."""
+class FetchAnswer(msgspec.Struct):
+    """What :func:`group_frames.pack_groups` makes of them, a group each; ``error`` where there are none."""
 
-    groups: list[link_messages.GroupHeader]
+    groups: list[group_frames.GroupHeader]
     error: str = ""
 
 
-class ShareFailed(RuntimeError):
+class FetchFailed(RuntimeError):
     """A rank's rollouts did not come; the message says why."""
 
 
-class ShareServer:
+class BatchHolder:
     """The rollout process's end.
 
     Args:
@@ -79,29 +79,29 @@ class ShareServer:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3 or not secrets.compare_digest(frames[1], self._secret):
                 continue  # not one of ours
-            answer, arrays = self._answer(msgspec.msgpack.decode(frames[2], type=ShareRequest))
+            answer, arrays = self._answer(msgspec.msgpack.decode(frames[2], type=FetchRequest))
             await self._socket.send_multipart([frames[0], link_messages.encode(answer), *arrays])
 
-    def _answer(self, request: ShareRequest) -> tuple[ShareAnswer, list[bytes]]:
+    def _answer(self, request: FetchRequest) -> tuple[FetchAnswer, list[bytes]]:
         if request.version != self._version:
-            return ShareAnswer(
+            return FetchAnswer(
                 [],
                 f"the batch of version {request.version} is asked for, and that of "
                 f"{self._version} is held",
             ), []
-        headers, arrays = link_messages.pack_groups([self._held[i] for i in request.positions])
-        return ShareAnswer(headers), arrays
+        headers, arrays = group_frames.pack_groups([self._held[i] for i in request.positions])
+        return FetchAnswer(headers), arrays
 
     def close(self) -> None:
         """Closes the socket."""
         self._socket.close(linger=0)
 
 
-class ShareClient:
+class BatchFetcher:
     """A rank's end; used by its training thread alone.
 
     Args:
-        endpoint: Of the :class:`ShareServer`.
+        endpoint: Of the :class:`BatchHolder`.
         secret: Its secret.
     """
 
@@ -119,23 +119,23 @@ class ShareClient:
         """The rollouts at these positions of a batch, each as a group of its own.
 
         Raises:
-            ShareFailed: They did not come in time, or are not there any more.
+            FetchFailed: They did not come in time, or are not there any more.
         """
-        request = link_messages.encode(ShareRequest(version, list(positions)))
+        request = link_messages.encode(FetchRequest(version, list(positions)))
         self._socket.send_multipart([self._secret, request])
         deadline = time.monotonic() + timeout_seconds
         while not self._socket.poll(_POLL_MILLISECONDS):
             if time.monotonic() > deadline:
-                raise ShareFailed(
+                raise FetchFailed(
                     f"The rollout process at {self.endpoint} must hand out {len(positions)} "
                     f"rollouts of batch {version} within {timeout_seconds:g} s, and has not. "
                     "Was it killed? (prompts.single_rank_load = false)"
                 )
         header, *arrays = self._socket.recv_multipart()
-        answer = msgspec.msgpack.decode(header, type=ShareAnswer)
+        answer = msgspec.msgpack.decode(header, type=FetchAnswer)
         if answer.error:
-            raise ShareFailed(f"The rollout process at {self.endpoint} refuses: {answer.error}.")
-        return link_messages.unpack_groups(answer.groups, arrays)
+            raise FetchFailed(f"The rollout process at {self.endpoint} refuses: {answer.error}.")
+        return group_frames.unpack_groups(answer.groups, arrays)
 
     def close(self) -> None:
         """Closes the socket."""
