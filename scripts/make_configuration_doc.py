@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes docs/configuration.md from the docstrings in `torchtitan/grpo/config.py`.
+"""Writes docs/configuration.md from the docstrings in `torchtitan/grpo/config/`.
 
 usage: python scripts/make_configuration_doc.py [--check]
 With --check nothing is written; the exit status is 1 where the page is out of date.
@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SOURCE = REPOSITORY / "torchtitan/grpo/config.py"
+SOURCE = REPOSITORY / "torchtitan/grpo/config"
+TABLES = (
+    "grpo", "prompts", "rollout", "inference", "weight_sync", "reward", "evaluation", "observe",
+)  # fmt: skip
 TARGET = REPOSITORY / "docs/configuration.md"
 
 HEAD = """# Configuration
@@ -30,7 +33,7 @@ nearest valid one, and contradictions are refused before any process group exist
 `model.hf_assets_path` names a Hugging Face directory (config.json, tokenizer.json, safetensors);
 the architecture and all sizes are read from it. Upstream's `[model]` name and flavor are not used.
 
-This page is made by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config.py`.
+This page is made by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config/`.
 """
 
 
@@ -61,9 +64,9 @@ def table_of(cls: ast.ClassDef) -> str:
 
 def page() -> str:
     """The whole page."""
-    classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
-    tables = [c for c in classes if (ast.get_docstring(c) or "").startswith("``[")]
-    return "\n".join([HEAD, *map(table_of, tables)])
+    trees = [ast.parse((SOURCE / f"{name}.py").read_text()) for name in TABLES]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return "\n".join([HEAD, *map(table_of, classes)])
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import re
 import sys
 import tomllib
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torchtitan.config import ConfigManager
@@ -25,9 +25,6 @@ from torchtitan.grpo.config_checks import ConfigError, validate
 from torchtitan.grpo.config_checks.layout import describe_layout
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
-
-if TYPE_CHECKING:
-    pass
 
 
 class GRPOConfigManager(ConfigManager):

@@ -27,7 +27,7 @@ class Model(job_config.Model):
 
 @dataclass
 class JobConfig(job_config.JobConfig):
-    """Torchtitan's tables and those of `torchtitan/grpo/config.py`."""
+    """Torchtitan's tables and those of `torchtitan/grpo/config/`."""
 
     model: Model = field(default_factory=Model)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)

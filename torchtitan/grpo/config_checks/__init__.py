@@ -3,8 +3,6 @@
 
 """Refuses what cannot work before any process group exists; nothing here needs a device."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.data import check_data, check_lengths, longest_sequence
 from torchtitan.grpo.config_checks.dispatch import check_dispatch
 from torchtitan.grpo.config_checks.environments import check_environments
@@ -16,14 +14,12 @@ from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, ch
 from torchtitan.grpo.config_checks.rules import ConfigError
 from torchtitan.grpo.config_checks.servers import check_inference, check_weight_sync
 from torchtitan.grpo.config_checks.stream import check_stream
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 __all__ = ["ConfigError", "check_model", "longest_sequence", "validate"]
 
 
-def validate(config: "JobConfig") -> None:
+def validate(config: JobConfig) -> None:
     """Refuses what cannot work, with the keys that contradict each other.
 
     Raises:

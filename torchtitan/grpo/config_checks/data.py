@@ -3,15 +3,11 @@
 
 """Lengths, minibatches, the supervised mix-in, and recorded rollouts."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.rules import check_file, get, require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 
-def longest_sequence(config: "JobConfig") -> int:
+def longest_sequence(config: JobConfig) -> int:
     """Tokens of the longest prompt with the longest completion."""
     seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
     if longest_prompt == 0:
@@ -19,7 +15,7 @@ def longest_sequence(config: "JobConfig") -> int:
     return min(seq_len, longest_prompt + config.rollout.max_new_tokens)
 
 
-def check_lengths(config: "JobConfig") -> None:
+def check_lengths(config: JobConfig) -> None:
     require(
         config.rollout.max_new_tokens < config.training.seq_len,
         f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) must leave room for a prompt "
@@ -34,7 +30,7 @@ def check_lengths(config: "JobConfig") -> None:
     )
 
 
-def check_data(config: "JobConfig") -> None:
+def check_data(config: JobConfig) -> None:
     """Minibatches, the supervised mix-in, and recorded rollouts."""
     grpo, rollout = config.grpo, config.rollout
     require(

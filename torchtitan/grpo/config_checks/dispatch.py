@@ -3,15 +3,11 @@
 
 """What dispatch is to do, and whether anything would come of it."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.rules import require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 
-def check_dispatch(config: "JobConfig") -> None:
+def check_dispatch(config: JobConfig) -> None:
     rollout, inference = config.rollout, config.inference
     hedge_seconds = rollout.hedge_seconds
     require(

@@ -3,14 +3,10 @@
 
 """Multi-turn rollouts."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.rules import check_read, require
 from torchtitan.grpo.functions import split_path
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.environments.environment_loading import BUILTIN
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
 
 _READ_WITH = (
     (
@@ -26,7 +22,7 @@ _READ_WITH = (
 )
 
 
-def check_environments(config: "JobConfig") -> None:
+def check_environments(config: JobConfig) -> None:
     """The environment's name, and settings that nothing would read without one."""
     rollout, functions = config.rollout, config.reward.functions
     check_read("rollout", rollout, _READ_WITH)

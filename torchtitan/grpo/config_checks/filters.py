@@ -3,12 +3,8 @@
 
 """Which rollouts wait, which are left out, and settings of it that contradict each other."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.rules import check_read, require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 _READ_WITH = (
     (
@@ -24,7 +20,7 @@ _READ_WITH = (
 )
 
 
-def check_filters(config: "JobConfig") -> None:
+def check_filters(config: JobConfig) -> None:
     rollout, grpo = config.rollout, config.grpo
     check_read("rollout", rollout, _READ_WITH)
     batch = grpo.prompts_per_step * grpo.group_size

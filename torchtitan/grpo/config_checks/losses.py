@@ -4,16 +4,13 @@
 """Settings of the loss that contradict each other, or that nothing would read."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_read, require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 
-def check_losses(config: "JobConfig") -> None:
+def check_losses(config: JobConfig) -> None:
     """Settings of the loss that contradict each other, or that nothing would read."""
     _check_comparisons(config)
     _check_policy_loss(config.grpo)
@@ -21,7 +18,7 @@ def check_losses(config: "JobConfig") -> None:
     check_read("grpo", config.grpo, _READ_WITH)
 
 
-def _check_comparisons(config: "JobConfig") -> None:
+def _check_comparisons(config: JobConfig) -> None:
     """Rewards, advantages and aggregation."""
     grpo, longest = config.grpo, config.rollout.max_new_tokens
     require(

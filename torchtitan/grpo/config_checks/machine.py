@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from torchtitan.grpo.config_checks.data import longest_sequence
 from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
 from torchtitan.grpo.config_checks.rules import ConfigError, require
+from torchtitan.grpo.job_config import JobConfig
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
     from torchtitan.grpo.models.hf_config import HFModel
 
 
-def check_machine(config: "JobConfig") -> None:
+def check_machine(config: JobConfig) -> None:
     """What must be there where the trainer runs."""
     grpo = config.grpo
     for is_needed, setting, instead in (
@@ -40,12 +40,12 @@ def check_machine(config: "JobConfig") -> None:
     )
 
 
-def check_layout(config: "JobConfig") -> None:
+def check_layout(config: JobConfig) -> None:
     for problem in layout_problems(config):
         raise ConfigError(problem)
 
 
-def check_model(config: "JobConfig", model: "HFModel") -> None:
+def check_model(config: JobConfig, model: "HFModel") -> None:
     """Refuses what this model cannot do: sequences longer than it was made for, which
     servers refuse, too, and layouts that it cannot be cut into.
 

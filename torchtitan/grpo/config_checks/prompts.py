@@ -5,18 +5,15 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.config_checks.rules import check_file, require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.config import Prompts
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 
 
-def check_prompts(config: "JobConfig") -> None:
+def check_prompts(config: JobConfig) -> None:
     """Which sets there are, and how often each is drawn from."""
     prompts = config.prompts
     if config.rollout.replay is not None:
@@ -46,7 +43,7 @@ def _check_paths(paths: list[str]) -> None:
             check_file(f"Each of prompts.paths that ends in one of {_FILE_ENDINGS}", path)
 
 
-def _check_weights(prompts: "Prompts") -> None:
+def _check_weights(prompts: Prompts) -> None:
     weights, paths = prompts.weights, prompts.paths
     require(
         not weights or bool(paths),

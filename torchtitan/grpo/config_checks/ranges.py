@@ -3,15 +3,11 @@
 
 """Settings that must be there, must not be there, or must lie in a range."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.rules import get, require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 
-def check_required(config: "JobConfig") -> None:
+def check_required(config: JobConfig) -> None:
     require(
         bool(config.model.hf_assets_path),
         "model.hf_assets_path must name a Hugging Face model directory, got nothing.",
@@ -46,7 +42,7 @@ _REFUSED = {
 """Torchtitan's keys that would be ignored here, or fail later, and why."""
 
 
-def check_refused(config: "JobConfig") -> None:
+def check_refused(config: JobConfig) -> None:
     for key, reason in _REFUSED.items():
         value = get(config, key)
         require(not value, f"{key} must be left at its default, got {value!r}: {reason}.")
@@ -118,7 +114,7 @@ _POSITIVE = (
 )
 
 
-def check_ranges(config: "JobConfig") -> None:
+def check_ranges(config: JobConfig) -> None:
     for key, (minimum, reason) in _MINIMA.items():
         value = get(config, key)
         require(value >= minimum, f"{key} must be at least {minimum} ({reason}), got {value}.")

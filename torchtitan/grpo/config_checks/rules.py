@@ -6,12 +6,10 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchtitan.grpo import config as grpo_config
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 
 class ConfigError(ValueError):
@@ -24,7 +22,7 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def get(config: "JobConfig", key: str) -> Any:
+def get(config: JobConfig, key: str) -> Any:
     """The value of ``table.name``."""
     table, name = key.split(".")
     return getattr(getattr(config, table), name)

@@ -6,17 +6,14 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 
-def check_inference(config: "JobConfig") -> None:
+def check_inference(config: JobConfig) -> None:
     if config.rollout.replay is not None:
         return  # there is no server
     inference = config.inference
@@ -74,7 +71,7 @@ _SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
 """Keys of ``[weight_sync]`` that something reads only where another setting holds."""
 
 
-def check_weight_sync(config: "JobConfig") -> None:
+def check_weight_sync(config: JobConfig) -> None:
     sync = config.weight_sync
     check_read("weight_sync", sync, _SYNC_READ_WITH)
     require(

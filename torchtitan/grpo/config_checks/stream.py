@@ -3,17 +3,13 @@
 
 """What a batch that comes in parts can be: nothing may need all of it before its gradient."""
 
-from typing import TYPE_CHECKING
-
 from torchtitan.grpo.config_checks.rules import check_read, require
-
-if TYPE_CHECKING:
-    from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig
 
 _READ_WITH = ((lambda rollout: rollout.stream, "rollout.stream = true", ("stream_parts",)),)
 
 
-def check_stream(config: "JobConfig") -> None:
+def check_stream(config: JobConfig) -> None:
     rollout, grpo = config.rollout, config.grpo
     check_read("rollout", rollout, _READ_WITH)
     if not rollout.stream:

@@ -1,0 +1,31 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The TOML tables that this project adds to torchtitan's, one dataclass in one file each.
+
+The tables are plain data and import no torch, so that the rollout process can import them.
+`config_manager.py` reads a TOML file and the command line into them, and `config_checks/`
+refuses settings that cannot work.
+"""
+
+from torchtitan.grpo.config.evaluation import Evaluation
+from torchtitan.grpo.config.grpo import GRPO
+from torchtitan.grpo.config.inference import Inference
+from torchtitan.grpo.config.observe import Observe
+from torchtitan.grpo.config.prompts import Prompts
+from torchtitan.grpo.config.reward import Reward
+from torchtitan.grpo.config.rollout import Rollout
+from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
+from torchtitan.grpo.config.weight_sync import WeightSync
+
+__all__ = [
+    "GRPO",
+    "Evaluation",
+    "Inference",
+    "Observe",
+    "Prompts",
+    "Reward",
+    "Rollout",
+    "RolloutProcessConfig",
+    "WeightSync",
+]
