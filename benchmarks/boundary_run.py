@@ -30,6 +30,7 @@ import numpy as np
 import torch.distributed as dist
 
 from torchtitan.grpo.data.planner import NextStep, StepPlanner
+from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -70,7 +71,7 @@ class RecordingLink:
         """There is no process that could end."""
 
 
-class CannedRollouts:
+class CannedRollouts(StepSource):
     """Stands where `controller.RolloutController` does: every step is the same batch.
 
     Each rollout fills a row, and each rank gets ``grpo.prompts_per_step`` of them.
@@ -80,7 +81,7 @@ class CannedRollouts:
     progress = PromptProgress()
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
-        self.link = RecordingLink()
+        self.link: Any = RecordingLink()
         self.servers = [ServerInfo(url, config.inference.kind) for url in config.inference.urls]
         self._planner = StepPlanner(config, model)
         self._groups = random_groups(config, model.vocab_size)
@@ -92,8 +93,18 @@ class CannedRollouts:
             self._step = NextStep(plan, group_metrics(self._groups) | plan.metrics)
         return self._step
 
+    def start(self) -> None:
+        """Does nothing: the batch is made by the constructor."""
+
     def evaluate(self, version: int) -> None:
-        """Nothing is generated."""
+        """Returns None: nothing is generated."""
+
+    def served_version(self) -> int:
+        """Returns -1: no server is asked."""
+        return -1
+
+    def raise_if_ended(self) -> None:
+        """Does nothing: there is no rollout process."""
 
     def share(self, version: int) -> None:
         """Rank 0 has everything."""
@@ -200,7 +211,7 @@ class BoundaryTrainer(GRPOTrainer):
             each server.
     """
 
-    controller: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
     clock: KeepingClock
 
     def __init__(self, config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
@@ -211,7 +222,7 @@ class BoundaryTrainer(GRPOTrainer):
         self.published_at = self.floor = 0.0
 
     def _start_rollouts(self) -> None:
-        self.controller = CannedRollouts(self.config, self.hf_model)
+        self.source = CannedRollouts(self.config, self.hf_model)
 
     def _reserve_slot(self) -> int:
         # A part of the stall that the boundary's clock does not see.
@@ -268,8 +279,8 @@ class BoundaryTrainer(GRPOTrainer):
     def _finish(self) -> None:
         """Nothing is exported or evaluated; what was recorded is written."""
         result: dict[str, Any] = {"records": self.records}
-        if self.controller is not None:
-            link = self.controller.link
+        if self.source is not None:
+            link = self.source.link
             result |= {"confirmed": link.confirmed, "lost": link.lost}
             result["metrics"] = self.publisher.metrics()
         folder = Path(self.config.job.dump_folder)

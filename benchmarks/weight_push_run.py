@@ -58,7 +58,7 @@ def watch_client(kind: Any, url: str) -> Calls:
 class PushTrainer(GRPOTrainer):
     """Pushes ``rounds`` versions one by one, a bare broadcast of as many bytes after each."""
 
-    controller: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self, config: JobConfig, hf_model: HFModel, stop: StopRequest, *, job: dict[str, Any]
@@ -68,7 +68,7 @@ class PushTrainer(GRPOTrainer):
         self.calls = watch_client(config.inference.kind, config.inference.urls[0])
 
     def _start_rollouts(self) -> None:
-        self.controller = CannedRollouts(self.config, self.hf_model)
+        self.source = CannedRollouts(self.config, self.hf_model)
 
     def train(self) -> None:
         self._load_weights()

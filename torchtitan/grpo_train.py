@@ -6,57 +6,61 @@
     torchrun --nproc_per_node=2 -m torchtitan.grpo_train --job.config_file X.toml
 
 Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
-rows; all ranks compute the loss and step the optimizer; the new weights leave for the
-servers in the background while the next step runs.
+rows. All ranks compute the loss and step the optimizer. The new weights travel to the servers
+in the background while the next step runs.
 """
 
-# ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
+# ruff: noqa: E402  (the device must be settled before torchtitan's modules read it)
 
-import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.system.device import lower_timeouts, settle_device
 
 if __name__ == "__main__":
-    # Until StopRequest takes over there is nothing to end in order, and a Ctrl-C during the
-    # imports needs no traceback.
+    # Until StopRequest handles signals there is nothing to shut down in order, and a Ctrl-C
+    # during the imports needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 settle_device()
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer
 
-from torchtitan.grpo.checkpoint import check_resumable, save_whole
-from torchtitan.grpo.controller import RolloutController
+from torchtitan.grpo.checkpoint import (
+    load_newest,
+    progress_from,
+    progress_state,
+    save_stopped,
+    save_whole,
+)
+from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.plan import epoch_order
-from torchtitan.grpo.data.replay import ReplaySource
+from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.losses.objective import SUM_NAMES, metrics_from_sums
+from torchtitan.grpo.losses.objective import SUM_NAMES
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
 from torchtitan.grpo.models.spec import build_policy_runner, build_reference, register_hf_model
 from torchtitan.grpo.observe.clock import StepClock
-from torchtitan.grpo.observe.metrics import GRPOMetricsProcessor
-from torchtitan.grpo.observe.report import draw_reward_curve, summarise, write_summary
-from torchtitan.grpo.policy_probe import PolicyProbe
+from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
+from torchtitan.grpo.observe.profiling import profilers
+from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.gradient_parts import GradientParts
+from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
+from torchtitan.grpo.training.rank_role import rank_role
+from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
@@ -64,30 +68,15 @@ from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublish
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 
 
-@dataclass(frozen=True)
-class _Learned:
-    """What came of a batch on this rank.
-
-    Attributes:
-        batch: The batch; of one in parts the last one, with the counts of all of them.
-        sums: [len(SUM_NAMES)] float64.
-        grad_norms: Of each optimizer step.
-    """
-
-    batch: TrainBatch
-    sums: torch.Tensor
-    grad_norms: list[float]
-
-
 class GRPOTrainer(Trainer):
     """Torchtitan's Trainer, learning from rollouts.
 
-    Construction, layouts, optimizer, scheduler and checkpoints are upstream's.
+    Model construction, layouts, optimizer, scheduler and checkpoints are upstream's.
 
     Args:
-        job_config: The checked configuration.
-        hf_model: What is trained.
-        stop: Set by SIGINT and SIGTERM.
+        job_config: The configuration, already validated.
+        hf_model: The model that is trained.
+        stop: Set when the process receives SIGINT or SIGTERM.
     """
 
     metrics_processor: GRPOMetricsProcessor
@@ -109,37 +98,24 @@ class GRPOTrainer(Trainer):
         assert adapter is not None
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.clock = StepClock()
-        self.controller: RolloutController | ReplaySource | None = None
-        self.feed = self._build_feed()
-
-    def _build_feed(self) -> Feed:
-        self.num_batch_ranks, self.batch_rank = 1, 0
-        if self.parallel_dims.dp_enabled:
-            mesh = self.parallel_dims.get_mesh("batch")
-            self.num_batch_ranks, self.batch_rank = mesh.size(), mesh.get_local_rank()
-        # Of the ranks that share rows and see the output, one counts in sums over ranks.
-        twins = [self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp")]
-        self.is_counted = self.runner.has_output and not any(
-            mesh.get_local_rank() for mesh in twins if mesh is not None
+        self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
+        self.source: StepSource | None = None  # on rank 0, once started
+        self.feed = Feed(
+            self.role.batch_rank,
+            job_config.training.seq_len,
+            patience_seconds(job_config),
+            job_config.rollout.batch_timeout_seconds,
         )
-        # The other ranks wait while rank 0 waits for servers, rollouts and evaluations.
-        patience_seconds = (
-            120
-            + self.config.inference.startup_timeout_seconds
-            + 2 * self.config.rollout.batch_timeout_seconds
-            + 2 * self.config.weight_sync.timeout_seconds
-        )
-        fetch_seconds = self.config.rollout.batch_timeout_seconds
-        return Feed(self.batch_rank, self.config.training.seq_len, patience_seconds, fetch_seconds)
+        self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
 
     # -- the run -----------------------------------------------------------------------
 
     def train(self) -> None:
-        """The whole run: start, steps, end."""
+        """Runs everything: start, steps and end."""
         self._load_weights()
         self.first_step = self.step
         self._start()
-        with self._profilers() as profilers:
+        with profilers(self.config, self.step) as running:
             while not self.stopped and self.should_continue_training():
                 batch = self._next_batch()
                 if batch is None:
@@ -148,116 +124,62 @@ class GRPOTrainer(Trainer):
                 if not self._train_step(batch):
                     break
                 self._after_step()
-                for profiler in profilers:
+                for profiler in running:
                     profiler.step()
         self._finish()
 
     def _load_weights(self) -> None:
-        """From the newest checkpoint, or else from the Hugging Face directory."""
-        check_resumable(self.checkpointer, self.config.checkpoint.load_step)
-        if not self.checkpointer.load(step=self.config.checkpoint.load_step):
+        """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
+        if not load_newest(self.checkpointer, self.config.checkpoint.load_step):
             load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
 
     def _start(self) -> None:
-        """Starts rollouts, and serves the trainer's own weights before anything else."""
-        self._rank_zero_first(self._start_rollouts)
+        """Starts rollouts, and pushes the trainer's weights before anything is sampled."""
+        self.stopped = self.rank_zero.run(self._start_rollouts)
         if self.stopped:
             return
         self.publisher = self._build_publisher()
         self.probe = self._build_probe()
         self.metrics_processor.start(self.step)
         self._publish(self._reserve_slot())
-        if self.controller is not None:
-            with self._failing_others():
+        if self.source is not None:
+            with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
 
-    def _build_publisher(self) -> WeightPublisher | Unpublished:
-        if self.config.rollout.replay is not None:
-            return Unpublished()
-        return build_publisher(
-            self.config,
-            self.model_parts,
-            self.sd_adapter,
-            self.device,
-            self.controller.link if self.controller else None,
-            self.controller.servers if self.controller else [],
-            self.hf_model.vocab_size,
-        )
-
-    def _build_probe(self) -> PolicyProbe:
-        tokens = attested_tokens(self.config, self.hf_model.vocab_size)
-        num_rows, row_len = self.config.training.local_batch_size, self.config.training.seq_len
-        if not (self.parallel_dims.pp_enabled or self.config.compile.enable):
-            # Pipelines and compiled models have one shape; others need no more than this.
-            divisor = self.parallel_dims.seq_len_divisor
-            num_rows, row_len = 1, -(-len(tokens) // divisor) * divisor
-        return PolicyProbe(
-            self.runner,
-            self.model_parts,
-            self.feed,
-            tokens,
-            num_rows=num_rows,
-            row_len=row_len,
-            device=self.device,
-            speaks=self.is_counted and self.batch_rank == 0,
-        )
-
-    def _reserve_slot(self) -> int:
-        return self.publisher.reserve_slot() if self.is_rank_zero else 0
-
-    def _start_rollouts(self) -> None:
-        source = ReplaySource if self.config.rollout.replay is not None else RolloutController
-        # Kept before it is started: what it has started by then must be closed.
-        self.controller = controller = source(
-            self.config,
-            self.hf_model,
-            start_version=self.step,
-            progress=self.progress,
-            should_stop=self._should_stop,
-        )
-        if isinstance(controller, RolloutController) and self.config.inference.urls_file:
-            self.stop.on_hangup(controller.link.reread_urls)
-        controller.start()
-
-    def _should_stop(self) -> bool:
-        """Whether a wait for rollouts is in vain: asked to stop, or nothing is pushed any more."""
-        has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
-        return self.stop.requested or has_failed
-
     def _next_batch(self) -> TrainBatch | None:
-        """This rank's share of the next step, or of the next part of it.
+        """Returns this rank's rows of the next step, or of its next part.
 
-        None when the run is to end.
+        Returns None if the run is to end.
         """
         with self.clock.measure("wait_data"):
-            if self.controller is None:
+            if self.source is None:
                 self.publisher.raise_if_failed()
                 received = self.feed.receive()
                 self.stopped = received is Signal.STOP
                 return received if isinstance(received, TrainBatch) else None
-            with self._failing_others():
+            with self.rank_zero.releasing_others():
                 self.publisher.raise_if_failed()
-                step = self.controller.next_step(self.step, self.num_batch_ranks)
+                step = self.source.next_step(self.step, self.role.num_batch_ranks)
                 self.publisher.raise_if_failed()
             if step is None or self.stop.requested:
-                self.stopped = not self.controller.is_exhausted
+                self.stopped = not self.source.is_exhausted
                 self.feed.send_signal(Signal.STOP if self.stopped else Signal.END)
                 return None
             self.rollout_metrics = step.metrics
             return self.feed.send_step(
                 step.plan,
                 self._reserve_slot() if step.is_last else 0,
-                self.controller.progress,
-                self.controller.share(self.step),
+                self.source.progress,
+                self.source.share(self.step),
                 is_first=step.is_first,
                 is_last=step.is_last,
             )
 
     def _train_step(self, batch: TrainBatch) -> bool:
-        """One step; False where the run is to end before all parts of it have come."""
+        """Takes one step. Returns False if the run is to end before all parts of it arrived."""
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         is_streamed = self.config.rollout.stream
         learned = self._learn_in_parts(batch) if is_streamed else self._learn(batch)
@@ -270,133 +192,133 @@ class GRPOTrainer(Trainer):
         with self.clock.measure("boundary_stall"):
             self._publish(learned.batch.publish_slot)
             if not self.config.grpo.async_weight_update:
-                self._rank_zero_first(lambda: self._wait_for_push(self.step))
+                self.stopped = self.rank_zero.run(lambda: self._wait_for_push(self.step))
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
         return True
 
-    def _learn(self, batch: TrainBatch) -> _Learned:
-        """The optimizer steps of a batch that is whole."""
+    def _learn(self, batch: TrainBatch) -> Learned:
+        """Takes the optimizer steps of a batch that arrived whole."""
         config = self.config.grpo
         minibatches = self._score(batch)
-        learned = _Learned(batch, torch.zeros(len(SUM_NAMES), dtype=torch.float64), [])
+        learned = Learned(batch, torch.zeros(len(SUM_NAMES), dtype=torch.float64), [])
         for epoch in range(config.num_epochs):
             for index in epoch_order(config.num_minibatches, epoch):
-                # Nothing to learn from is no reason to move, as momentum would.
+                # Without trained tokens momentum and weight decay alone would move the weights.
                 if batch.minibatch_tokens[index]:
                     grad_norm = self._update(minibatches[index], learned.sums)
                     learned.grad_norms.append(grad_norm)
         return learned
 
-    def _learn_in_parts(self, part: TrainBatch | None) -> _Learned | None:
-        """The optimizer step of a batch whose first part is there; see :class:`GradientParts`.
+    def _learn_in_parts(self, part: TrainBatch | None) -> Learned | None:
+        """Takes the optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
 
-        None where the run is to end before the last one.
+        Returns None if the run is to end before the last part.
         """
         gradient = GradientParts()
         while part is not None:
-            if part.is_first:  # once more where the rollout process was killed amid the batch
+            if part.is_first:  # again if the rollout process was killed amid the batch
                 self.optimizers.zero_grad()
                 gradient = GradientParts()
-            share = gradient.share_of(part)
-            if share:
+            scale = gradient.scale_of(part)
+            if scale:
                 (rows,) = self._score(part)
-                self._add_gradient(rows, gradient.sums, share)
+                self._add_gradient(rows, gradient.sums, scale)
             if part.is_last:
-                return self._finish_parts(gradient)
+                gradient.finish(self._parameters())
+                norms = [] if gradient.is_empty else [self._apply_gradient()]
+                return Learned(gradient.whole(), gradient.sums, norms)
             part = self._next_batch()
-        # A checkpoint that is written now has nothing to do with half a gradient.
+        # A checkpoint that is written now must not depend on an incomplete gradient.
         self.optimizers.zero_grad()
         return None
-
-    def _finish_parts(self, gradient: GradientParts) -> _Learned:
-        if gradient.is_empty:
-            return _Learned(gradient.whole(), gradient.sums, [])
-        gradient.finish(p for part in self.model_parts for p in part.parameters())
-        return _Learned(gradient.whole(), gradient.sums, [self._apply_gradient()])
 
     def _score(self, batch: TrainBatch) -> list[ScoredRows]:
         return score(
             batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
-            is_counted=self.is_counted,
+            is_counted=self.role.is_counted,
         )  # fmt: skip
 
-    def _publish(self, slot: int) -> None:
-        """Hands the weights of now to the background; rates the probe with them when due."""
-        self.publisher.publish(self.step, slot)
-        if self.publisher.is_attested(self.step):
-            self.publisher.probes.put(self.step, self.probe.logprobs())
-
     def _update(self, minibatch: ScoredRows, sums: torch.Tensor) -> float:
-        """One optimizer step; adds to this rank's sums, and returns the gradient norm."""
+        """Takes one optimizer step, adds to this rank's sums, and returns the gradient norm."""
         self.optimizers.zero_grad()
         self._add_gradient(minibatch, sums)
         return self._apply_gradient()
 
-    def _add_gradient(self, minibatch: ScoredRows, sums: torch.Tensor, share: float = 1.0) -> None:
-        loss = MinibatchLoss(minibatch, self.config.grpo, share)
+    def _add_gradient(self, minibatch: ScoredRows, sums: torch.Tensor, scale: float = 1.0) -> None:
+        loss = MinibatchLoss(minibatch, self.config.grpo, scale)
         self.runner.forward_backward(minibatch.rows, loss)
-        if self.is_counted:
+        if self.role.is_counted:
             sums += loss.sums()
 
     def _apply_gradient(self) -> float:
-        """Clips and steps; returns the gradient norm."""
+        """Clips the gradient, steps the optimizer and returns the norm before clipping."""
         grad_norm = dist_utils.clip_grad_norm_(
-            [p for part in self.model_parts for p in part.parameters()],
+            self._parameters(),
             self.config.training.max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
         )
         self.checkpointer.maybe_wait_for_staging()
+        # The optimizer must not overwrite weights that are still being copied into a slot.
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
         self.optimizers.step()
         return float(grad_norm)
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for part in self.model_parts for p in part.parameters()]
+
+    def _publish(self, slot: int) -> None:
+        """Hands the current weights to the background; rates the probe with them when due."""
+        self.publisher.publish(self.step, slot)
+        if self.publisher.is_attested(self.step):
+            self.publisher.probes.put(self.step, self.probe.logprobs())
+
     def _after_step(self) -> None:
-        """Checkpoint, export and evaluation, when due."""
+        """Saves a checkpoint, exports and evaluates, when due."""
         if self.step == self.first_step + 1:
-            meshes = self.parallel_dims.get_all_one_dimensional_meshes().values()
-            groups = [mesh.get_group() for mesh in meshes]
-            lower_timeouts(groups, self.config.comm.train_timeout_seconds)
+            lower_timeouts(self.parallel_dims, self.config.comm.train_timeout_seconds)
         is_last = self.step == self.config.training.steps
         self._save(is_last)
-        interval = self.config.grpo.hf_export_interval
-        if interval and self.step % interval == 0 and not is_last:
+        if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
             self._export(self.step)
-        interval = self.config.evaluation.interval
-        if interval and self.step % interval == 0 and not is_last and self.controller:
-            with self._failing_others():
+        if self._is_due(self.config.evaluation.interval) and not is_last and self.source:
+            with self.rank_zero.releasing_others():
                 self._evaluate()
             self.clock.restart()
 
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.step % interval == 0
+
     def _save(self, is_last: bool) -> None:
-        """A checkpoint when due, and what is in flight with it."""
+        """Saves a checkpoint when due, and the rollouts in flight beside it."""
         self.checkpointer.save(self.step, last_step=is_last)
         checkpoint = self.config.checkpoint
-        if checkpoint.enable and self.step % checkpoint.interval == 0 and self.controller:
-            with self._failing_others():
-                self.controller.save(self.step)
+        if checkpoint.enable and self._is_due(checkpoint.interval) and self.source:
+            with self.rank_zero.releasing_others():
+                self.source.save(self.step)
 
     def _finish(self) -> None:
-        """The model exported, the last version served and evaluated, the run summed up."""
+        """Ends the run: as stopped with a checkpoint, or as finished with export and report."""
         if self.stopped:
-            self._save_stopped()
+            save_stopped(self.checkpointer, self.step, self.first_step)
         else:
             self._conclude()
         if hasattr(self, "publisher"):
-            # While the others still do what it asks of them.
-            self._rank_zero_first(self.publisher.close)
+            # Rank 0's publisher first: the other ranks' still have to answer it.
+            self.stopped = self.rank_zero.run(self.publisher.close)
 
     def _conclude(self) -> None:
+        """Exports the model; then serves and evaluates its last version, and reports."""
         if self.first_step < self.step < self.config.training.steps:
-            # A replayed file came to its end; a longer one may be gone on with.
+            # A replayed file came to its end. A longer file can continue from here.
             save_whole(self.checkpointer, self.step)
-        # First what was learned: a server that does not come round must not cost it.
+        # The export comes first: a server that does not answer must not cost what was learned.
         folder = self._export(self.step)
-        self._rank_zero_first(lambda: self._settle(folder))
+        self.stopped = self.rank_zero.run(lambda: self._settle(folder))
 
     def _settle(self, hf_checkpoint: Path) -> None:
         self._wait_for_push(self.step)
@@ -405,148 +327,118 @@ class GRPOTrainer(Trainer):
         if not self.stop.requested:
             self._report(hf_checkpoint)
 
-    def _save_stopped(self) -> None:
-        """A stopped run keeps where it is, in a checkpoint that it can be resumed from."""
-        checkpoint = self.config.checkpoint
-        message = f"Stopped at step {self.step}"
-        if checkpoint.enable and self.step > self.first_step:
-            save_whole(self.checkpointer, self.step)
-            message += ", which is checkpointed"
-        logger.info(f"{message}.")
-
     # -- parts -------------------------------------------------------------------------
 
-    @contextmanager
-    def _profilers(self) -> Iterator[list[Any]]:
-        """Upstream's profilers, those of them that ``[profiling]`` enables."""
-        settings = {
-            "global_step": self.step,
-            "base_folder": self.config.job.dump_folder,
-        }
-        with (
-            maybe_enable_profiling(self.config.profiling, **settings) as trace,
-            maybe_enable_memory_snapshot(self.config.profiling, **settings) as snapshot,
-        ):
-            yield [profiler for profiler in (trace, snapshot) if profiler is not None]
+    def _start_rollouts(self) -> None:
+        # Assigned before it is started: what has been started by then must be closed.
+        self.source = open_step_source(
+            self.config,
+            self.hf_model,
+            start_version=self.step,
+            progress=self.progress,
+            should_stop=self._should_stop,
+            on_hangup=self.stop.on_hangup,
+        )
+        self.source.start()
 
-    def _rank_zero_first(self, work: Callable[[], None]) -> None:
-        """Rank 0 works while the others wait for its word: go on, or stop.
+    def _should_stop(self) -> bool:
+        """Whether waiting for rollouts is pointless: on a stop request or a failed publisher."""
+        has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
+        return self.stop.requested or has_failed
 
-        Each rank may hear of a signal at another moment, so rank 0 alone decides.
-        """
-        if not self.is_rank_zero:
-            self.stopped = self.feed.receive() is Signal.STOP
-            return
-        with self._failing_others():
-            work()
-        self.stopped = self.stop.requested
-        self.feed.send_signal(Signal.STOP if self.stopped else Signal.READY)
+    def _explain_failure(self, error: BaseException) -> None:
+        # A publisher fails if it cannot report a push to a rollout process that has ended.
+        if isinstance(error, PublisherFailed) and self.source is not None:
+            self.source.raise_if_ended()
 
-    @contextmanager
-    def _failing_others(self) -> Iterator[None]:
-        """Around what rank 0 does alone: lets the waiting ranks go when it fails.
+    def _build_publisher(self) -> WeightPublisher | Unpublished:
+        if self.config.rollout.replay is not None:
+            return Unpublished()
+        return build_publisher(
+            self.config,
+            self.model_parts,
+            self.sd_adapter,
+            self.device,
+            self.source.link if self.source else None,
+            self.source.servers if self.source else [],
+            self.hf_model.vocab_size,
+        )
 
-        Only where the others' next word with rank 0 is ``feed.receive()``: any other
-        collective would not match the signal, and hang.
-        """
-        try:
-            yield
-        except BaseException as error:
-            with suppress(RuntimeError):  # the others may be gone already
-                self.feed.send_signal(Signal.FAIL)
-            if isinstance(error, PublisherFailed) and isinstance(
-                self.controller, RolloutController
-            ):
-                # It ends when it cannot tell the rollout process of a push. Why that is
-                # gone is the news.
-                self.controller.link.raise_if_ended()
-            raise
+    def _build_probe(self) -> PolicyProbe:
+        tokens = attested_tokens(self.config, self.hf_model.vocab_size)
+        shape = probe_shape(self.config, self.parallel_dims, len(tokens))
+        is_speaker = self.role.is_counted and self.role.batch_rank == 0
+        return PolicyProbe(
+            self.runner, self.model_parts, self.feed, tokens, shape, self.device, is_speaker
+        )
+
+    def _reserve_slot(self) -> int:
+        return self.publisher.reserve_slot() if self.is_rank_zero else 0
 
     def _wait_for_push(self, version: int) -> None:
         timeout_seconds = self.config.weight_sync.timeout_seconds * 2
         self.publisher.wait_for(version, timeout_seconds, lambda: self.stop.requested)
 
     def _evaluate(self) -> None:
-        if self.controller is None or self.config.evaluation.path is None or self.stop.requested:
+        if self.source is None or self.config.evaluation.path is None or self.stop.requested:
             return
-        result = self.controller.evaluate(self.step)
+        result = self.source.evaluate(self.step)
         if result is not None:
             function = self.config.evaluation.function
             self.metrics_processor.log_evaluation(self.step, function, result)
 
     def _export(self, step: int) -> Path:
         target = Path(self.config.job.dump_folder) / "hf" / f"step-{step}"
+        dtype = TORCH_DTYPE_MAP[self.config.checkpoint.export_dtype]
+        source = self.hf_model.path
         export_hf(
-            self.model_parts,
-            self.sd_adapter,
-            source=self.hf_model.path,
-            target=target,
-            dtype=TORCH_DTYPE_MAP[self.config.checkpoint.export_dtype],
-            is_writer=self.is_rank_zero,
+            self.model_parts, self.sd_adapter, source, target, dtype, is_writer=self.is_rank_zero
         )
         return target
 
-    def _log_step(self, learned: _Learned, learning_rate: float) -> None:
-        batch, grad_norms = learned.batch, learned.grad_norms
+    def _log_step(self, learned: Learned, learning_rate: float) -> None:
         totals = self.feed.all_reduce_sum(learned.sums).tolist()
         times = self.clock.end_step()
-        if self.controller is None:
+        if self.source is None:
             return
-        num_updates = max(len(grad_norms), 1)
-        metrics = metrics_from_sums(totals, num_updates) | {
-            "grad_norm": sum(grad_norms) / num_updates,
-            "lr": learning_rate,
-            "policy_version": float(self.step),
-            "data/trained_tokens": float(batch.num_trained_tokens),
-            "time/tokens_per_second": batch.num_tokens / times["time/step_seconds"],
-        }
+        metrics = learned.metrics(totals, times["time/step_seconds"])
+        metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
         self.metrics_processor.log_step(self.step, metrics)
 
     def _report(self, hf_checkpoint: Path) -> None:
-        assert self.controller is not None
-        folder = Path(self.config.job.dump_folder)
-        logs = self.metrics_processor
-        assert logs.steps is not None and logs.evaluations is not None
-        summary: dict[str, Any] = {
-            "steps": self.step,
-            "seconds": round(time.perf_counter() - self.begin, 1),
-            **summarise(logs.steps.records, logs.evaluations.records),
-            "policy_version": self.step,
-            "server_version": self.controller.served_version(),
-            "weight_sync_failures": self.publisher.num_failures,
-            "hf_checkpoint": str(hf_checkpoint),
-        }
-        write_summary(folder, summary)
-        draw_reward_curve(folder, logs.steps.records)
-        self.metrics_processor.close()
-        print(json.dumps(summary, indent=2))
-        print(f"Everything is in {folder}: metrics.jsonl, samples.jsonl, reward_curve.png.")
+        assert self.source is not None
+        outcome = RunOutcome(
+            step=self.step,
+            seconds=time.perf_counter() - self.begin,
+            server_version=self.source.served_version(),
+            weight_sync_failures=self.publisher.num_failures,
+            hf_checkpoint=hf_checkpoint,
+        )
+        self.metrics_processor.report(outcome)
 
     # -- checkpoint and end ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        # As one string: a checkpoint takes lists apart, and this one's length changes.
-        progress = msgspec.json.encode(self.progress).decode()
-        return super().state_dict() | {"prompt_progress": progress}
+        return super().state_dict() | progress_state(self.progress)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.progress = msgspec.json.decode(state_dict["prompt_progress"], type=PromptProgress)
+        self.progress = progress_from(state_dict)
 
     def close(self) -> None:
-        """Ends threads and children; harmless when some were never started."""
+        """Ends threads and children; harmless if some were never started."""
         if hasattr(self, "publisher"):
             self.publisher.close()
         if hasattr(self, "feed"):
             self.feed.close()
-        if self.controller is not None:
-            self.controller.close()
+        if self.source is not None:
+            self.source.close()
         super().close()
 
 
 def main(args: list[str] | None = None) -> int:
-    """Trains as the command line says; returns the process's exit status."""
+    """Trains with the given command line; returns the exit status of the process."""
     return run(GRPOTrainer, sys.argv[1:] if args is None else args)
 
 

@@ -15,7 +15,7 @@ from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.spec import hf_train_spec
-from torchtitan.grpo.pipeline.build import split_model
+from torchtitan.grpo.pipeline.split import split_model
 
 
 @dataclass

@@ -22,6 +22,8 @@ from torchtitan.grpo.data.feed import Share
 from torchtitan.grpo.data.parts import PartPlanner
 from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import RolloutRecorder
+from torchtitan.grpo.data.replay import ReplaySource
+from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -43,7 +45,43 @@ LEDGER_FILE = "ledger.jsonl"
 _Answer = TypeVar("_Answer")
 
 
-class RolloutController:
+def open_step_source(
+    config: JobConfig,
+    model: HFModel,
+    *,
+    start_version: int,
+    progress: PromptProgress,
+    should_stop: Callable[[], bool],
+    on_hangup: Callable[[Callable[[], None]], None],
+) -> StepSource:
+    """Constructs the source of the run's steps, which is not started yet.
+
+    Args:
+        config: Configuration of the run. ``rollout.replay`` chooses the source.
+        model: The model that is trained.
+        start_version: Number of batches that the run has been trained on so far.
+        progress: Progress through the prompts so far.
+        should_stop: Polled during every wait; the wait ends once it returns True.
+        on_hangup: Registers what SIGHUP calls. With ``inference.urls_file`` it reads that file
+            again.
+
+    Raises:
+        DataError: If ``grpo.ptx_path``, ``rollout.record`` or ``rollout.replay`` is unusable.
+    """
+    arguments: dict[str, Any] = {
+        "start_version": start_version,
+        "progress": progress,
+        "should_stop": should_stop,
+    }
+    if config.rollout.replay is not None:
+        return ReplaySource(config, model, **arguments)
+    controller = RolloutController(config, model, **arguments)
+    if config.inference.urls_file:
+        on_hangup(controller.link.reread_urls)
+    return controller
+
+
+class RolloutController(StepSource):
     """Owns the link to the rollout process and what comes over it. Exists on rank 0 alone.
 
     Args:
@@ -90,7 +128,7 @@ class RolloutController:
         self._model, self._start_version = model, start_version
         self._is_ready = False
         self._fetch_secret = secrets.token_hex(16)
-        self.link = RolloutLink(self._process_config(start_version))
+        self.link: RolloutLink = RolloutLink(self._process_config(start_version))
         self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
@@ -189,6 +227,9 @@ class RolloutController:
             return await asyncio.gather(*(ask(server) for server in self.link.watch.servers()))
 
         return min((v for v in asyncio.run(ask_all()) if v is not None), default=-1)
+
+    def raise_if_ended(self) -> None:
+        self.link.raise_if_ended()
 
     def close(self) -> None:
         self.link.close()

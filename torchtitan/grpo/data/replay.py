@@ -14,6 +14,7 @@ from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.parts import PartPlanner, split_groups
 from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
+from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.link import EvaluationResult
@@ -23,8 +24,8 @@ from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 _KEY = "rollout.replay"
 
 
-class ReplaySource:
-    """Stands where `controller.RolloutController` does; see there. Exists on rank 0 alone.
+class ReplaySource(StepSource):
+    """Plans the batches of a recorded file; see :class:`StepSource`.
 
     Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed
     run goes on where its checkpoint is. The ages of samples count from the version that the
@@ -136,6 +137,9 @@ class ReplaySource:
     def served_version(self) -> int:
         """Always -1: nobody serves."""
         return -1
+
+    def raise_if_ended(self) -> None:
+        """Does nothing: no rollout process was started."""
 
     def close(self) -> None:
         self.samples.close()

@@ -26,9 +26,9 @@ from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, Scorin
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.reference import Reference
 from torchtitan.grpo.models.same_model import check_reference
-from torchtitan.grpo.observe.metrics import build_grpo_metrics_processor
-from torchtitan.grpo.pipeline.build import split_model
-from torchtitan.grpo.pipeline.runner import PipelineForwardRunner, PipelineRunner, StageLoss
+from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
+from torchtitan.grpo.pipeline.split import split_model
+from torchtitan.grpo.pipeline.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a run leaves behind for people: samples, a summary, a reward curve."""
+"""Files that a run leaves for people: samples, a summary and a reward curve."""
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from torchtitan.grpo.types import RolloutGroup
 
 
 class SampleLog:
-    """A few rollouts a step, in ``samples.jsonl``.
+    """Writes a few rollouts of each step to ``samples.jsonl``.
 
     Args:
         path: The file.
         per_step: ``observe.samples_per_step``.
-        step: Batches already trained on.
+        step: Number of batches that the run has been trained on so far.
     """
 
     def __init__(self, path: Path, per_step: int, step: int) -> None:
@@ -26,7 +27,7 @@ class SampleLog:
         self._log = RunLog(path, step)
 
     def write(self, step: int, groups: Iterable[RolloutGroup]) -> None:
-        """Writes the first rollouts of different groups, so that prompts vary."""
+        """Writes the first rollout of each of the first groups, so that the prompts differ."""
         for group in list(groups)[: self._per_step]:
             rollout = group.rollouts[0]
             self._log.add(
@@ -44,36 +45,70 @@ class SampleLog:
             )
 
     def close(self) -> None:
+        """Closes the file."""
         self._log.close()
 
 
-def summarise(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of ``summary.json`` that the run's records tell."""
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended, apart from what its step records tell.
+
+    Attributes:
+        step: Number of optimizer steps that the policy has taken.
+        seconds: Wall-clock duration of this process's part of the run.
+        server_version: Lowest version that a server reports; -1 if none answers.
+        weight_sync_failures: Number of pushes to a server that failed.
+        hf_checkpoint: Directory of the exported model.
+    """
+
+    step: int
+    seconds: float
+    server_version: int
+    weight_sync_failures: int
+    hf_checkpoint: Path
+
+
+def summarise(
+    outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of ``summary.json``.
+
+    Args:
+        outcome: How the run ended.
+        steps: Records of ``metrics.jsonl``.
+        evaluations: Records of ``evaluations.jsonl``.
+    """
     return {
+        "steps": outcome.step,
+        "seconds": round(outcome.seconds, 1),
         "reward_first10": mean_over(steps[:10], "reward/mean"),
         "reward_last10": mean_over(steps[-10:], "reward/mean"),
         "heldout_before": evaluations[0]["evaluation/score"] if evaluations else None,
         "heldout_after": evaluations[-1]["evaluation/score"] if evaluations else None,
         "max_staleness_steps": max((s["staleness/max_steps"] for s in steps), default=0),
         "mismatch_kl_mean": mean_over(steps, "mismatch/kl"),
+        "policy_version": outcome.step,
+        "server_version": outcome.server_version,
+        "weight_sync_failures": outcome.weight_sync_failures,
+        "hf_checkpoint": str(outcome.hf_checkpoint),
     }
 
 
 def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
-    """Mean of a metric over some steps; None where no step has it."""
+    """Returns the mean of a metric over the records that have it, or None if none has it."""
     values = [record[key] for record in history if key in record]
     return sum(values) / len(values) if values else None
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
-    """Writes ``summary.json``."""
+    """Writes ``summary.json`` and returns its path."""
     file = folder / "summary.json"
     file.write_text(json.dumps(summary, indent=2) + "\n")
     return file
 
 
 def draw_reward_curve(folder: Path, history: list[dict[str, Any]]) -> Path:
-    """Draws mean reward and staleness over steps as ``reward_curve.png``."""
+    """Draws mean reward and staleness over steps as ``reward_curve.png``; returns its path."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -13,7 +13,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -21,6 +21,9 @@ import torch._utils
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -109,11 +112,16 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def lower_timeouts(groups: Sequence[dist.ProcessGroup], timeout_seconds: float) -> None:
+def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
     """Applies ``comm.train_timeout_seconds`` once the first step, with its slow starts, is done.
 
-    What upstream's ``set_pg_timeouts`` does, which asks for a device index that CPU lacks.
+    Upstream's ``set_pg_timeouts`` does the same, but it needs a device index, which a CPU lacks.
+
+    Args:
+        dims: Meshes of the run, whose process groups get the timeout.
+        timeout_seconds: Maximum duration of a collective from now on.
     """
+    groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
     # No rank may use the shorter bound while another is still in what took longer.
     dist.barrier()
     for group in [*groups, dist.group.WORLD]:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The gradient of a step whose rollouts come in parts (``rollout.stream``)."""
+"""The gradient of a step whose rollouts arrive in parts (``rollout.stream``)."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,19 +13,19 @@ from torchtitan.grpo.losses.objective import SUM_NAMES, scale_losses
 
 
 class GradientParts:
-    """What has been added up of one optimizer step.
+    """Adds the gradients of parts up to the gradient of one optimizer step.
 
-    The weights of a part's tokens are over that part alone. The step's own gradient is the
-    parts', each weighed by its share of the total mass (`losses/aggregation.py`)::
+    The loss weights of a part's tokens are normalised over that part alone. The gradient of
+    the step is the mean over its parts, weighted by mass (`losses/aggregation.py`)::
 
         gradient = sum over parts of  mass / total mass * gradient of the part
 
-    The total is known with the last part only. So each is added as many times as its mass is
-    the first one's, which keeps gradients in the range that they have anyway, and
-    :meth:`finish` divides by the total.
+    The total mass is known only once the last part has arrived. Until then each part is scaled
+    by the ratio of its mass to that of the first part, which keeps the gradients in their usual
+    range; :meth:`finish` then divides by the total.
 
     Attributes:
-        sums: [len(SUM_NAMES)] float64, of this rank.
+        sums: [len(SUM_NAMES)] float64, sums of this rank over the parts.
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,20 @@ class GradientParts:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was there to learn from."""
+        """Whether no part had anything to learn from."""
         return self._mass == 0
 
-    def share_of(self, part: TrainBatch) -> float:
-        """Takes a part in; returns what its loss is to be multiplied by. 0: leave it out."""
+    def scale_of(self, part: TrainBatch) -> float:
+        """Registers a part and returns the factor of its loss; 0 if it is to be left out."""
         self._parts.append(part)
         self._mass += part.mass
         self._unit = self._unit or part.mass
         return part.mass / self._unit if part.mass else 0.0
 
     def finish(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Makes the gradients and the sums those of the whole step."""
+        """Turns the accumulated gradients and sums into those of the whole step, in place."""
+        if self.is_empty:
+            return
         scale = self._unit / self._mass
         for parameter in parameters:
             if parameter.grad is not None:
@@ -54,7 +56,7 @@ class GradientParts:
         self.sums = scale_losses(self.sums, scale)
 
     def whole(self) -> TrainBatch:
-        """The last part, with the counts of all of them."""
+        """Returns the last part, with the counts of all parts."""
         return replace(
             self._parts[-1],
             num_tokens=sum(part.num_tokens for part in self._parts),

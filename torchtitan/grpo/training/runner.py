@@ -5,7 +5,7 @@
 
 The trainer knows no layout: it hands rows and a loss to a runner. Tensor, context and data
 parallelism lie inside the model; a runner only knows whether the model is in one piece.
-Pipelines have theirs in `pipeline/runner.py`.
+Pipelines have theirs in `pipeline/stage_runner.py`.
 """
 
 from abc import ABC, abstractmethod

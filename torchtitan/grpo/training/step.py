@@ -49,11 +49,11 @@ class MinibatchLoss:
     Args:
         scored: The minibatch.
         config: ``[grpo]``.
-        share: What it is multiplied by; see `gradient_parts.py`.
+        scale: Factor of the loss and its sums; see `gradient_parts.py`.
     """
 
-    def __init__(self, scored: ScoredRows, config: GRPO, share: float = 1.0) -> None:
-        self.scored, self.config, self.share = scored, config, share
+    def __init__(self, scored: ScoredRows, config: GRPO, scale: float = 1.0) -> None:
+        self.scored, self.config, self.scale = scored, config, scale
         self._sums: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
@@ -74,14 +74,14 @@ class MinibatchLoss:
             sequence_ids=rows.sequence_ids,
         )
         loss, self._sums[which.start] = objective(inputs, self.config)
-        return self.share * loss
+        return self.scale * loss
 
     def sums(self) -> torch.Tensor:
         """[len(SUM_NAMES)] float64 on the CPU, over the parts that this rank has seen."""
         if not self._sums:
             return torch.zeros(len(SUM_NAMES), dtype=torch.float64)
         # Scaled on the CPU: picking entries on a device would wait for it.
-        return scale_losses(torch.stack(list(self._sums.values())).sum(0).cpu(), self.share)
+        return scale_losses(torch.stack(list(self._sums.values())).sum(0).cpu(), self.scale)
 
 
 def num_updates(config: GRPO) -> int:

@@ -36,10 +36,10 @@ def test_the_sum_is_the_parts_mean_by_mass():
     weight.grad = torch.zeros(2)
     # A part's own gradient and loss; the second has nothing to learn from.
     for index, (mass, own) in enumerate([(0, 99.0), (6, 1.0), (0, 99.0), (2, 5.0)]):
-        share = gradient.share_of(part(mass, is_last=index == 3))
-        if share:
-            weight.grad += share * torch.tensor([own, -own])
-            gradient.sums[SUM_NAMES.index("total_loss")] += share * own
+        scale = gradient.scale_of(part(mass, is_last=index == 3))
+        if scale:
+            weight.grad += scale * torch.tensor([own, -own])
+            gradient.sums[SUM_NAMES.index("total_loss")] += scale * own
             gradient.sums[SUM_NAMES.index("num_tokens")] += 10 * mass
     gradient.finish([weight, unused])
     expected = (6 * 1.0 + 2 * 5.0) / 8
@@ -53,5 +53,5 @@ def test_the_sum_is_the_parts_mean_by_mass():
 
 def test_a_step_without_anything_to_learn_from_is_empty():
     gradient = GradientParts()
-    assert gradient.share_of(part(0)) == gradient.share_of(part(0, is_last=True)) == 0
+    assert gradient.scale_of(part(0)) == gradient.scale_of(part(0, is_last=True)) == 0
     assert gradient.is_empty

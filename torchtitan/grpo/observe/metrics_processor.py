@@ -3,10 +3,11 @@
 
 """Metrics of a run, through torchtitan's metrics processor.
 
-Console, ``metrics.jsonl``, and upstream's TensorBoard and wandb loggers. Keys are paths
-that end in a unit where they have one.
+Metrics are written to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb
+loggers. Keys are paths; those of quantities with a unit end in the unit.
 """
 
+import json
 import netrc
 import os
 from pathlib import Path
@@ -18,16 +19,18 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.progress import Progress
+from torchtitan.grpo.observe.report import RunOutcome, draw_reward_curve, summarise, write_summary
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.rollout.link import EvaluationResult
 
 
 class GRPOMetricsProcessor(MetricsProcessor):
-    """Upstream's processor with our keys; files and console on rank 0 alone.
+    """Upstream's processor with this project's keys. Rank 0 alone writes files and the console.
 
     Attributes:
-        steps: ``metrics.jsonl``: a record a step. None on other ranks.
-        evaluations: ``evaluations.jsonl``: a record an evaluation. None on other ranks.
+        steps: ``metrics.jsonl``, with one record for each step. None on other ranks.
+        evaluations: ``evaluations.jsonl``, with one record for each evaluation. None on other
+            ranks.
     """
 
     def __init__(
@@ -44,13 +47,13 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
 
     def start(self, step: int) -> None:
-        """Opens the files; a resumed run continues those of the one before."""
+        """Opens the files. A resumed run continues the files of the run before it."""
         if self._progress is not None:
             self.steps = RunLog(self._folder / "metrics.jsonl", step)
             self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Records one step on rank 0; other ranks call it in vain."""
+        """Records one step on rank 0; does nothing on other ranks."""
         if self._progress is None or self.steps is None:
             return
         stats = self.device_memory_monitor.get_peak_stats()
@@ -74,6 +77,20 @@ class GRPOMetricsProcessor(MetricsProcessor):
             f"({result.num_prompts} prompts, {result.seconds:.1f} s)"
         )
 
+    def report(self, outcome: RunOutcome) -> None:
+        """Writes and prints the summary of a run that has ended, and closes the files.
+
+        May be called on rank 0 alone, after :meth:`start`.
+        """
+        assert self.steps is not None and self.evaluations is not None
+        steps = self.steps.records
+        summary = summarise(outcome, steps, self.evaluations.records)
+        write_summary(self._folder, summary)
+        draw_reward_curve(self._folder, steps)
+        self.close()
+        print(json.dumps(summary, indent=2))
+        print(f"Everything is in {self._folder}: metrics.jsonl, samples.jsonl, reward_curve.png.")
+
     def close(self) -> None:
         super().close()
         for part in (self._progress, self.steps, self.evaluations):
@@ -85,12 +102,15 @@ class GRPOMetricsProcessor(MetricsProcessor):
 def build_grpo_metrics_processor(
     job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None
 ) -> GRPOMetricsProcessor:
-    """What the TrainSpec names as ``build_metrics_processor_fn``."""
+    """Builds the processor; the TrainSpec names this function as ``build_metrics_processor_fn``."""
     return GRPOMetricsProcessor(job_config, parallel_dims)
 
 
 def _keep_wandb_offline_without_key() -> None:
-    """Without a key wandb would ask for one on the terminal; offline it writes a folder."""
+    """Makes wandb write a local folder if no API key is known.
+
+    Without a key wandb would ask for one on the terminal and wait.
+    """
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
         return
     try:

@@ -1,0 +1,80 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Where the training loop takes its steps from."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torchtitan.grpo.data.feed import Share
+from torchtitan.grpo.data.planner import NextStep
+from torchtitan.grpo.types import PromptProgress, ServerInfo
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.rollout.link import EvaluationResult, RolloutLink
+
+
+class StepSource(ABC):
+    """Plans the steps of a run, one after another. Exists on rank 0 alone.
+
+    `controller.RolloutController` plans live rollouts, `data/replay.py` plans recorded ones.
+    The trainer constructs a source, calls :meth:`start` once, then :meth:`next_step` for each
+    part of each step, and :meth:`close` at the end, which must work in any state.
+
+    Attributes:
+        progress: Progress through the prompts, including the last step that was returned whole.
+        is_exhausted: True once :meth:`next_step` returned None because no batches are left.
+            The run then ends as it does after its last step. It is False when
+            :meth:`next_step` returned None because the run was asked to stop.
+        link: Connection to the rollout process, or None if the source has none.
+        servers: Inference servers that were present at the start; empty before :meth:`start`.
+    """
+
+    progress: PromptProgress
+    is_exhausted: bool
+    link: "RolloutLink | None"
+    servers: list[ServerInfo]
+
+    @abstractmethod
+    def start(self) -> None:
+        """Makes the source ready. Returns early if the run is asked to stop."""
+
+    @abstractmethod
+    def next_step(self, version: int, num_ranks: int) -> NextStep | None:
+        """Plans the batch that is trained on the weights of ``version``, or its next part.
+
+        Args:
+            version: Number of optimizer steps that the run has taken.
+            num_ranks: Data-parallel degree.
+
+        Returns:
+            The plan, or None if the run is asked to stop or no batches are left.
+        """
+
+    @abstractmethod
+    def share(self, version: int) -> Share | None:
+        """Returns where ranks fetch the batch of ``version``, or None if rank 0 sends rows."""
+
+    @abstractmethod
+    def save(self, step: int) -> None:
+        """Saves the rollouts in flight beside the checkpoint of ``step``, without waiting."""
+
+    @abstractmethod
+    def evaluate(self, version: int) -> "EvaluationResult | None":
+        """Scores the held-out prompts under ``version``.
+
+        Returns:
+            The result, or None if the run is asked to stop or nothing can be generated.
+        """
+
+    @abstractmethod
+    def served_version(self) -> int:
+        """Returns the lowest version that a server reports, or -1 if no server answers."""
+
+    @abstractmethod
+    def raise_if_ended(self) -> None:
+        """Raises the reason if the rollout process has ended by itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends child processes and closes files; harmless if nothing was started."""

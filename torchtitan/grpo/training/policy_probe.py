@@ -1,0 +1,101 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Logprobs of fixed tokens under the trainer's weights, which servers are compared with."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torchtitan.distributed import ParallelDims
+
+from torchtitan.grpo.data.feed import Feed
+from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.logprob_head import LogprobHead
+from torchtitan.grpo.training.runner import ForwardRunner
+
+
+class PolicyProbe:
+    """Computes the logprobs of fixed tokens with the current weights, in any layout.
+
+    It runs a forward pass over one set of microbatches, on the training thread of all ranks,
+    and waits for no server.
+
+    Args:
+        runner: Runs the trained model.
+        model_parts: Parts of the model that this rank holds.
+        feed: Sums values over ranks.
+        tokens: Token ids whose logprobs are computed.
+        shape: Number of rows of the forward pass, and their length; see :func:`probe_shape`.
+        device: Training device.
+        is_speaker: True on the one rank whose result counts. It must see the model's output.
+    """
+
+    def __init__(
+        self,
+        runner: ForwardRunner,
+        model_parts: Sequence[nn.Module],
+        feed: Feed,
+        tokens: Sequence[int],
+        shape: tuple[int, int],
+        device: torch.device,
+        is_speaker: bool,
+    ) -> None:
+        self._runner, self._feed, self._is_speaker = runner, feed, is_speaker
+        self._heads = [m for p in model_parts for m in p.modules() if isinstance(m, LogprobHead)]
+        self._rows = probe_rows(tokens, *shape).to(device)
+        self._num_rated = len(tokens) - 1
+
+    def logprobs(self) -> list[float]:
+        """Returns [len(tokens) - 1] logprobs at temperature 1, on every rank.
+
+        Collective over all ranks.
+        """
+        with _untempered(self._heads):
+            output = self._runner.forward(self._rows)
+        rated = torch.zeros(self._num_rated, dtype=torch.float64)
+        if self._is_speaker:
+            assert output is not None
+            rated += output[0, : self._num_rated, 0].cpu()
+        return self._feed.all_reduce_sum(rated).tolist()
+
+
+def probe_shape(config: JobConfig, dims: ParallelDims, num_tokens: int) -> tuple[int, int]:
+    """Returns the number and the length of the rows that a probe's forward pass needs.
+
+    Pipelines and compiled models accept one shape only, that of training. Other models run a
+    single row, just long enough for the tokens.
+
+    Args:
+        config: Configuration of the run.
+        dims: Meshes of the run; rows must be divisible by their sequence degrees.
+        num_tokens: Number of tokens to be rated.
+    """
+    if dims.pp_enabled or config.compile.enable:
+        return config.training.local_batch_size, config.training.seq_len
+    divisor = dims.seq_len_divisor
+    return 1, -(-num_tokens // divisor) * divisor
+
+
+def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
+    """Puts the tokens at the beginning of the first row; everything else is padding."""
+    ids = np.asarray(tokens, np.int32)
+    nothing = np.zeros(len(ids) - 1, np.float32)
+    sample = Sample(ids[:1], ids[1:], nothing)
+    return build_rows([sample], [[0], *([] for _ in range(num_rows - 1))], row_len)
+
+
+@contextmanager
+def _untempered(heads: Sequence[LogprobHead]) -> Iterator[None]:
+    """Sets the temperature of the output layers to 1 inside the block."""
+    temperatures = [head.temperature for head in heads]
+    for head in heads:
+        head.temperature = 1.0
+    try:
+        yield
+    finally:
+        for head, temperature in zip(heads, temperatures, strict=True):
+            head.temperature = temperature

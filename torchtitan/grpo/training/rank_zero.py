@@ -1,0 +1,74 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Work that rank 0 does alone while the other ranks wait.
+
+Rank 0 alone talks to the rollout process and to servers. The other ranks then wait in
+``Feed.receive`` for its next signal: to continue, to stop, or to leave because rank 0 failed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from torchtitan.grpo.data.feed import Feed, Signal
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.stop import StopRequest
+
+
+class RankZeroTurn:
+    """Runs work on rank 0 and tells the other ranks how it ended.
+
+    Args:
+        feed: Carries rank 0's signals.
+        stop: Stop request of this process. Ranks may receive a signal at different moments, so
+            rank 0's request alone decides.
+        explain: Called on rank 0 with the error that ended the work. It may raise a better
+            explanation; otherwise the error itself is raised.
+    """
+
+    def __init__(
+        self, feed: Feed, stop: StopRequest, explain: Callable[[BaseException], None]
+    ) -> None:
+        self._feed, self._stop, self._explain = feed, stop, explain
+
+    def run(self, work: Callable[[], None]) -> bool:
+        """Runs ``work`` on rank 0 while the other ranks wait; returns whether to stop.
+
+        The answer is the same on all ranks.
+        """
+        if self._feed.rank != 0:
+            return self._feed.receive() is Signal.STOP
+        with self.releasing_others():
+            work()
+        is_stopped = self._stop.requested
+        self._feed.send_signal(Signal.STOP if is_stopped else Signal.READY)
+        return is_stopped
+
+    @contextmanager
+    def releasing_others(self) -> Iterator[None]:
+        """Lets the waiting ranks leave if the block fails on rank 0.
+
+        May only be used where the next call of the other ranks is ``feed.receive()``: any
+        other collective would not match the signal, and would hang.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RuntimeError):  # the other ranks may have ended already
+                self._feed.send_signal(Signal.FAIL)
+            self._explain(error)
+            raise
+
+
+def patience_seconds(config: JobConfig) -> float:
+    """Returns how long other ranks wait for rank 0's next signal.
+
+    The bound exceeds what rank 0 may spend on servers that start, on rollouts, on an evaluation
+    and on a push, each of which has a timeout of its own.
+    """
+    return (
+        120
+        + config.inference.startup_timeout_seconds
+        + 2 * config.rollout.batch_timeout_seconds
+        + 2 * config.weight_sync.timeout_seconds
+    )
