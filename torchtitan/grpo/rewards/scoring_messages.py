@@ -1,21 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a reward worker and its pool say to each other: length-prefixed msgpack."""
+"""Messages between a scoring worker and its pool; see `workers.frames` for how they travel."""
 
-import struct
 from typing import Any
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
+from torchtitan.grpo.workers.frames import Refused
 
 Values = list[float | None]
-"""One value a completion; None where the function does not apply to it."""
+"""One value for each completion; ``None`` if the function does not apply to the completion."""
 
 
-class Load(msgspec.Struct, tag=True):
-    """The first request: import these functions."""
+class LoadFunctions(msgspec.Struct, tag=True):
+    """The first request: import these reward functions."""
 
     functions: list[str]
 
@@ -23,8 +22,10 @@ class Load(msgspec.Struct, tag=True):
 class Score(msgspec.Struct, tag=True):
     """Score the completions of one prompt.
 
-    ``which`` are the positions in :class:`Load`'s list of the functions to call;
-    ``prompts``, ``completions``, ``completion_ids`` and each column are equally long.
+    ``prompts``, ``completions``, ``completion_ids`` and each column have the same length.
+
+    Attributes:
+        which: Functions to call, as positions in the list of :class:`LoadFunctions`.
     """
 
     which: list[int]
@@ -34,36 +35,22 @@ class Score(msgspec.Struct, tag=True):
     columns: dict[str, list[Any]]
 
 
-class Loaded(msgspec.Struct, tag=True):
-    """All functions are imported."""
+class FunctionsLoaded(msgspec.Struct, tag=True):
+    """Reply to :class:`LoadFunctions`: all functions are imported."""
 
 
 class Scored(msgspec.Struct, tag=True):
-    """``values[i]`` is what function ``which[i]`` gave."""
+    """Reply to :class:`Score`.
+
+    Attributes:
+        values: ``values[i]`` is what function ``which[i]`` returned.
+    """
 
     values: list[Values]
 
 
-class Refused(msgspec.Struct, tag=True):
-    """The request failed; ``kind`` is the same for failures of the same cause."""
+Request = LoadFunctions | Score
+Reply = FunctionsLoaded | Scored
 
-    kind: str
-    message: str
-
-
-Request = Load | Score
-Reply = Loaded | Scored | Refused
-
-_encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
-
-
-def frame(message: Request | Reply) -> bytes:
-    """A message with its length before it.
-
-    Raises:
-        TypeError: A column holds something that is not plain data.
-    """
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode

@@ -1,66 +1,56 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Scoring in worker processes that can be killed.
+"""Scores groups in worker processes that can be killed.
 
-A reward function is the user's code: it may hang, crash, print or leak. It therefore
-runs in a process of its own, whose whole session is killed at the time limit; the group
-is then unscored, and a fresh worker takes the place.
+Each worker scores one group at a time. A worker that exceeds the time limit is killed together
+with everything it has started. Its group is then unscored (never scored as zero), and a new
+worker replaces the killed one.
 """
 
 import asyncio
-import contextlib
-import logging
-import os
-import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from torchtitan.grpo.rewards.scoring_messages import (
-    LENGTH,
-    Load,
-    Refused,
+    LoadFunctions,
     Reply,
-    Request,
     Score,
     Scored,
     Values,
     decode_reply,
-    frame,
 )
-from torchtitan.grpo.system.child import die_with_parent
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers.failures import CallFailed, FailureCount
+from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.worker_owner import (
+    OUTPUT_HINT,
+    LoadFailed,
+    WorkerOwner,
+    WorkerProgram,
+)
+from torchtitan.grpo.workers.worker_process import ChannelBroken, WorkerLost, WorkerProcess
 
-logger = logging.getLogger(__name__)
-
-# What reward functions import may take longer than a group, above all right at the start.
-_LOAD_FACTOR = 10
+_Process = WorkerProcess[Reply | Refused]
 
 
-class ScoringFailed(Exception):
-    """One group could not be scored. ``kind`` is the same for the same cause."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+class ScoringFailed(CallFailed):
+    """One group could not be scored."""
 
 
 class RewardError(RuntimeError):
-    """Scoring is broken, not just for one group: the run must stop."""
+    """The reward functions do not work at all, so the run must stop."""
 
 
 class RewardPool:
-    """Workers that score, one group at a time each.
+    """Scores groups with the reward functions, each worker one group at a time.
 
     Args:
-        functions: Names as in ``reward.functions``.
+        functions: Names of the functions, as in ``reward.functions``.
         num_workers: ``reward.num_workers``.
-        timeout_seconds: ``reward.timeout_seconds``, for one group, and for importing the
-            functions.
+        timeout_seconds: ``reward.timeout_seconds``, the time limit for scoring one group.
+            Importing the functions may take ten times as long.
         max_consecutive_failures: ``reward.max_consecutive_failures``.
     """
 
@@ -75,25 +65,40 @@ class RewardPool:
         self.functions = list(functions)
         self._num_workers = num_workers
         self._timeout = timeout_seconds
-        self._max_consecutive_failures = max_consecutive_failures
-        self._consecutive_failures = 0
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._workers: set[_Worker] = set()
-        self.failures: Counter[str] = Counter()
+        self._failures = FailureCount(
+            max_consecutive_failures,
+            "reward.max_consecutive_failures",
+            "groups in a row could not be scored",
+            RewardError,
+        )
+        self._owner = WorkerOwner(
+            WorkerProgram(
+                module="torchtitan.grpo.rewards.scoring_worker",
+                decode_reply=decode_reply,
+                load=LoadFunctions(self.functions),
+                subject=f"the reward functions {', '.join(self.functions)}",
+                timeout_setting="reward.timeout_seconds",
+                timeout_seconds=timeout_seconds,
+            )
+        )
+        # One entry for each worker without work; None stands for a worker yet to be started.
+        self._idle: asyncio.Queue[_Process | None] = asyncio.Queue()
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Number of groups that could not be scored, by cause."""
+        return self._failures.by_kind
 
     async def start(self) -> None:
-        """Starts the workers and imports the functions in each.
+        """Starts the first worker; the others are started when they are first needed.
 
         Raises:
-            RewardError: A function cannot be imported within ten times
+            RewardError: If a function cannot be imported, or not within ten times
                 ``reward.timeout_seconds``.
         """
-        first = _Worker(self)
-        self._idle.put_nowait(first)
-        # One after the first: a path that does not import is then reported once.
-        await first.start()
+        self._idle.put_nowait(await self._start_worker())
         for _ in range(self._num_workers - 1):
-            self._idle.put_nowait(_Worker(self))
+            self._idle.put_nowait(None)
 
     async def check(
         self,
@@ -101,10 +106,16 @@ class RewardPool:
         which: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        """Calls every function once, on ``prompt`` and an empty completion.
+        """Calls the functions once, on ``prompt`` and an empty completion.
+
+        Args:
+            prompt: Its text and columns are passed to the functions.
+            which: Positions of the functions to call; ``None`` calls all.
+            columns: Further arguments for the functions, with one value each.
 
         Raises:
-            RewardError: One fails, hangs, or returns what cannot be trained on.
+            RewardError: If a function raises, exceeds the time limit, or returns a value that
+                cannot be trained on.
         """
         try:
             await self._score(prompt, [""], [[]], which, columns)
@@ -124,32 +135,31 @@ class RewardPool:
         """Scores the completions of one prompt.
 
         Args:
-            prompt: Its text and columns are handed to the functions.
+            prompt: Its text and columns are passed to the functions.
             completions: Decoded texts.
-            completion_ids: Their token ids.
-            which: Positions of the functions to call; None is all.
-            columns: Further arguments, one value a completion.
+            completion_ids: Token ids of each completion.
+            which: Positions of the functions to call; ``None`` calls all.
+            columns: Further arguments for the functions, with one value for each completion.
 
         Returns:
-            For each function, one value a completion.
+            For each function, one value for each completion.
 
         Raises:
-            ScoringFailed: This group cannot be scored.
-            RewardError: ``reward.max_consecutive_failures`` groups in a row could not.
+            ScoringFailed: If this group cannot be scored.
+            RewardError: If this is the last of ``reward.max_consecutive_failures`` groups in a
+                row that cannot be scored, or a new worker cannot import the functions.
         """
         try:
             values = await self._score(prompt, completions, completion_ids, which, columns)
         except ScoringFailed as error:
-            self._record(error)
+            self._failures.record(error)
             raise
-        self._consecutive_failures = 0
+        self._failures.record_success()
         return values
 
     async def close(self) -> None:
         """Kills the workers. Idempotent."""
-        workers, self._workers = list(self._workers), set()
-        for worker in workers:
-            await worker.kill()
+        await self._owner.close()
 
     async def _score(
         self,
@@ -164,123 +174,51 @@ class RewardPool:
         request.columns |= {name: list(values) for name, values in (columns or {}).items()}
         worker = await self._idle.get()
         try:
-            reply = await worker.ask(request)
+            if worker is None or worker.is_lost:
+                worker = None  # if starting another one fails, the next group tries again
+                worker = await self._start_worker()
+            reply = await self._call(worker, request)
+        finally:
+            self._idle.put_nowait(worker)
+        if isinstance(reply, Refused):
+            raise ScoringFailed(reply.kind, reply.message)
+        assert isinstance(reply, Scored), f"unexpected reply {reply!r}"
+        return reply.values
+
+    async def _start_worker(self) -> _Process:
+        try:
+            worker, _ = await self._owner.start()
+        except LoadFailed as error:
+            raise RewardError(str(error)) from error
+        except WorkerLost as error:
+            raise ScoringFailed("crash", str(error)) from error
+        return worker
+
+    async def _call(self, worker: _Process, request: Score) -> Reply | Refused:
+        try:
+            return await worker.call_or_kill(request, self._timeout)
         except TimeoutError as error:
-            names = ", ".join(self.functions[i] for i in positions)
+            names = ", ".join(self.functions[i] for i in request.which)
             raise ScoringFailed(
                 "timeout",
                 f"Scoring one group with {names} took longer than reward.timeout_seconds = "
                 f"{self._timeout:g}; its worker was killed.",
             ) from error
-        finally:
-            self._idle.put_nowait(worker)
-        if isinstance(reply, Scored):
-            return reply.values
-        assert isinstance(reply, Refused), f"unexpected reply {reply!r}"
-        raise ScoringFailed(reply.kind, reply.message)
-
-    def _record(self, error: ScoringFailed) -> None:
-        self.failures[error.kind] += 1
-        if self.failures[error.kind] == 1:
-            logger.warning("A group is unscored (said once for each kind of failure): %s", error)
-        self._consecutive_failures += 1
-        if self._consecutive_failures >= self._max_consecutive_failures:
-            raise RewardError(
-                f"{self._consecutive_failures} groups in a row could not be scored "
-                f"(reward.max_consecutive_failures = {self._max_consecutive_failures}). "
-                f"The last reason: {error}"
-            ) from error
-
-
-class _Worker:
-    """One process, started when it is first needed and again after it was killed."""
-
-    def __init__(self, pool: RewardPool) -> None:
-        self._pool = pool
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Starts the process and imports the functions. Raises RewardError."""
-        pool = self._pool
-        self._process = await asyncio.create_subprocess_exec(
-            *LIGHT_PYTHON,
-            "torchtitan.grpo.rewards.scoring_worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        pool._workers.add(self)
-        seconds = _LOAD_FACTOR * pool._timeout
-        try:
-            reply = await self._exchange(Load(pool.functions), seconds)
-        except TimeoutError as error:
-            raise RewardError(
-                f"Importing the reward functions {', '.join(pool.functions)} took longer than "
-                f"{seconds:g} s, {_LOAD_FACTOR} times reward.timeout_seconds."
-            ) from error
-        except ScoringFailed as error:
-            raise RewardError(
-                f"Importing the reward functions {', '.join(pool.functions)} ended the worker: "
-                f"{error}"
-            ) from error
-        if isinstance(reply, Refused):
-            await self.kill()
-            raise RewardError(reply.message)
-
-    async def ask(self, request: Request) -> Reply:
-        """Sends one request; kills the process when it does not answer in time."""
-        if self._process is None:
-            await self.start()
-        return await self._exchange(request, self._pool._timeout)
-
-    async def kill(self) -> None:
-        """Kills the process and whatever it started in its session."""
-        process, self._process = self._process, None
-        self._pool._workers.discard(self)
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-
-    async def _exchange(self, request: Request, timeout_seconds: float) -> Reply:
-        try:
-            framed = frame(request)
-        except (TypeError, ValueError) as error:
+        except NotPlainData as error:
             raise ScoringFailed(
                 "column",
-                f"A prompt's columns cannot be handed to the reward functions: {error}. "
-                "They may hold plain data only: text, numbers, lists, dictionaries.",
+                f"A prompt's columns cannot be passed to the reward functions: {error}. Columns "
+                "may hold plain data only: text, numbers, lists and dictionaries.",
             ) from error
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                return await self._send_and_receive(framed)
-        except BaseException:
-            # Also when cancelled: an answer that comes later would be taken for the next one.
-            await self.kill()
-            raise
-
-    async def _send_and_receive(self, framed: bytes) -> Reply:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(framed)
-            await process.stdin.drain()
-            header = await process.stdout.readexactly(LENGTH.size)
-            return decode_reply(await process.stdout.readexactly(LENGTH.unpack(header)[0]))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            code = await process.wait()
-            raise ScoringFailed(
-                "crash",
-                f"A reward worker ended with exit code {code} while it scored. Its output is in "
-                "rollout_process.log.",
-            ) from error
-        except msgspec.DecodeError as error:
+        except ChannelBroken as error:
             raise ScoringFailed(
                 "channel",
-                "A reward worker's answer cannot be read: a reward function wrote to a file "
-                f"descriptor that is not its own, or closed it ({error}). It was killed.",
+                f"{error} A reward function wrote to a file descriptor that it did not open, or "
+                "closed one. The worker process was killed.",
+            ) from error
+        except WorkerLost as error:
+            raise ScoringFailed(
+                "crash", f"Scoring one group failed: {error} {OUTPUT_HINT}"
             ) from error
 
 

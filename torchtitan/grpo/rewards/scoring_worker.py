@@ -1,39 +1,37 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A process that imports reward functions and calls them, one request after the other.
+"""The process that imports reward functions and calls them, one request after the other.
 
-It is killed when a function hangs, so nothing but the function's own state lives here.
-Whatever a function prints goes to the log: the channel is moved away from stdin and
-stdout before any user code runs.
+The pool kills this process when a function exceeds the time limit. It therefore keeps no state
+but that of the functions themselves.
 """
 
 import math
-import os
 import sys
 import traceback
-from typing import Any, BinaryIO
+from typing import Any
 
 from torchtitan.grpo.rewards.reward_loading import RewardFunction, call_function, load_function
 from torchtitan.grpo.rewards.scoring_messages import (
-    LENGTH,
-    Load,
-    Loaded,
-    Refused,
+    FunctionsLoaded,
+    LoadFunctions,
     Reply,
     Score,
     Scored,
     Values,
     decode_request,
-    frame,
 )
+from torchtitan.grpo.workers.frames import Refused
+from torchtitan.grpo.workers.worker_channel import WorkerChannel
 
+# Rewards are squared and summed over groups, and the result must be finite in float32.
 _LARGEST = 1e12
 _MESSAGE_CHARS = 2000
 
 
 class BadReward(Exception):
-    """A reward function returned what cannot be trained on."""
+    """A reward function returned a value that cannot be trained on."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -42,47 +40,28 @@ class BadReward(Exception):
 
 def main() -> None:
     """Serves requests until the pool closes the channel."""
-    requests, replies = claim_channel()
+    channel = WorkerChannel(decode_request)
     paths: list[str] = []
     functions: list[RewardFunction] = []
-    while (body := read_frame(requests)) is not None:
-        request = decode_request(body)
-        if isinstance(request, Load):
+    while (received := channel.read()) is not None:
+        call, request = received
+        if isinstance(request, LoadFunctions):
             paths = request.functions
             reply = _load(paths, functions)
         else:
             reply = _score(request, paths, functions)
-        replies.write(frame(reply))
-        replies.flush()
+        channel.reply(call, reply)
 
 
-def claim_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Moves stdin and stdout away from user code: requests in, replies out."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    return requests, replies
-
-
-def read_frame(requests: BinaryIO) -> bytes | None:
-    """The next message's body; None where the channel was closed."""
-    header = requests.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    return requests.read(LENGTH.unpack(header)[0])
-
-
-def _load(paths: list[str], functions: list[RewardFunction]) -> Reply:
+def _load(paths: list[str], functions: list[RewardFunction]) -> Reply | Refused:
     try:
         functions[:] = [load_function(path) for path in paths]
     except ValueError as error:
         return Refused("load", str(error))
-    return Loaded()
+    return FunctionsLoaded()
 
 
-def _score(request: Score, paths: list[str], functions: list[RewardFunction]) -> Reply:
+def _score(request: Score, paths: list[str], functions: list[RewardFunction]) -> Reply | Refused:
     values: list[Values] = []
     for position in request.which:
         path = paths[position]
@@ -123,7 +102,7 @@ def _call(function: RewardFunction, path: str, request: Score) -> Values:
 def _number(value: Any, path: str) -> float | None:
     if value is None:
         return None
-    # Numpy's and torch's scalars are numbers here; strings are not.
+    # Scalars of numpy and torch are accepted as numbers; strings are not.
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise BadReward(
             f"{path} type",
@@ -137,11 +116,10 @@ def _number(value: Any, path: str) -> float | None:
             f"Reward function {path!r} must return finite numbers, got {value}.",
         )
     if abs(number) > _LARGEST:
-        # Squared and summed over groups, they must still be finite in float32.
         raise BadReward(
             f"{path} too large",
-            f"Reward function {path!r} must return numbers of at most {_LARGEST:g} in size, "
-            f"got {number:g}.",
+            f"Reward function {path!r} must return numbers between -{_LARGEST:g} and "
+            f"{_LARGEST:g}, got {number:g}.",
         )
     return number
 

@@ -95,7 +95,8 @@ def run_with_pool(
             await body(pool)
         finally:
             await pool.close()
-        left = [c for c in psutil.Process().children(recursive=True) if "worker" in c.cmdline()]
+        children = psutil.Process().children(recursive=True)
+        left = [c for c in children if "torchtitan.grpo.rewards.scoring_worker" in c.cmdline()]
         assert not left, "a worker outlived its pool"
 
     asyncio.run(run())
@@ -135,8 +136,8 @@ def test_none_means_not_applicable(functions: str):
     ("completion", "message"),
     [
         ("nan", "must return finite numbers, got nan"),
-        ("huge", r"numbers of at most 1e\+12 in size, got 1e\+300"),
-        ("channel", "answer cannot be read: a reward function wrote to a file descriptor"),
+        ("huge", r"numbers between -1e\+12 and 1e\+12, got 1e\+300"),
+        ("channel", "reply .* is not valid: .* reward function wrote to a file descriptor"),
         ("count", "one number for each of 2 completions, got 1"),
         ("type", "must return numbers .* got 'good' of type str"),
         ("scalar", "must return a list of 2 numbers, got a float"),
@@ -196,7 +197,7 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
 def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
     async def body(pool: RewardPool) -> None:
         odd = Prompt(0, "2+2=", PROMPT.token_ids, {"answer": object()})
-        with pytest.raises(ScoringFailed, match="columns cannot be handed to the reward functions"):
+        with pytest.raises(ScoringFailed, match="columns cannot be passed to the reward functions"):
             await pool.score(odd, ["a", "b"], IDS)
 
     run_with_pool([f"{functions}:length"], body)
@@ -232,10 +233,10 @@ def test_check_refuses_a_function_that_returns_nan(functions: str):
 def test_functions_may_be_imported_for_longer_than_a_group_is_scored(tmp_path: Path):
     file = tmp_path / "slow_to_import.py"
     file.write_text(
-        "import time\ntime.sleep(4)\ndef one(completions, **kw):\n    return [1.0] * len(completions)\n"
+        "import time\ntime.sleep(2.5)\ndef one(completions, **kw):\n    return [1.0] * len(completions)\n"
     )
 
     async def body(pool: RewardPool) -> None:
         assert await pool.score(PROMPT, ["4", "5"], IDS) == [[1.0, 1.0]]
 
-    run_with_pool([f"{file}:one"], body, timeout_seconds=3.0)
+    run_with_pool([f"{file}:one"], body, timeout_seconds=2.0)

@@ -1,26 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What an environment worker and its pool say to each other: length-prefixed msgpack."""
+"""Messages between an environment worker and its pool; see `workers.frames`."""
 
 from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.rewards.scoring_messages import LENGTH
-
-__all__ = ["LENGTH"]
+from torchtitan.grpo.workers.frames import Refused
 
 
-class Load(msgspec.Struct, tag=True):
-    """The first request: find the factory, and make one environment to look at."""
+class LoadEnvironment(msgspec.Struct, tag=True):
+    """The first request: find the factory, and check one environment that it makes."""
 
     factory: str
     options: dict[str, Any]
 
 
 class Reset(msgspec.Struct, tag=True):
-    """Make an environment, and begin its episode."""
+    """Make an environment and begin its episode."""
 
     episode: int
     index: int
@@ -30,7 +28,7 @@ class Reset(msgspec.Struct, tag=True):
 
 
 class Step(msgspec.Struct, tag=True):
-    """A turn, to be observed."""
+    """Have the environment observe a turn of the model."""
 
     episode: int
     text: str
@@ -38,34 +36,32 @@ class Step(msgspec.Struct, tag=True):
 
 
 class CutOff(msgspec.Struct, tag=True):
-    """The episode ends without being done."""
+    """End the episode although the environment has not ended it."""
 
     episode: int
 
 
 class Close(msgspec.Struct, tag=True):
-    """The last request of an episode."""
+    """Release the environment. This is the last request of an episode."""
 
     episode: int
 
 
-class Loaded(msgspec.Struct, tag=True):
-    """The factory was found."""
+class EnvironmentLoaded(msgspec.Struct, tag=True):
+    """Reply to :class:`LoadEnvironment`."""
 
     stop_strings: list[str]
 
 
-class Ended(msgspec.Struct, tag=True):
-    """Answer to :class:`Reset`, :class:`CutOff` and :class:`Close`."""
+class Done(msgspec.Struct, tag=True):
+    """Reply to :class:`Reset`, :class:`CutOff` and :class:`Close`."""
 
-    episode: int
     reward: float | None = None
 
 
 class Observed(msgspec.Struct, tag=True):
-    """Answer to :class:`Step`; see ``protocol.Observation``."""
+    """Reply to :class:`Step`; see ``protocol.Observation``."""
 
-    episode: int
     text: str | None
     token_ids: list[int] | None
     messages: list[dict[str, Any]] | None
@@ -74,28 +70,9 @@ class Observed(msgspec.Struct, tag=True):
     has_special_tokens: bool
 
 
-class Refused(msgspec.Struct, tag=True):
-    """The request failed; ``kind`` is the same for the same cause. Of no episode where -1."""
-
-    episode: int
-    kind: str
-    message: str
-
-
 EpisodeRequest = Reset | Step | CutOff | Close
-Request = Load | EpisodeRequest
-Reply = Loaded | Ended | Observed | Refused
+Request = LoadEnvironment | EpisodeRequest
+Reply = EnvironmentLoaded | Done | Observed
 
-_encoder = msgspec.msgpack.Encoder()
 decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
-
-
-def frame(message: Request | Reply) -> bytes:
-    """A message with its length before it.
-
-    Raises:
-        TypeError: It holds something that is not plain data.
-    """
-    body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+decode_reply = msgspec.msgpack.Decoder(Reply | Refused).decode

@@ -1,84 +1,72 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The processes that environments run in.
+"""Runs episodes in worker processes that can be killed, many episodes to a process.
 
-An environment is the user's code: it may hang, crash, print or leak. A thread cannot be killed,
-so it runs in a process that can be, many episodes to a process::
+A thread that hangs cannot be killed without its process. A process is therefore emptied first::
 
-    OPEN --a call took too long--> DRAINING --last episode closed, or a second one--> killed
-      \\------------------- ended by itself -----------------------------------------> lost
+    OPEN --a call timed out--> DRAINING --last episode closed, or a second timeout--> killed
+      \\------------------- the process ended by itself --------------------------> lost
 
-While a process is DRAINING its other episodes go on, and new ones begin in another. Episodes of
-a process that is killed or lost are begun again elsewhere, see `episode`.
+While a process is DRAINING, its other episodes continue and new episodes begin in another
+process. The episodes of a process that is killed or lost begin again elsewhere; see `episode`.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import os
-import signal
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.grpo.rollout.environments.environment_messages import (
-    LENGTH,
     Close,
     CutOff,
-    Ended,
+    Done,
+    EnvironmentLoaded,
     EpisodeRequest,
-    Load,
-    Loaded,
+    LoadEnvironment,
     Observed,
-    Refused,
     Reply,
-    Request,
     Reset,
     Step,
     decode_reply,
-    frame,
 )
-from torchtitan.grpo.system.child import die_with_parent
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers.failures import CallFailed, FailureCount
+from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.worker_owner import (
+    OUTPUT_HINT,
+    LoadFailed,
+    WorkerOwner,
+    WorkerProgram,
+)
+from torchtitan.grpo.workers.worker_process import WorkerKilled, WorkerLost, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-# What an environment imports and reads at its beginning takes longer than a step.
-_LOAD_FACTOR = 10
 
-
-class EnvironmentFailed(Exception):
-    """One episode cannot go on. ``kind`` is the same for the same cause."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class WorkerLost(Exception):
-    """The episode's process has ended, by whatever cause."""
+class EnvironmentFailed(CallFailed):
+    """One episode cannot continue."""
 
 
 class EnvironmentsFailing(RuntimeError):
-    """Environments are broken, not just one episode: the run must stop."""
+    """The environment does not work at all, so the run must stop."""
 
 
 class EnvironmentPool:
-    """Starts episodes, and counts how they fail.
+    """Begins episodes, and counts those that fail.
 
     Args:
         factory: ``rollout.environment``.
         options: ``rollout.environment_options``.
         num_workers: ``rollout.environment_workers``.
-        timeout_seconds: ``rollout.environment_timeout_seconds``.
+        timeout_seconds: ``rollout.environment_timeout_seconds``, the time limit of each call of
+            an environment's method. Loading may take ten times as long.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
 
     Attributes:
-        stop_strings: Of the environments, known once the pool is started.
-        failures: Episodes that failed, by cause.
+        stop_strings: Stop strings of the environments, known once the pool is started.
     """
 
     def __init__(
@@ -91,22 +79,39 @@ class EnvironmentPool:
         max_consecutive_failures: int = 32,
     ) -> None:
         self.stop_strings: list[str] = []
-        self.failures: Counter[str] = Counter()
         self.timeout_seconds = timeout_seconds
-        self._load = Load(factory, dict(options or {}))
+        self._failures = FailureCount(
+            max_consecutive_failures,
+            "rollout.max_consecutive_failures",
+            "episodes of rollout.environment in a row failed",
+            EnvironmentsFailing,
+        )
+        self._owner = WorkerOwner(
+            WorkerProgram(
+                module="torchtitan.grpo.rollout.environments.environment_worker",
+                decode_reply=decode_reply,
+                load=LoadEnvironment(factory, dict(options or {})),
+                subject=f"rollout.environment {factory!r}",
+                timeout_setting="rollout.environment_timeout_seconds",
+                timeout_seconds=timeout_seconds,
+            )
+        )
         self._num_workers = num_workers
-        self._max_consecutive_failures = max_consecutive_failures
-        self._consecutive_failures = 0
         self._workers: set[_Worker] = set()
         self._starting = asyncio.Lock()
         self._counter = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def failures(self) -> Counter[str]:
+        """Number of episodes that failed, by cause."""
+        return self._failures.by_kind
+
     async def start(self) -> None:
-        """Starts a first worker, in which the environment is found.
+        """Starts the first worker; the others are started when they are first needed.
 
         Raises:
-            EnvironmentsFailing: It is not.
+            EnvironmentsFailing: If the environment cannot be loaded.
         """
         await self._start_worker()
 
@@ -114,9 +119,9 @@ class EnvironmentPool:
         """Begins an episode.
 
         Raises:
-            EnvironmentFailed: ``reset`` raised or took too long.
-            WorkerLost: Its process has ended.
-            EnvironmentsFailing: No process can be started.
+            EnvironmentFailed: If ``reset`` raised or timed out.
+            WorkerLost: If the episode's process has ended.
+            EnvironmentsFailing: If a new process is needed and cannot load the environment.
         """
         worker = await self._worker()
         remote = RemoteEnvironment(self, worker, next(self._counter))
@@ -127,22 +132,14 @@ class EnvironmentPool:
         """Counts an episode that failed.
 
         Raises:
-            EnvironmentsFailing: As many in a row as ``rollout.max_consecutive_failures``.
+            EnvironmentsFailing: If it is the last of ``rollout.max_consecutive_failures`` episodes
+                in a row that failed.
         """
-        self.failures[error.kind] += 1
-        if self.failures[error.kind] == 1:
-            logger.warning("An environment failed (said once for each cause): %s", error)
-        self._consecutive_failures += 1
-        if self._consecutive_failures >= self._max_consecutive_failures:
-            raise EnvironmentsFailing(
-                f"{self._consecutive_failures} episodes of rollout.environment in a row failed "
-                f"(rollout.max_consecutive_failures = {self._max_consecutive_failures}). "
-                f"The last reason: {error}"
-            ) from error
+        self._failures.record(error)
 
     def record_success(self) -> None:
-        """An episode came to its end."""
-        self._consecutive_failures = 0
+        """Counts an episode that came to its end."""
+        self._failures.record_success()
 
     async def close(self) -> None:
         """Kills the workers. Idempotent."""
@@ -150,11 +147,10 @@ class EnvironmentPool:
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
-        for worker in list(self._workers):
-            await worker.kill()
+        await self._owner.close()
 
     async def _worker(self) -> "_Worker":
-        """The one with the fewest episodes; a new one where there are too few."""
+        """Returns the worker with the fewest episodes, or a new one while there are too few."""
         async with self._starting:
             usable = [worker for worker in self._workers if worker.is_open]
             if len(usable) < self._num_workers and all(w.episodes for w in usable):
@@ -162,17 +158,19 @@ class EnvironmentPool:
             return min(usable, key=lambda worker: len(worker.episodes))
 
     async def _start_worker(self) -> "_Worker":
-        worker = _Worker(self)
-        self._workers.add(worker)
+        worker = _Worker()
         try:
-            self.stop_strings = await worker.start(self._load)
-        except EnvironmentsFailing:
-            await worker.kill()
-            raise
+            process, reply = await self._owner.start(worker.ended)
+        except LoadFailed as error:
+            raise EnvironmentsFailing(str(error)) from error
+        assert isinstance(reply, EnvironmentLoaded), f"unexpected reply {reply!r}"
+        worker.process = process
+        self.stop_strings = reply.stop_strings
+        self._workers = {w for w in self._workers if not w.process.is_lost} | {worker}
         return worker
 
     def close_later(self, remote: "RemoteEnvironment") -> None:
-        """Has an episode closed, without waiting for it."""
+        """Closes an episode in the background."""
         task = asyncio.create_task(remote.finish())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -181,9 +179,8 @@ class EnvironmentPool:
 class RemoteEnvironment:
     """An episode in a worker; see ``protocol.Environment``.
 
-    Every method but :meth:`close` raises:
-        EnvironmentFailed: It raised, or took too long.
-        WorkerLost: Its process has ended.
+    :meth:`reset`, :meth:`step` and :meth:`cut_off` raise EnvironmentFailed if the environment's
+    method raised or timed out, and WorkerLost if the process has ended.
     """
 
     def __init__(self, pool: EnvironmentPool, worker: "_Worker", episode: int) -> None:
@@ -202,173 +199,86 @@ class RemoteEnvironment:
             raise
 
     async def step(self, text: str, token_ids: list[int]) -> Observed:
-        """What is observed after a turn."""
+        """Returns what the environment observes after a turn."""
         reply = await self._ask(Step(self._episode, text, token_ids), "step")
         assert isinstance(reply, Observed), f"unexpected reply {reply!r}"
         return reply
 
     async def cut_off(self) -> float | None:
-        """The reward of an episode that ends without being done."""
+        """Returns the last reward of an episode that the environment did not end."""
         reply = await self._ask(CutOff(self._episode), "cut_off")
-        assert isinstance(reply, Ended), f"unexpected reply {reply!r}"
+        assert isinstance(reply, Done), f"unexpected reply {reply!r}"
         return reply.reward
 
     def close(self) -> None:
-        """Ends the episode, in the background."""
+        """Ends the episode in the background."""
         self._pool.close_later(self)
 
     async def finish(self) -> None:
-        """Ends the episode. What fails here has no consequence but for its process."""
+        """Ends the episode. A failure is logged and has no other consequence."""
         try:
-            if not self._hangs:  # its thread would not come to it
+            if not self._hangs:  # a hanging thread would not read the request
                 await self._ask(Close(self._episode), "close")
         except (EnvironmentFailed, WorkerLost) as error:
             logger.warning("An environment was not closed: %s", error)
         finally:
             await self._worker.leave(self._episode)
 
-    async def _ask(self, request: EpisodeRequest, what: str) -> Reply:
+    async def _ask(self, request: EpisodeRequest, method: str) -> Reply:
         seconds = self._pool.timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                reply = await self._worker.ask(self._episode, request)
+                reply = await self._worker.process.call(request)
         except TimeoutError as error:
             self._hangs = True
             await self._worker.drain()
             raise EnvironmentFailed(
                 "timeout",
-                f"The environment's {what} took longer than rollout.environment_timeout_seconds = "
-                f"{seconds:g}.",
+                f"The environment's {method} took longer than "
+                f"rollout.environment_timeout_seconds = {seconds:g}.",
+            ) from error
+        except NotPlainData as error:
+            raise EnvironmentFailed(
+                "column",
+                f"A prompt's columns cannot be passed to the environment: {error}. Columns may "
+                "hold plain data only: text, numbers, lists and dictionaries.",
             ) from error
         if isinstance(reply, Refused):
-            raise EnvironmentFailed(reply.kind, f"The environment's {what}: {reply.message}")
+            raise EnvironmentFailed(reply.kind, f"The environment's {method}: {reply.message}")
         return reply
 
 
 class _Worker:
     """One process and its episodes."""
 
-    def __init__(self, pool: EnvironmentPool) -> None:
-        self._pool = pool
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._is_draining = False
-        self._is_lost = False
+    process: WorkerProcess[Reply | Refused]
+
+    def __init__(self) -> None:
         self.episodes: set[int] = set()
+        self._is_draining = False
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes new episodes."""
-        return not (self._is_draining or self._is_lost)
-
-    async def start(self, load: Load) -> list[str]:
-        """Starts the process and finds the environment; returns its stop strings."""
-        self._process = await asyncio.create_subprocess_exec(
-            *LIGHT_PYTHON,
-            "torchtitan.grpo.rollout.environments.environment_worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        self._reader = asyncio.create_task(self._read())
-        seconds = _LOAD_FACTOR * self._pool.timeout_seconds
-        name = f"rollout.environment {load.factory!r}"
-        try:
-            async with asyncio.timeout(seconds):
-                reply = await self.ask(-1, load)
-        except TimeoutError as error:
-            raise EnvironmentsFailing(
-                f"Importing {name} took longer than {seconds:g} s, {_LOAD_FACTOR} times "
-                "rollout.environment_timeout_seconds."
-            ) from error
-        except WorkerLost as error:
-            raise EnvironmentsFailing(
-                f"Importing {name} ended its process; its output is in rollout_process.log."
-            ) from error
-        if isinstance(reply, Refused):
-            raise EnvironmentsFailing(reply.message)
-        assert isinstance(reply, Loaded), f"unexpected reply {reply!r}"
-        return reply.stop_strings
-
-    async def ask(self, episode: int, request: Request) -> Reply:
-        """The reply to an episode's request, of which there is one at a time."""
-        process = self._process
-        if self._is_lost or process is None or process.stdin is None:
-            raise WorkerLost("The process of an environment has ended.")
-        try:
-            framed = frame(request)
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailed(
-                "column",
-                f"A prompt's columns cannot be handed to the environment: {error}. They may hold "
-                "plain data only: text, numbers, lists, dictionaries.",
-            ) from error
-        former = self._waiting.get(episode)
-        if former is not None:  # a call that nobody waits for any more
-            former.cancel()
-        future = self._waiting[episode] = asyncio.get_running_loop().create_future()
-        try:
-            process.stdin.write(framed)
-            await process.stdin.drain()
-            return await future
-        except ConnectionError as error:
-            raise WorkerLost("The process of an environment has ended.") from error
-        finally:
-            if self._waiting.get(episode) is future:
-                del self._waiting[episode]
+        """Whether new episodes may begin in the process."""
+        return not (self._is_draining or self.process.is_lost)
 
     async def leave(self, episode: int) -> None:
-        """An episode has been closed."""
+        """Removes an episode that was closed."""
         self.episodes.discard(episode)
         if self._is_draining and not self.episodes:
-            await self.kill()
+            await self.process.kill()
 
     async def drain(self) -> None:
-        """One of its threads hangs: no new episodes; with a second one, it is killed."""
+        """Takes no new episodes, because a thread hangs. A second such thread kills the process."""
         if self._is_draining:
-            logger.warning("A second environment hangs in a process; it is killed.")
-            await self.kill()
+            logger.warning("A second environment hangs in a worker process; the process is killed.")
+            await self.process.kill()
         self._is_draining = True
 
-    async def kill(self) -> None:
-        """Kills the process with whatever it started in its session."""
-        process, self._process = self._process, None
-        self._lose()
-        if self._reader is not None and self._reader is not asyncio.current_task():
-            self._reader.cancel()
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-
-    async def _read(self) -> None:
-        process = self._process
-        assert process is not None and process.stdout is not None
-        try:
-            while True:
-                header = await process.stdout.readexactly(LENGTH.size)
-                body = await process.stdout.readexactly(LENGTH.unpack(header)[0])
-                reply = decode_reply(body)
-                episode = -1 if isinstance(reply, Loaded) else reply.episode
-                future = self._waiting.get(episode)
-                if future is not None and not future.done():
-                    future.set_result(reply)
-        except (asyncio.IncompleteReadError, ConnectionError):
+    def ended(self, reason: WorkerLost) -> None:
+        """Logs that the process has ended by itself."""
+        if not isinstance(reason, WorkerKilled):
             logger.warning(
-                "A process of rollout.environment has ended by itself with %d episodes in it; "
-                "its output is in rollout_process.log.",
-                len(self.episodes),
-            )
-            await self.kill()
-
-    def _lose(self) -> None:
-        self._is_lost = True
-        self._pool._workers.discard(self)
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(WorkerLost("The process of an environment has ended."))
-                future.exception()  # nobody may be waiting for it any more
+                "%s It ran %d episodes of rollout.environment, which begin again elsewhere. %s",
+                reason, len(self.episodes), OUTPUT_HINT,
+            )  # fmt: skip

@@ -18,12 +18,12 @@ from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
     EnvironmentPool,
     RemoteEnvironment,
-    WorkerLost,
 )
 from torchtitan.grpo.rollout.environments.turns import Turn, observed, turns_of
 from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.workers.worker_process import WorkerLost
 
 __all__ = ["EnvironmentFailed", "Episode", "Episodes", "Followed"]
 

@@ -1,0 +1,254 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Real processes that answer late, hang, crash, close their pipe or write nonsense into it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.worker_owner import LoadFailed, WorkerOwner, WorkerProgram
+from torchtitan.grpo.workers.worker_process import (
+    ChannelBroken,
+    WorkerKilled,
+    WorkerLost,
+    WorkerProcess,
+)
+
+TOY_WORKER = """
+import os, subprocess, time
+import msgspec
+from torchtitan.grpo.workers.frames import Refused
+from torchtitan.grpo.workers.worker_channel import WorkerChannel
+
+class Said(msgspec.Struct, tag=True):
+    value: object
+
+channel, held = WorkerChannel(msgspec.msgpack.decode), []
+while (received := channel.read()) is not None:
+    call, request = received
+    what, value = request
+    if what == "hold":
+        held.append((call, value))
+    elif what == "release":  # the last one held is answered first
+        channel.reply(call, Said(os.getpid()))
+        while held:
+            held_call, held_value = held.pop()
+            channel.reply(held_call, Said(held_value))
+    elif what == "spawn":
+        channel.reply(call, Said(subprocess.Popen(["sleep", "1000"]).pid))
+    elif what == "sleep":
+        time.sleep(value)
+        channel.reply(call, Said(value))
+    elif what == "exit":
+        os._exit(value)
+    elif what == "close pipe":
+        os.close(channel._replies.fileno())
+    elif what == "nonsense":
+        os.write(channel._replies.fileno(), bytes(value))
+    elif what == "wrong call":
+        channel.reply(call + 1000, Said(value))
+    elif what == "refuse":
+        channel.reply(call, Refused("kind", value))
+    else:
+        channel.reply(call, Said(value))
+"""
+
+
+class Said(msgspec.Struct, tag=True):
+    """What the toy worker replies."""
+
+    value: Any
+
+
+Toy = WorkerProcess[Said | Refused]
+decode = msgspec.msgpack.Decoder(Said | Refused).decode
+
+
+@pytest.fixture(autouse=True)
+def toy_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy_worker.py").write_text(TOY_WORKER)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_with_process(body: Callable[[Toy], Awaitable[None]]) -> list[WorkerLost]:
+    """Runs ``body`` with a started process; returns the reasons why the process ended."""
+    reasons: list[WorkerLost] = []
+
+    async def run() -> None:
+        process = WorkerProcess("toy_worker", decode, reasons.append)
+        try:
+            await process.start()
+            assert await process.call(("say", "started")) == Said("started")
+            await body(process)
+        finally:
+            await process.kill()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert len(reasons) == 1, "on_end must be called once"
+    return reasons
+
+
+def program(load: Any, timeout_seconds: float = 20.0) -> WorkerProgram[Said]:
+    return WorkerProgram("toy_worker", decode, load, "the toy", "toy.timeout", timeout_seconds)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_replies_out_of_order_reach_the_calls_that_they_answer():
+    async def body(process: Toy) -> None:
+        calls = [asyncio.create_task(process.call(("hold", i))) for i in range(3)]
+        await asyncio.sleep(0)
+        await process.call(("release", None))
+        assert await asyncio.gather(*calls) == [Said(0), Said(1), Said(2)]
+
+    run_with_process(body)
+
+
+def test_late_reply_to_a_cancelled_call_is_dropped():
+    async def body(process: Toy) -> None:
+        given_up = asyncio.create_task(process.call(("hold", "late")))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait({given_up})
+        assert await process.call(("release", None)) != Said("late")
+        assert await process.call(("say", "new")) == Said("new")
+
+    run_with_process(body)
+
+
+def test_process_that_exceeds_the_time_limit_is_killed_with_its_children():
+    async def body(process: Toy) -> None:
+        worker, child = await process.call(("release", None)), await process.call(("spawn", None))
+        assert isinstance(worker, Said) and isinstance(child, Said)
+        with pytest.raises(TimeoutError):
+            await process.call_or_kill(("hold", None), 0.2)
+        assert process.is_lost
+        assert not is_running(worker.value) and not is_running(child.value)
+        with pytest.raises(WorkerKilled):
+            await process.call(("say", 1))
+
+    (reason,) = run_with_process(body)
+    assert isinstance(reason, WorkerKilled)
+
+
+def test_cancelled_caller_of_call_or_kill_leaves_no_busy_process():
+    async def body(process: Toy) -> None:
+        worker = await process.call(("release", None))
+        call = asyncio.create_task(process.call_or_kill(("hold", None), 60.0))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        assert call.cancelled() and process.is_lost
+        assert isinstance(worker, Said) and not is_running(worker.value)
+
+    run_with_process(body)
+
+
+def test_exit_fails_every_pending_call_with_the_exit_code():
+    async def body(process: Toy) -> None:
+        pending = [asyncio.create_task(process.call(("hold", i))) for i in range(2)]
+        with pytest.raises(WorkerLost, match="ended with exit code 3"):
+            await process.call(("exit", 3))
+        for call in pending:
+            with pytest.raises(WorkerLost, match="ended with exit code 3"):
+                await call
+
+    (reason,) = run_with_process(body)
+    assert not isinstance(reason, WorkerKilled)
+
+
+def test_process_that_closes_its_pipe_is_killed():
+    async def body(process: Toy) -> None:
+        worker = await process.call(("release", None))
+        with pytest.raises(WorkerLost, match="closed its pipe"):
+            await process.call(("close pipe", None))
+        assert isinstance(worker, Said) and not is_running(worker.value)
+
+    run_with_process(body)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("nonsense", [2, 0, 0, 0, *(0 for _ in range(8)), 255, 255]),
+        ("nonsense", [255] * 12),
+        ("wrong call", 1),
+    ],
+)
+def test_what_is_not_a_reply_is_never_taken_for_one(request_):
+    async def body(process: Toy) -> None:
+        with pytest.raises(ChannelBroken, match="reply of the worker process is not valid"):
+            await process.call(request_)
+
+    run_with_process(body)
+
+
+@pytest.mark.parametrize("value", [object(), 2**64, "\ud800"])
+def test_request_that_is_not_plain_data_leaves_the_process_as_it_is(value):
+    async def body(process: Toy) -> None:
+        with pytest.raises(NotPlainData):
+            await process.call_or_kill(("say", value), 30.0)
+        assert await process.call(("say", 1)) == Said(1)
+
+    run_with_process(body)
+
+
+def test_owner_hands_out_loaded_processes_and_kills_them_when_it_is_closed():
+    async def run() -> None:
+        owner = WorkerOwner(program(("release", None)))
+        (first, one), (second, two) = await asyncio.gather(owner.start(), owner.start())
+        assert is_running(one.value) and is_running(two.value) and one.value != two.value
+        await first.kill()
+        assert is_running(two.value), "only one of them was killed"
+        await owner.close()
+        assert second.is_lost and not is_running(one.value) and not is_running(two.value)
+        with pytest.raises(WorkerLost, match="run is ending"):
+            await owner.start()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("load", "timeout_seconds", "message"),
+    [
+        (("refuse", "no such thing"), 20.0, "^no such thing$"),
+        (("exit", 4), 20.0, "Importing the toy ended .* exit code 4.*rollout_process.log"),
+        (("sleep", 1000), 0.2, "Importing the toy took longer than 2 s, 10 times toy.timeout"),
+    ],
+)
+def test_owner_reports_why_the_code_cannot_be_loaded(load, timeout_seconds, message):
+    async def run() -> None:
+        owner = WorkerOwner(program(load, timeout_seconds))
+        with pytest.raises(LoadFailed, match=message):
+            await owner.start()
+
+    before = set(psutil.Process().children())
+    asyncio.run(run())
+    assert set(psutil.Process().children()) <= before
+
+
+def test_owner_that_is_closed_during_a_start_leaves_no_process():
+    async def run() -> None:
+        before = set(psutil.Process().children())
+        owner = WorkerOwner(program(("sleep", 1000)))
+        starting = asyncio.create_task(owner.start())
+        while set(psutil.Process().children()) <= before:
+            await asyncio.sleep(0)
+        await owner.close()
+        with pytest.raises(WorkerLost):
+            await starting
+        assert set(psutil.Process().children()) <= before
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -1,0 +1,65 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Failed calls of workers: one is data, too many in a row end the run."""
+
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+
+class CallFailed(Exception):
+    """One call of user code failed; the run continues.
+
+    Attributes:
+        kind: Cause of the failure, equal for failures with the same cause.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class FailureCount:
+    """Counts failed calls by kind, and those in a row.
+
+    Args:
+        max_consecutive: Number of failures in a row that end the run.
+        setting: TOML key of ``max_consecutive``, for messages.
+        what: What failed, in the plural and with a verb, such as ``groups in a row could not be
+            scored``.
+        error: Exception that ends the run.
+
+    Attributes:
+        by_kind: Number of failures of each kind over the whole run.
+    """
+
+    def __init__(
+        self, max_consecutive: int, setting: str, what: str, error: type[RuntimeError]
+    ) -> None:
+        self.by_kind: Counter[str] = Counter()
+        self._max_consecutive, self._setting = max_consecutive, setting
+        self._what, self._error = what, error
+        self._consecutive = 0
+
+    def record(self, failure: CallFailed) -> None:
+        """Counts a failure, and logs it if it is the first of its kind.
+
+        Raises:
+            RuntimeError: The ``error`` given at construction, if this failure is the
+                ``max_consecutive``-th in a row.
+        """
+        self.by_kind[failure.kind] += 1
+        if self.by_kind[failure.kind] == 1:
+            logger.warning("%s (logged once for each kind of failure)", failure)
+        self._consecutive += 1
+        if self._consecutive >= self._max_consecutive:
+            raise self._error(
+                f"{self._consecutive} {self._what} "
+                f"({self._setting} = {self._max_consecutive}). The last reason: {failure}"
+            ) from failure
+
+    def record_success(self) -> None:
+        """Ends a row of failures."""
+        self._consecutive = 0

@@ -1,0 +1,184 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""One worker process and the owner's end of its pipe."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from torchtitan.grpo.system.child import die_with_parent
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.workers.frames import HEADER, pack_frame
+
+Reply = TypeVar("Reply")
+
+logger = logging.getLogger(__name__)
+
+# A process that closed its pipe is given this long to exit, so that its exit code is known.
+_EXIT_SECONDS = 1.0
+
+
+class WorkerLost(Exception):
+    """The worker process has ended before it replied."""
+
+
+class WorkerKilled(WorkerLost):
+    """The owner has killed the worker process."""
+
+
+class ChannelBroken(WorkerLost):
+    """The worker process was killed because what it sent was not a reply."""
+
+
+class WorkerProcess(Generic[Reply]):
+    """A child process that answers requests, any number of them at a time.
+
+    Every call gets a number of its own, which its reply must carry (see `frames`). Once the
+    process has ended, for whatever reason, all pending calls and all later ones raise
+    :class:`WorkerLost`; the process is not started again.
+
+    Args:
+        module: Module that the process runs as ``__main__``. It must create a
+            :class:`~torchtitan.grpo.workers.worker_channel.WorkerChannel`.
+        decode: Decodes the body of a reply.
+        on_end: Called once, when the process has ended, with the reason.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        decode: Callable[[bytes], Reply],
+        on_end: Callable[[WorkerLost], None] = lambda reason: None,
+    ) -> None:
+        self._module, self._decode, self._on_end = module, decode, on_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._pending: dict[int, asyncio.Future[Reply]] = {}
+        self._num_calls = 0
+        self._reason: WorkerLost | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process has ended or is being killed."""
+        return self._reason is not None
+
+    async def start(self) -> None:
+        """Starts the process in a session of its own."""
+        self._process = await asyncio.create_subprocess_exec(
+            *LIGHT_PYTHON,
+            self._module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        if self.is_lost:  # killed while it was being started
+            await self._stop_process()
+            return
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    async def call(self, request: Any) -> Reply:
+        """Sends a request and returns its reply.
+
+        A caller that is cancelled leaves the process as it is; the reply is dropped.
+
+        Raises:
+            NotPlainData: If the request cannot be encoded. The process has not seen it.
+            WorkerLost: If the process has ended or ends before it replies.
+        """
+        process = self._process
+        if self._reason is not None or process is None or process.stdin is None:
+            raise self._lost()
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        frame = pack_frame(number, request)
+        reply = self._pending[number] = asyncio.get_running_loop().create_future()
+        try:
+            # An error of the pipe also ends the reader, which knows how the process ended.
+            with contextlib.suppress(ConnectionError):
+                process.stdin.write(frame)
+                await process.stdin.drain()
+            return await reply
+        finally:
+            del self._pending[number]
+
+    async def call_or_kill(self, request: Any, timeout_seconds: float) -> Reply:
+        """Like :meth:`call`, but kills the process unless it replies in time.
+
+        The process is also killed if the caller is cancelled: a worker that serves one request
+        at a time would otherwise stay busy with a request that nobody waits for.
+
+        Raises:
+            TimeoutError: If there was no reply within ``timeout_seconds``.
+            NotPlainData: If the request cannot be encoded. The process is not killed then.
+            WorkerLost: If the process has ended or ends before it replies.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self.call(request)
+        except (TimeoutError, asyncio.CancelledError):
+            await self.kill()
+            raise
+
+    async def kill(self) -> None:
+        """Kills the process together with everything in its session. Idempotent."""
+        await self._end(WorkerKilled("The worker process was killed."))
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Hands replies to their callers until the process ends."""
+        assert process.stdout is not None, "the process was started with a pipe"
+        try:
+            while True:
+                length, number = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+                if number >= self._num_calls:
+                    raise msgspec.DecodeError(f"there is no call {number}")
+                self._deliver(number, self._decode(await process.stdout.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXIT_SECONDS):
+                    await process.wait()
+            code = process.returncode
+            how = "closed its pipe" if code is None else f"ended with exit code {code}"
+            await self._end(WorkerLost(f"The worker process {how}."))
+        except msgspec.DecodeError as error:
+            await self._end(ChannelBroken(f"A reply of the worker process is not valid: {error}."))
+
+    def _deliver(self, number: int, reply: Reply) -> None:
+        waiting = self._pending.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    async def _end(self, reason: WorkerLost) -> None:
+        """Kills the process, then fails the pending calls with the first reason given."""
+        is_first = self._reason is None
+        self._reason = self._reason or reason
+        if self._reader is not None and self._reader is not asyncio.current_task():
+            self._reader.cancel()
+        try:
+            await self._stop_process()
+        finally:
+            for waiting in self._pending.values():
+                if not waiting.done():
+                    waiting.set_exception(self._lost())
+            if is_first:
+                self._on_end(self._reason)
+
+    async def _stop_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    def _lost(self) -> WorkerLost:
+        """A new exception for each caller: a shared one would collect their tracebacks."""
+        if self._reason is None:
+            return WorkerLost("The worker process was not started.")
+        return type(self._reason)(str(self._reason))
