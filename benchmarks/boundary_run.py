@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ settle_device()
 import numpy as np
 import torch.distributed as dist
 
-from torchtitan.grpo.data.planner import NextStep, StepPlanner
+from torchtitan.grpo.data.planner import PlannedPart, StepPlanner
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
@@ -85,12 +86,12 @@ class CannedRollouts(StepSource):
         self.servers = [ServerInfo(url, config.inference.kind) for url in config.inference.urls]
         self._planner = StepPlanner(config, model)
         self._groups = random_groups(config, model.vocab_size)
-        self._step: NextStep | None = None
+        self._step: PlannedPart | None = None
 
-    def next_step(self, version: int, num_ranks: int) -> NextStep:
+    def next_step(self, version: int, num_ranks: int) -> PlannedPart:
         if self._step is None:
-            plan = self._planner.plan(self._groups, step=0, version=0, num_ranks=num_ranks)
-            self._step = NextStep(plan, group_metrics(self._groups) | plan.metrics)
+            step = self._planner.plan(self._groups, step=0, version=0, num_ranks=num_ranks)
+            self._step = replace(step, metrics=group_metrics(self._groups) | step.metrics)
         return self._step
 
     def start(self) -> None:
@@ -106,7 +107,7 @@ class CannedRollouts(StepSource):
     def raise_if_ended(self) -> None:
         """Does nothing: there is no rollout process."""
 
-    def share(self, version: int) -> None:
+    def fetch_address(self, version: int) -> None:
         """Rank 0 has everything."""
 
     def save(self, step: int) -> None:

@@ -43,7 +43,7 @@ from torchtitan.grpo.checkpoint import (
 )
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.data.plan import epoch_order
+from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
@@ -171,11 +171,10 @@ class GRPOTrainer(Trainer):
             self.rollout_metrics = step.metrics
             return self.feed.send_step(
                 step.plan,
-                self._reserve_slot() if step.is_last else 0,
+                self._reserve_slot() if step.part.ends_batch else 0,
                 self.source.progress,
-                self.source.share(self.step),
-                is_first=step.is_first,
-                is_last=step.is_last,
+                self.source.fetch_address(self.step),
+                part=step.part,
             )
 
     def _train_step(self, batch: TrainBatch) -> bool:
@@ -211,25 +210,25 @@ class GRPOTrainer(Trainer):
                     learned.grad_norms.append(grad_norm)
         return learned
 
-    def _learn_in_parts(self, part: TrainBatch | None) -> Learned | None:
+    def _learn_in_parts(self, batch: TrainBatch | None) -> Learned | None:
         """Takes the optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
 
         Returns None if the run is to end before the last part.
         """
         gradient = GradientParts()
-        while part is not None:
-            if part.is_first:  # again if the rollout process was killed amid the batch
+        while batch is not None:
+            if batch.part.begins_batch:  # again if the rollout process was killed amid the batch
                 self.optimizers.zero_grad()
                 gradient = GradientParts()
-            scale = gradient.scale_of(part)
+            scale = gradient.scale_of(batch)
             if scale:
-                (rows,) = self._score(part)
+                (rows,) = self._score(batch)
                 self._add_gradient(rows, gradient.sums, scale)
-            if part.is_last:
+            if batch.part.ends_batch:
                 gradient.finish(self._parameters())
                 norms = [] if gradient.is_empty else [self._apply_gradient()]
                 return Learned(gradient.whole(), gradient.sums, norms)
-            part = self._next_batch()
+            batch = self._next_batch()
         # A checkpoint that is written now must not depend on an incomplete gradient.
         self.optimizers.zero_grad()
         return None

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.data.plan import SampleTable, StepPlan
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
+from torchtitan.grpo.types import BatchPart, PromptProgress
 
 NUM_SAMPLES = (2, 0, 3)
+PARTS = (BatchPart.FIRST, BatchPart.MIDDLE, BatchPart.LAST)
 # Neighbours in float64 and far-off ids: a table that went through float32 would lose them.
 REWARDS = np.array([1 / 3, np.nextafter(1 / 3, 1), -0.0])
 GROUP_IDS = np.array([7, 2**60 + 1, -3])
@@ -43,10 +44,10 @@ def plan(step):
     n = NUM_SAMPLES[step]
     table = SampleTable(REWARDS[:n], GROUP_IDS[:n], np.arange(n) + 1)
     # The number of rows changes from step to step.
-    shares = [rows(fill + step, 2 * (1 + step), 4) for fill in (10, 20)]
-    layout = [[[] for _ in range(part.num_rows)] for part in shares]
+    of_ranks = [rows(fill + step, 2 * (1 + step), 4) for fill in (10, 20)]
+    layout = [[[] for _ in range(dealt.num_rows)] for dealt in of_ranks]
     made = StepPlan([], layout, 4, [3 + step, 0], table, 6, 5, 9, {})
-    vars(made)["rows_of_rank"] = shares  # as if laid out
+    vars(made)["rows_of_rank"] = of_ranks  # as if laid out
     return made
 
 
@@ -77,15 +78,14 @@ def main(arguments):
                 plan(step),
                 publish_slot=step,
                 progress=progress(step),
-                is_first=step == 0,
-                is_last=step == 2,
+                part=PARTS[step],
             )
         else:
             batch = feed.receive()
         assert isinstance(batch, TrainBatch)
         received.append([is_as_sent(batch, step, rank // 2), batch.num_trained_tokens,
                          batch.num_tokens, batch.publish_slot, batch.progress == progress(step),
-                         batch.minibatch_tokens, batch.mass, batch.is_first, batch.is_last])  # fmt: skip
+                         batch.minibatch_tokens, batch.mass, int(batch.part)])  # fmt: skip
     if rank == 0:
         feed.send_signal(Signal.STOP)
         signal = Signal.STOP

@@ -18,9 +18,8 @@ import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.data.feed import Share
-from torchtitan.grpo.data.parts import PartPlanner
-from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
+from torchtitan.grpo.data.feed import FetchAddress
+from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.data.step_source import StepSource
@@ -115,7 +114,7 @@ class RolloutController(StepSource):
         self.config = config
         self.progress = progress
         self._should_stop = should_stop
-        self._planner = PartPlanner(StepPlanner(config, model))
+        self._planner = StepPlanner(config, model)
         self._recorder: RolloutRecorder | None = None
         if config.rollout.record is not None:
             self._recorder = RolloutRecorder(
@@ -139,7 +138,7 @@ class RolloutController(StepSource):
         self.link.start()
         self._despite_kills(self._start_version, lambda: None)
 
-    def next_step(self, version: int, num_ranks: int) -> NextStep | None:
+    def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """The batch that ``version`` is trained on, or the next part of it, planned.
 
         None when asked to stop. Where the rollout process was killed amid a batch, the next
@@ -153,13 +152,12 @@ class RolloutController(StepSource):
             return None
         step = self._planner.plan(
             batch.groups,
-            is_first=batch.is_first,
-            is_last=batch.is_last,
+            part=batch.part,
             step=version,
             version=version,
             num_ranks=num_ranks,
         )
-        if not batch.is_last:
+        if not batch.part.ends_batch:
             return step
         groups = self._planner.groups
         self.progress = batch.progress
@@ -169,10 +167,10 @@ class RolloutController(StepSource):
             self._recorder.write(version, batch.progress, groups)
         return replace(step, metrics=batch.metrics | step.metrics)
 
-    def share(self, version: int) -> Share | None:
+    def fetch_address(self, version: int) -> FetchAddress | None:
         """Where ranks fetch the batch of ``version``; None where they are sent their rows."""
         endpoint = self.link.fetch_endpoint
-        return Share(endpoint, self._fetch_secret, version) if endpoint is not None else None
+        return FetchAddress(endpoint, self._fetch_secret, version) if endpoint is not None else None
 
     def evaluate(self, version: int) -> EvaluationResult | None:
         """Scores the held-out prompts under ``version``. None when asked to stop."""

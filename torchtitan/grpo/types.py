@@ -8,6 +8,7 @@ ranks all import this module.
 """
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +67,41 @@ class PromptProgress:
 
     position: int = 0
     open: tuple[int, ...] = ()
+
+
+class BatchPart(IntEnum):
+    """Which part of its batch a set of rollout groups is.
+
+    A batch arrives whole, or in parts (``rollout.stream``): a first one, any number of middle
+    ones, a last one. Where the rollout process was killed in the middle of a batch, the batch
+    is delivered anew, so a part that begins a batch makes the parts before it void.
+
+    Example: the parts of a batch that is interrupted after its second part::
+
+        FIRST  MIDDLE  (killed)  FIRST  MIDDLE  LAST
+    """
+
+    WHOLE = 0
+    FIRST = 1
+    MIDDLE = 2
+    LAST = 3
+
+    @classmethod
+    def at(cls, *, begins_batch: bool, ends_batch: bool) -> "BatchPart":
+        """Returns the part with this place in its batch."""
+        if begins_batch:
+            return cls.WHOLE if ends_batch else cls.FIRST
+        return cls.LAST if ends_batch else cls.MIDDLE
+
+    @property
+    def begins_batch(self) -> bool:
+        """True for the only or the first part of a batch."""
+        return self in (BatchPart.WHOLE, BatchPart.FIRST)
+
+    @property
+    def ends_batch(self) -> bool:
+        """True for the only or the last part of a batch: the batch is complete with it."""
+        return self in (BatchPart.WHOLE, BatchPart.LAST)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.data.plan import SampleTable, StepPlan
+from torchtitan.grpo.data.packing_list import packing_list, rows_from, sources_of
 from torchtitan.grpo.data.rows import TrainRows
-from torchtitan.grpo.data.share import as_tensors, rows_from, sources_of
+from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
 from torchtitan.grpo.rollout.batch_fetch import BatchFetcher
 from torchtitan.grpo.system.groups import new_group
-from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.types import BatchPart, PromptProgress
 
 # Advantages do not travel: each rank computes them from the table of samples.
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask", "sample_ids")
@@ -50,11 +50,11 @@ class Signal(IntEnum):
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One rank's share of a batch.
+    """What one rank trains on of a batch, or of a part of it.
 
     Attributes:
         minibatches: This rank's rows of each optimizer step of one epoch, advantages still
-            at 0; `data/plan.py` has ``epoch_order``. Every data-parallel rank has the same
+            at 0; `data/step_plan.py` has ``epoch_order``. Every data-parallel rank has the same
             number of rows in each; it may differ from batch to batch, their length never.
         minibatch_tokens: For each minibatch the tokens that its loss is made of, over all
             ranks, supervised ones included. With 0 it has no gradient, and its optimizer
@@ -63,8 +63,7 @@ class TrainBatch:
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Over all ranks and minibatches.
         mass: What its weights are over (`losses/aggregation.py`), all ranks together.
-        is_first: It is the first part of a step, or a whole one.
-        is_last: It is the last part of a step, or a whole one.
+        part: Which part of its batch this is.
         publish_slot: Snapshot slot into which the batch's last weights go.
         progress: Of the prompts with this batch; every rank checkpoints it, for any rank's copy
             may be the one that is written.
@@ -76,8 +75,7 @@ class TrainBatch:
     num_trained_tokens: int
     num_tokens: int
     mass: int
-    is_first: bool
-    is_last: bool
+    part: BatchPart
     publish_slot: int
     progress: PromptProgress
 
@@ -94,20 +92,25 @@ class _Header:
     num_trained_tokens: int = 0
     num_tokens: int = 0
     mass: int = 0
-    is_first: bool = True
-    is_last: bool = True
+    part: int = BatchPart.WHOLE
     publish_slot: int = 0
     prompt_position: int = 0
     num_fetched: int = 0
     """Sequences of the rank that fetches the most."""
-    share_version: int = -1
-    """The batch that ranks fetch from; -1 where they are sent their rows."""
+    fetch_version: int = -1
+    """Version of the batch that ranks fetch rollouts of; -1 where rank 0 scatters the rows."""
     num_open_prompts: int = 0
 
 
 @dataclass(frozen=True)
-class Share:
-    """Where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`."""
+class FetchAddress:
+    """Where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`.
+
+    Attributes:
+        endpoint: ZeroMQ endpoint of the rollout process.
+        secret: Secret that marks every request.
+        version: Version whose batch it is.
+    """
 
     endpoint: str
     secret: str
@@ -145,39 +148,36 @@ class Feed:
         plan: StepPlan,
         publish_slot: int,
         progress: PromptProgress,
-        share: Share | None = None,
+        address: FetchAddress | None = None,
         *,
-        is_first: bool = True,
-        is_last: bool = True,
+        part: BatchPart = BatchPart.WHOLE,
     ) -> TrainBatch:
-        """Rank 0: announces the batch, scatters its rows, and shares its table of samples.
+        """Rank 0: announces the batch, scatters its rows, and broadcasts its table of samples.
 
         Args:
             plan: Of the batch.
             publish_slot: See :class:`TrainBatch`.
             progress: See there.
-            share: Where ranks fetch their rollouts; None scatters them from here.
-            is_first: See :class:`TrainBatch`.
-            is_last: See there.
+            address: Where ranks fetch their rollouts; None scatters the rows from rank 0.
+            part: See :class:`TrainBatch`.
         """
         header = _Header(
             signal=Signal.STEP,
             num_minibatches=plan.num_minibatches,
             num_rows=len(plan.layout[0]),
-            num_fetched=max(map(_num_sequences, plan.layout)) if share is not None else 0,
-            share_version=share.version if share is not None else -1,
+            num_fetched=max(map(_num_sequences, plan.layout)) if address is not None else 0,
+            fetch_version=address.version if address is not None else -1,
             num_samples=len(plan.samples),
             num_trained_tokens=plan.num_trained_tokens,
             num_tokens=plan.num_tokens,
             mass=plan.mass,
-            is_first=is_first,
-            is_last=is_last,
+            part=part,
             publish_slot=publish_slot,
             prompt_position=progress.position,
             num_open_prompts=len(progress.open),
         )
         self._broadcast_header(header)
-        return self._exchange(header, plan, progress, share)
+        return self._exchange(header, plan, progress, address)
 
     def send_signal(self, signal: Signal) -> None:
         """Rank 0: announces anything but a batch."""
@@ -212,13 +212,13 @@ class Feed:
         header: _Header,
         plan: StepPlan | None,
         progress: PromptProgress | None,
-        share: Share | None,
+        address: FetchAddress | None,
     ) -> TrainBatch:
         """The tensors that a STEP header announces; ``plan`` is there on rank 0 alone."""
-        if header.share_version < 0:
+        if header.fetch_version < 0:
             rows = self._scatter_rows(header.num_rows, plan)
         else:
-            rows = self._fetch_rows(header, plan, share)
+            rows = self._fetch_rows(header, plan, address)
         return TrainBatch(
             minibatches=rows.microbatches(header.num_rows // header.num_minibatches),
             minibatch_tokens=self._broadcast_tokens(header.num_minibatches, plan),
@@ -226,8 +226,7 @@ class Feed:
             num_trained_tokens=header.num_trained_tokens,
             num_tokens=header.num_tokens,
             mass=header.mass,
-            is_first=bool(header.is_first),
-            is_last=bool(header.is_last),
+            part=BatchPart(header.part),
             publish_slot=header.publish_slot,
             progress=self._broadcast_progress(header, progress),
         )
@@ -237,36 +236,38 @@ class Feed:
         ints = torch.empty(len(_INT_FIELDS), *shape, dtype=torch.int32)
         floats = torch.empty(len(_FLOAT_FIELDS), *shape, dtype=torch.float32)
         for out, names in ((ints, _INT_FIELDS), (floats, _FLOAT_FIELDS)):
-            shares = None
+            of_ranks = None
             if plan is not None:
                 stacks = [_stack(rows, names, out.dtype) for rows in plan.rows_of_rank]
-                shares = [stacks[batch_rank] for batch_rank in self.batch_rank_of]
-            dist.scatter(out, shares, src=0, group=self.group)
+                of_ranks = [stacks[batch_rank] for batch_rank in self.batch_rank_of]
+            dist.scatter(out, of_ranks, src=0, group=self.group)
         fields = {name: ints[i].to(torch.int64) for i, name in enumerate(_INT_FIELDS)}
         fields["loss_mask"] = fields["loss_mask"].bool()
         fields |= {name: floats[i] for i, name in enumerate(_FLOAT_FIELDS)}
         return TrainRows(**fields, advantages=torch.zeros(shape))
 
-    def _fetch_rows(self, header: _Header, plan: StepPlan | None, share: Share | None) -> TrainRows:
+    def _fetch_rows(
+        self, header: _Header, plan: StepPlan | None, address: FetchAddress | None
+    ) -> TrainRows:
         where = torch.empty(header.num_fetched, 3, dtype=torch.int64)
         weights = torch.empty(header.num_fetched, dtype=torch.float64)
         of_batch_rank = []
         if plan is not None:
             of_batch_rank = [
-                as_tensors(rows, plan.sequences, header.num_fetched) for rows in plan.layout
+                packing_list(rows, plan.sequences, header.num_fetched) for rows in plan.layout
             ]
         for index, out in enumerate((where, weights)):
-            shares = [of_batch_rank[r][index] for r in self.batch_rank_of] if plan else None
-            dist.scatter(out, shares, src=0, group=self.group)
-        client = self._client_for(share)
-        fetched = client.fetch(header.share_version, sources_of(where), self._fetch_seconds)
+            of_ranks = [of_batch_rank[r][index] for r in self.batch_rank_of] if plan else None
+            dist.scatter(out, of_ranks, src=0, group=self.group)
+        client = self._client_for(address)
+        fetched = client.fetch(header.fetch_version, sources_of(where), self._fetch_seconds)
         return rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
 
-    def _client_for(self, share: Share | None) -> BatchFetcher:
+    def _client_for(self, address: FetchAddress | None) -> BatchFetcher:
         """Connected to the rollout process of now, which rank 0 names."""
         words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-        if share is not None:
-            text = f"{share.endpoint} {share.secret}".encode()
+        if address is not None:
+            text = f"{address.endpoint} {address.secret}".encode()
             words[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(words, src=0, group=self.group)
         endpoint, secret = bytes(words.tolist()).rstrip(b"\0").decode().split()

@@ -1,69 +1,97 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Planning with a run's settings: what live rollouts and replayed ones have in common."""
+"""Plans steps with a run's settings, for live and for replayed rollouts."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
-from torchtitan.grpo.data.plan import StepPlan, plan_step
 from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.report import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import RolloutGroup
+from torchtitan.grpo.types import BatchPart, RolloutGroup
 
 
 @dataclass(frozen=True)
-class NextStep:
-    """A planned step, or a part of one, with what is to be logged of its rollouts.
+class PlannedPart:
+    """The plan of one part of a step's batch, and what is logged of its rollouts.
 
     Attributes:
-        plan: Of the part.
-        metrics: Of the whole step; of a step in parts the last one brings them.
-        is_first: The step begins with it; what came of a step that had begun is void.
-        is_last: The step is whole with it.
+        plan: The plan of this part.
+        metrics: Metrics of the whole batch, with the part that ends it; empty before.
+        part: Which part of its batch this is.
     """
 
     plan: StepPlan
     metrics: dict[str, float]
-    is_first: bool = True
-    is_last: bool = True
+    part: BatchPart = BatchPart.WHOLE
 
 
 class StepPlanner:
-    """Plans steps of a run, supervised rows mixed in where ``grpo.ptx_path`` is set.
+    """Plans the steps of a run with its settings, part by part.
+
+    Each part is planned as if it were a batch of its own. Where ``grpo.ptx_path`` is set,
+    supervised examples are mixed in.
 
     Args:
-        config: Of the run.
-        model: What is trained.
+        config: Configuration of the run.
+        model: The model that is trained.
 
     Raises:
-        DataError: ``grpo.ptx_path`` cannot be used.
+        DataError: If ``grpo.ptx_path`` cannot be used.
     """
 
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self._config = config
         self._ptx = _open_ptx(config, model)
         self._cost = _sequence_cost(config, model)
+        self._parts: list[tuple[Sequence[RolloutGroup], StepPlan]] = []
+
+    @property
+    def groups(self) -> list[RolloutGroup]:
+        """All groups of the current batch that have been planned, by ``group_id``."""
+        return sorted(
+            (group for groups, _ in self._parts for group in groups), key=lambda g: g.group_id
+        )
 
     def plan(
-        self, groups: Sequence[RolloutGroup], *, step: int, version: int, num_ranks: int
-    ) -> StepPlan:
-        """Plans one step.
+        self,
+        groups: Sequence[RolloutGroup],
+        *,
+        step: int,
+        version: int,
+        num_ranks: int,
+        part: BatchPart = BatchPart.WHOLE,
+    ) -> PlannedPart:
+        """Plans one part of a batch.
 
         Args:
-            groups: All groups of the step.
-            step: Batches trained on so far; supervised rows go on from there.
-            version: What the ages of samples count from.
+            groups: All groups of the part.
+            step: Batches trained on so far; the stream of supervised examples continues there.
+            version: Policy version that the ages of samples count from.
             num_ranks: Data-parallel degree.
+            part: Which part of its batch it is. A part that begins a batch discards the parts
+                that were planned before.
         """
+        if part.begins_batch:
+            self._parts = []
+        plan = self._plan(groups, step, version, num_ranks)
+        self._parts.append((groups, plan))
+        metrics = batch_metrics(self._parts, version) if part.ends_batch else {}
+        return PlannedPart(plan, metrics, part)
+
+    def _plan(
+        self, groups: Sequence[RolloutGroup], step: int, version: int, num_ranks: int
+    ) -> StepPlan:
         config = self._config
         ptx = self._ptx.take(step, config.grpo.ptx_per_step) if self._ptx is not None else []
         return plan_step(
@@ -79,6 +107,33 @@ class StepPlanner:
             row_bucket=config.prompts.row_bucket,
             ptx=ptx,
         )
+
+
+def batch_metrics(
+    parts: Sequence[tuple[Sequence[RolloutGroup], StepPlan]], version: int
+) -> dict[str, float]:
+    """Combines the metrics of a batch's plans (:class:`StepPlan`) into those of the batch.
+
+    Args:
+        parts: The groups and the plan of each part.
+        version: Policy version that the ages of samples count from.
+    """
+    plans = [plan for _, plan in parts]
+    rollouts = [r for groups, _ in parts for g in groups for r in g.rollouts]
+    num_tokens = sum(plan.num_tokens for plan in plans)
+
+    def mean(name: str, weights: Sequence[int]) -> float:
+        values = [plan.metrics[name] for plan in plans]
+        return float(np.average(values, weights=weights if any(weights) else None))
+
+    return staleness_metrics([r for r in rollouts if r.reward is not None], version) | {
+        "data/filtered_groups_fraction": mean(
+            "data/filtered_groups_fraction", [len(groups) for groups, _ in parts]
+        ),
+        "data/max_over_mean_cost": mean("data/max_over_mean_cost", [p.num_tokens for p in plans]),
+        "data/rows_per_rank": sum(plan.metrics["data/rows_per_rank"] for plan in plans),
+        "data/padding_fraction": 1 - num_tokens / sum(plan.capacity for plan in plans),
+    }
 
 
 def open_sample_log(config: JobConfig, start_version: int) -> SampleLog:

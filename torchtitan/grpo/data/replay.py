@@ -11,15 +11,15 @@ import numpy as np
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.data.files import DataError
-from torchtitan.grpo.data.parts import PartPlanner, split_groups
-from torchtitan.grpo.data.planner import NextStep, StepPlanner, open_sample_log
+from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.rollout.admission import part_size
 from torchtitan.grpo.rollout.link import EvaluationResult
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
-from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
+from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
 
 _KEY = "rollout.replay"
 
@@ -65,7 +65,7 @@ class ReplaySource(StepSource):
         self._start_version = start_version
         self._should_stop = should_stop
         self._reader = RecordReader(self._path, model.vocab_size, config.rollout.temperature, _KEY)
-        self._planner = PartPlanner(StepPlanner(config, model))
+        self._planner = StepPlanner(config, model)
         self._num_parts = config.rollout.stream_parts if config.rollout.stream else 1
         self._batch: BatchRecord | None = None
         self._parts: list[Sequence[RolloutGroup]] = []  # of it, that are left
@@ -97,35 +97,35 @@ class ReplaySource(StepSource):
             logger.info(f"evaluation.path is not used with {_KEY}: there is no server to ask.")
         self._batches = iter(self._reader)
 
-    def next_step(self, version: int, num_ranks: int) -> NextStep | None:
+    def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """The file's batch ``version``, or the next part of it, planned.
 
         None at the file's end, or when asked to stop.
         """
-        is_first = not self._parts
-        if is_first:
+        begins_batch = not self._parts
+        if begins_batch:
             self._batch = self._seek(version)
             if self._batch is None:
                 return None
             self._parts = split_groups(read_groups(self._batch), self._num_parts)
         assert self._batch is not None
+        groups = self._parts.pop(0)
         step = self._planner.plan(
-            self._parts.pop(0),
-            is_first=is_first,
-            is_last=not self._parts,
+            groups,
+            part=BatchPart.at(begins_batch=begins_batch, ends_batch=not self._parts),
             step=version,
             version=self._batch.version,
             num_ranks=num_ranks,
         )
-        if not step.is_last:
+        if not step.part.ends_batch:
             return step
         groups = self._planner.groups
         self.progress = self._batch.progress
         self.samples.write(version + 1, groups)
         return replace(step, metrics=group_metrics(groups) | step.metrics)
 
-    def share(self, version: int) -> None:
-        """Rank 0 has read everything."""
+    def fetch_address(self, version: int) -> None:
+        """Returns None: rank 0 has read all rollouts and scatters the rows itself."""
 
     def save(self, step: int) -> None:
         """Nothing is in flight that a checkpoint could lack."""
@@ -155,6 +155,12 @@ class ReplaySource(StepSource):
                 return batch
         self.is_exhausted = True
         return None
+
+
+def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequence[RolloutGroup]]:
+    """Splits a whole batch's groups into at most ``num_parts`` parts, in order."""
+    size = part_size(len(groups), num_parts)
+    return [groups[begin : begin + size] for begin in range(0, len(groups), size)]
 
 
 def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:

@@ -119,8 +119,8 @@ class TrainRows:
             for parts in zip(*split.values(), strict=True)
         ]
 
-    def part(self, rows: slice) -> "TrainRows":
-        """Some of the rows, as views."""
+    def select(self, rows: slice) -> "TrainRows":
+        """Returns some of the rows, as views."""
         return TrainRows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":

@@ -6,8 +6,8 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.data.feed import Share
-from torchtitan.grpo.data.planner import NextStep
+from torchtitan.grpo.data.feed import FetchAddress
+from torchtitan.grpo.data.planner import PlannedPart
 from torchtitan.grpo.types import PromptProgress, ServerInfo
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StepSource(ABC):
         """Makes the source ready. Returns early if the run is asked to stop."""
 
     @abstractmethod
-    def next_step(self, version: int, num_ranks: int) -> NextStep | None:
+    def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """Plans the batch that is trained on the weights of ``version``, or its next part.
 
         Args:
@@ -52,7 +52,7 @@ class StepSource(ABC):
         """
 
     @abstractmethod
-    def share(self, version: int) -> Share | None:
+    def fetch_address(self, version: int) -> FetchAddress | None:
         """Returns where ranks fetch the batch of ``version``, or None if rank 0 sends rows."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int
     """What :func:`token_weights` divides by, of lengths and constants apart.
 
     Where the samples of one optimizer step are weighed in parts, each by itself, the weights
-    over all of them are those of each part times its share of the parts' masses.
+    over all of them are those of each part times its fraction of the parts' total mass.
 
     Args:
         completion_lengths: [samples] int, trained tokens of each sample.

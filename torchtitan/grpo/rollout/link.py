@@ -24,7 +24,7 @@ from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
+from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
 
 _Answer = TypeVar("_Answer")
 
@@ -58,16 +58,15 @@ class RolloutBatch:
             ``RolloutProcessConfig.progress``.
         closed: Prompts that were closed since the last batch, with their reasons.
         metrics: ``reward/...`` and ``rollout/...``.
-        is_first: The batch begins with it.
-        is_last: The batch is whole with it; ``progress``, ``closed`` and ``metrics`` count.
+        part: Which part of its batch this is. ``progress``, ``closed`` and ``metrics`` are valid
+            with the part that ends the batch.
     """
 
     groups: list[RolloutGroup]
     progress: PromptProgress
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
-    is_first: bool
-    is_last: bool
+    part: BatchPart
 
 
 @dataclass(frozen=True)
@@ -224,9 +223,7 @@ class RolloutLink:
         self._asked_version = None
         has_arrays = self._config.prompts.single_rank_load
         groups = group_frames.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
-        return RolloutBatch(
-            groups, batch.progress, batch.closed, batch.metrics, batch.is_first, batch.is_last
-        )
+        return RolloutBatch(groups, batch.progress, batch.closed, batch.metrics, batch.part)
 
     def evaluate(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None

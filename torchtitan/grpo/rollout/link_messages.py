@@ -12,7 +12,7 @@ import msgspec
 
 from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
-from torchtitan.grpo.types import PromptProgress, ServerInfo
+from torchtitan.grpo.types import BatchPart, PromptProgress, ServerInfo
 
 CONFIG_FILE = "config.json"
 MESSAGES_SOCKET = "messages"
@@ -112,8 +112,7 @@ class Batch(msgspec.Struct, tag=True):
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
     groups: list[group_frames.GroupHeader]
-    is_first: bool = True
-    is_last: bool = True
+    part: BatchPart = BatchPart.WHOLE
 
 
 Command = NextBatch | Evaluate | Save | Stop

@@ -159,15 +159,14 @@ class RolloutProcess:
             self._holder.hold(command.version, batch.groups)
             frames = group_frames.without_arrays(frames)
         # What is measured between two batches is told with the whole one.
-        metrics = batch.metrics | self._lag.take_metrics() if batch.is_last else {}
+        metrics = batch.metrics | self._lag.take_metrics() if batch.part.ends_batch else {}
         answer = link_messages.Batch(
             command.version,
             batch.progress,
             batch.closed,
             metrics,
             headers,
-            batch.is_first,
-            batch.is_last,
+            batch.part,
         )
         await self._send(answer, frames)
 

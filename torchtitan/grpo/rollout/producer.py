@@ -27,7 +27,7 @@ from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
-from torchtitan.grpo.types import Generation, Prompt, PromptProgress, RolloutGroup
+from torchtitan.grpo.types import BatchPart, Generation, Prompt, PromptProgress, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ class ProducedBatch:
     progress: PromptProgress
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
-    is_first: bool = True
-    is_last: bool = True
+    part: BatchPart = BatchPart.WHOLE
 
 
 @dataclass(eq=False)
@@ -211,20 +210,22 @@ class Producer:
                 f"The trainer asked for the batch of version {version}, and the next batch here "
                 f"is {self._admission.next_batch}: they are out of step."
             )
-        is_first = not self._taken
+        begins_batch = not self._taken
         group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
         self._room.set()
         # By id, so that a synchronous run is the same run each time.
         groups = [self._finished.pop(group_id) for group_id in sorted(group_ids)]
         self._taken += groups
         if self._admission.next_batch == version:
-            return ProducedBatch(groups, self._ledger.progress, {}, {}, is_first, is_last=False)
+            part = BatchPart.at(begins_batch=begins_batch, ends_batch=False)
+            return ProducedBatch(groups, self._ledger.progress, {}, {}, part)
         batch, self._taken = self._taken, []
         self._judge.next_batch()
         self._ledger.train([group.group_id for group in batch])
         metrics = self._batch_metrics(batch)
         progress, closed = self._ledger.progress, self._ledger.take_closed()
-        return ProducedBatch(groups, progress, closed, metrics, is_first)
+        part = BatchPart.at(begins_batch=begins_batch, ends_batch=True)
+        return ProducedBatch(groups, progress, closed, metrics, part)
 
     async def _take_batch(self) -> list[int]:
         while (group_ids := self._admission.take_batch()) is None:

@@ -58,7 +58,7 @@ class MinibatchLoss:
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
         """output: [rows, seq, 2], logprobs and entropies of the rows ``which``."""
-        rows = self.scored.rows.part(which)
+        rows = self.scored.rows.select(which)
         logprobs, entropy = output.unbind(-1)
         old, ref = self.scored.old_logprobs, self.scored.ref_logprobs
         inputs = LossInputs(
@@ -102,7 +102,7 @@ def score(
     """Forward passes and advantages, before a batch's first optimizer step.
 
     Args:
-        batch: This rank's share.
+        batch: What this rank trains on.
         policy: With one optimizer step a batch it is not run: it is its own proximal policy.
         reference: None without a KL penalty.
         config: ``[grpo]``.

@@ -4,14 +4,14 @@
 def test_ranks_receive_the_rows_of_their_coordinate_and_the_whole_table(run_ranks):
     for result in run_ranks("feed_ranks", 3):
         assert result["received"] == [
-            [True, 5, 9, step, True, [3 + step, 0], 6, step == 0, step == 2] for step in range(3)
+            [True, 5, 9, step, True, [3 + step, 0], 6, 1 + step] for step in range(3)
         ]
         assert result["signal"] == "STOP"
         assert result["total"] == 6
 
 
 def test_ranks_that_fetch_their_rollouts_have_the_rows_that_rank_zero_would_send(run_ranks):
-    for result in run_ranks("feed_share_ranks", 4):
+    for result in run_ranks("feed_fetch_ranks", 4):
         assert result["results"] == [[True, True]] * 3
         # A batch that is not held any more.
         assert "batch of version 0 is asked for, and that of 2 is held" in result["refused"]

@@ -11,7 +11,7 @@ from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord,
 from torchtitan.grpo.data.replay import ReplaySource, check_batch
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import read_hf_model
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 SEQ_LEN = 16
 
@@ -113,11 +113,11 @@ def test_a_batch_may_come_in_parts(record, replay):
         assert expected is not None
         first = source.next_step(version, num_ranks=1)
         assert first is not None
-        assert (first.is_first, first.is_last, first.metrics) == (True, False, {})
+        assert (first.part, first.metrics) == (BatchPart.FIRST, {})
         assert source.progress.position == 2 * version, "not before the batch is whole"
         last = source.next_step(version, num_ranks=1)
         assert last is not None
-        assert (last.is_first, last.is_last) == (False, True)
+        assert last.part is BatchPart.LAST
         assert source.progress == whole.progress
         assert len(first.plan.samples) + len(last.plan.samples) == len(expected.plan.samples)
         assert last.metrics["reward/mean"] == expected.metrics["reward/mean"]

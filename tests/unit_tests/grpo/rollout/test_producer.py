@@ -34,6 +34,7 @@ from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import (
+    BatchPart,
     GenerateRequest,
     Generation,
     Prompt,
@@ -257,14 +258,14 @@ def test_a_batch_comes_in_parts_before_its_last_group_is_there(run_world):
         world.push(server, 0)
         first = await asyncio.wait_for(world.producer.batch(0), 60)
         assert [group.prompt_text for group in first.groups] == ["1"]
-        assert (first.is_first, first.is_last) == (True, False)
+        assert first.part is BatchPart.FIRST
         assert {0, 1} <= set(first.progress.open), "not trained before the batch is whole"
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(world.producer.batch(0), 0.2)
         go_on.set()
         last = await asyncio.wait_for(world.producer.batch(0), 60)
         assert [group.prompt_text for group in last.groups] == ["2"]
-        assert (last.is_first, last.is_last) == (False, True)
+        assert last.part is BatchPart.LAST
         assert not {0, 1} & set(last.progress.open)
         assert first.metrics == {}
         rewards = [r.reward for part in (first, last) for g in part.groups for r in g.rollouts]
@@ -282,9 +283,9 @@ def test_bound_holds_for_batches_in_parts(run_world, max_staleness: int):
         seen: set[int] = set()
         for version in range(8):
             parts = []
-            while not parts or not parts[-1].is_last:
+            while not parts or not parts[-1].part.ends_batch:
                 parts.append(await asyncio.wait_for(world.producer.batch(version), 60))
-            assert [part.is_first for part in parts] == [True, False]
+            assert [part.part for part in parts] == [BatchPart.FIRST, BatchPart.LAST]
             for group in (group for part in parts for group in part.groups):
                 assert group.group_id not in seen
                 seen.add(group.group_id)

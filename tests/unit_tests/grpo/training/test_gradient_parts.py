@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from torchtitan.grpo.data.feed import TrainBatch
-from torchtitan.grpo.data.plan import SampleTable
+from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.objective import SUM_NAMES
 from torchtitan.grpo.training.gradient_parts import GradientParts
-from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.types import BatchPart, PromptProgress
 
 NOBODY = SampleTable(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -23,8 +23,7 @@ def part(mass: int, *, is_last: bool = False) -> TrainBatch:
         num_trained_tokens=10 * mass,
         num_tokens=20 * mass,
         mass=mass,
-        is_first=False,
-        is_last=is_last,
+        part=BatchPart.LAST if is_last else BatchPart.MIDDLE,
         publish_slot=3 if is_last else 0,
         progress=PromptProgress(7),
     )
@@ -48,7 +47,7 @@ def test_the_sum_is_the_parts_mean_by_mass():
     assert gradient.sums[SUM_NAMES.index("num_tokens")].item() == 80
     whole = gradient.whole()
     assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
-    assert (whole.is_last, whole.publish_slot) == (True, 3)
+    assert (whole.part, whole.publish_slot) == (BatchPart.LAST, 3)
 
 
 def test_a_step_without_anything_to_learn_from_is_empty():

@@ -18,7 +18,7 @@ from torchtitan.grpo.types import RolloutGroup
 _NOTHING = -1
 
 
-def as_tensors(
+def packing_list(
     rows: Sequence[Sequence[int]], samples: Sequence[Sample], num_entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's rows as numbers.
@@ -58,7 +58,7 @@ def rows_from(
     """Lays out what was fetched, as rank 0 would have.
 
     Args:
-        where: See :func:`as_tensors`.
+        where: See :func:`packing_list`.
         weights: See there.
         fetched: One rollout each, in the order of :func:`sources_of`.
         num_rows: Of this rank.

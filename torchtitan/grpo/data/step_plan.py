@@ -72,7 +72,7 @@ class StepPlan:
         mass: What the weights of rollouts are over, see :func:`aggregation.weight_mass`.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
         num_tokens: Prompt and completion tokens, supervised ones included, padding left out.
-        metrics: What the plan itself knows: staleness; the share of padding; what the
+        metrics: What the plan itself knows: staleness; the fraction of padding; what the
             costliest rank has to do to what a rank has to do on average
             (``data/max_over_mean_cost``, of each minibatch, weighed by cost); rows of a rank.
     """

@@ -13,8 +13,8 @@ import zmq.asyncio
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
-from torchtitan.grpo.data.feed import Feed, Share, TrainBatch
-from torchtitan.grpo.data.plan import plan_step
+from torchtitan.grpo.data.feed import Feed, FetchAddress, TrainBatch
+from torchtitan.grpo.data.step_plan import plan_step
 from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder, FetchFailed
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
@@ -110,8 +110,8 @@ def main(arguments):
                 headers, group_frames.without_arrays(frames), has_arrays=False
             )
             assert not any(r.completion_ids.any() for g in bare for r in g.rollouts)
-            share = Share(sharing.server.endpoint, SECRET, seed)
-            fetched = feed.send_step(plan(bare), 0, PromptProgress(), share)
+            address = FetchAddress(sharing.server.endpoint, SECRET, seed)
+            fetched = feed.send_step(plan(bare), 0, PromptProgress(), address)
         assert isinstance(sent, TrainBatch) and isinstance(fetched, TrainBatch)
         trained = sum(int(rows.loss_mask.sum()) for rows in fetched.minibatches)
         results.append([equal(sent, fetched), trained > 0])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import FlopsCost, token_cost
-from torchtitan.grpo.data.plan import epoch_order, plan_step
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
+from torchtitan.grpo.data.step_plan import epoch_order, plan_step
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
 
