@@ -66,7 +66,8 @@ from random_models import make_model
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -36,7 +36,7 @@ from stub_servers import running_stubs
 
 from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
-from torchtitan.grpo.inference.launch import LaunchedServer
+from torchtitan.grpo.inference.local_servers import LaunchedServer
 from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher

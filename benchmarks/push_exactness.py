@@ -36,13 +36,13 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
-    ServerSpec,
     free_ports,
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child
 
 TIMEOUT_SECONDS = 900

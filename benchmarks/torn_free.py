@@ -40,7 +40,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 from loop_driver import Event, PublishingLoop
 from tagged import UNPUSHED, TaggedModel, digest_of, save_model
 
-from torchtitan.grpo.inference.launch import HeldPorts, LaunchedServer, ServerSpec, start_server
+from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
 
 NUM_RANKS, NUM_SERVERS = 2, 3
 TOLERANCE = 1e-3

@@ -38,7 +38,8 @@ from random_models import SIZES, VOCAB_SIZE, make_model
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.types import GenerateRequest, ServerKind
 

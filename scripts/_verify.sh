@@ -23,12 +23,14 @@ parse_server() {
         esac
         shift
     done
-    case "$SERVER" in
-        embedded) SERVER_PYTHON="$REPOSITORY/.venv/bin/python" ;;
-        vllm) SERVER_PYTHON="${TORCHTITAN_GRPO_VLLM_PYTHON:-$REPOSITORY/.venv-vllm/bin/python}" ;;
-        sglang) SERVER_PYTHON="${TORCHTITAN_GRPO_SGLANG_PYTHON:-$REPOSITORY/.venv-sglang/bin/python}" ;;
-        *) die "--server must be embedded, vllm or sglang, got '$SERVER'" ;;
-    esac
+    local folder=torchtitan/grpo/inference variable="TORCHTITAN_GRPO_${SERVER^^}_PYTHON"
+    [[ -n "$SERVER" && -f "$folder/$SERVER/client.py" ]] \
+        || die "--server must be one of $(cd "$folder" && echo */client.py | sed 's|/client.py||g'), got '$SERVER'"
+    # A kind that needs an environment of its own has a script that installs it.
+    SERVER_PYTHON="$REPOSITORY/.venv/bin/python"
+    if [[ -f "scripts/install_$SERVER.sh" ]]; then
+        SERVER_PYTHON="${!variable:-$REPOSITORY/.venv-$SERVER/bin/python}"
+    fi
 }
 
 # start_server DEVICE: starts $SERVER on a free loopback port; sets URL. It ends with this script.

@@ -12,7 +12,7 @@ parse_server "$@"
 has_gpu && (($(visible_gpus) >= 2)) || die "two GPUs are needed; on fewer run verify_grpo_cpu.sh"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 bash scripts/install.sh
-if [[ "$SERVER" != embedded && ! -x "$SERVER_PYTHON" ]]; then
+if [[ -f "scripts/install_$SERVER.sh" && ! -x "$SERVER_PYTHON" ]]; then
     bash "scripts/install_$SERVER.sh"
 fi
 PYTHON="$REPOSITORY/.venv/bin/python"

@@ -11,7 +11,7 @@ parse_server "$@"
 
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 bash scripts/install.sh --cpu
-if [[ "$SERVER" != embedded && ! -x "$SERVER_PYTHON" ]]; then
+if [[ -f "scripts/install_$SERVER.sh" && ! -x "$SERVER_PYTHON" ]]; then
     bash "scripts/install_$SERVER.sh" --cpu
 fi
 PYTHON="$REPOSITORY/.venv/bin/python"

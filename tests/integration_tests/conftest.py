@@ -20,7 +20,8 @@ import pytest
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.inference.launch import LaunchedServer, ServerSpec, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.types import PromptProgress, ServerKind
 

@@ -26,13 +26,13 @@ sys.path.append(str(REPOSITORY / "tests" / "programs"))
 from corrupting_proxy import MODES, NO_VERSION, CorruptingProxy, running_beside
 
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
-    ServerSpec,
     free_ports,
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt

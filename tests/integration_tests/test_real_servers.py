@@ -41,7 +41,8 @@ from bare_trainer import (
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import ServerSpec, free_ports, start_server, wait_until_up
+from torchtitan.grpo.inference.local_servers import free_ports, start_server, wait_until_up
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 

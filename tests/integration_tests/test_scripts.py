@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from torchtitan.grpo.inference.launch import ServerSpec, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import free_ports, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ settle_device()
 from torchtitan.grpo.config_manager import JobConfig  # noqa: E402
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256  # noqa: E402
 from torchtitan.grpo.inference.kinds import make_client  # noqa: E402
-from torchtitan.grpo.inference.launch import (  # noqa: E402
+from torchtitan.grpo.inference.local_servers import (  # noqa: E402
     LaunchedServer,
-    ServerSpec,
     free_ports,
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec  # noqa: E402
 from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
 from torchtitan.grpo.models.spec import hf_train_spec  # noqa: E402

@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import LaunchedServer
+from torchtitan.grpo.inference.local_servers import LaunchedServer
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 VOCAB_SIZE = 320
 TIMEOUT = 60.0

@@ -15,7 +15,7 @@ from torchtitan.grpo.weight_sync.channel import (
     RemoteAgent,
     serve_agent,
 )
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 SPEC = BucketSpec(("a.weight",), ("bfloat16",), ((3, 4),), (2**64 - 1,), (-1,), 6)
 INFO = WeightGroupInfo("127.0.0.1", 4711, 1, 3, "group", "gloo", 2.5)

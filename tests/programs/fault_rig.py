@@ -17,13 +17,13 @@ from loop_driver import Event, PublishingLoop, processes_of, tcp_ports_of
 from tagged import TaggedModel, save_model
 
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
-    ServerSpec,
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.types import ServerKind
 
 TIMEOUT_SECONDS = 6.0

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from torchtitan.grpo.inference.launch import free_ports
+from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.system.child import start_child, stop_children
 
 _PROGRAM = Path(__file__).with_name("publishing_loop.py")

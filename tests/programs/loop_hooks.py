@@ -27,7 +27,7 @@ from torchtitan.grpo.weight_sync.agent import LocalAgent
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload
 from torchtitan.grpo.weight_wire.buckets import tensor_bytes
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 _METHODS = (
     "num_workers", "pause", "resume", "join_weight_group", "leave_weight_groups",

@@ -17,7 +17,8 @@ FinishReason = Literal["stop", "length", "abort"]
 """``stop``: a stop token was written; ``length``: ``max_new_tokens`` were written;
 ``abort``: the server gave the request up, and the completion may be short."""
 
-ServerKind = Literal["embedded", "sglang", "vllm"]
+ServerKind = str
+"""Name of a kind of inference server: a row of `inference/kinds.py`."""
 
 
 @dataclass(frozen=True)

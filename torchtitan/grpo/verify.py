@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import wait_until_up
+from torchtitan.grpo.inference.kinds import KINDS, make_client
+from torchtitan.grpo.inference.local_servers import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 
@@ -144,7 +144,7 @@ def check_server(options: argparse.Namespace) -> list[Check]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints a table; returns 0 only if every check holds."""
     parser = argparse.ArgumentParser(prog="verify", description=__doc__)
-    parser.add_argument("--kind", choices=["embedded", "sglang", "vllm"], required=True)
+    parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--run", type=Path, required=True, help="the run's dump_folder")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with a prompt column")

@@ -43,7 +43,7 @@ def test_command_line_wins_over_toml_wins_over_defaults(load):
         ("[gpro]\ngroup_size = 4", r"Unknown key gpro.*Did you mean grpo"),
         ("[grpo]\nurls = []", r"Unknown key grpo\.urls.*There is inference\.urls"),
         ("[grpo]\ngroup_size = '4'", r"Expected `int`, got `str` - at grpo\.group_size"),
-        ("[inference]\nkind = 'tgi'", r"Invalid enum value 'tgi' - at inference\.kind"),
+        ("[inference]\ndtype = 'f8'", r"Invalid enum value 'f8' - at inference\.dtype"),
         ("[grpo", "not valid TOML"),
     ],
 )
@@ -64,6 +64,7 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         (["--inference.urls=http://a:1"], r"either inference\.launch = true or .*got both"),
         (["--inference.no-launch"], r"either .*got none of them"),
         (["--inference.no-launch", "--inference.urls=localhost"], r"http://host:port"),
+        (["--inference.kind=tgi"], r"inference\.kind must be one of embedded, .*, got 'tgi'"),
         (["--inference.kind=vllm"], r"needs inference\.python.*install_vllm\.sh"),
         (["--inference.no-launch", "--inference.urls=http://a:1,http://a:1/"], "each server once"),
         (["--inference.python=/no/python"], r"inference\.python must be an executable"),

@@ -11,8 +11,9 @@ from typing import Literal
 class Inference:
     """``[inference]``: the servers that write rollouts."""
 
-    kind: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """``embedded`` is this project's own small server; it needs nothing else installed."""
+    kind: str = "embedded"
+    """Kind of the servers: ``embedded`` (this project's own small server, which needs nothing
+    else installed), ``sglang`` or ``vllm``. Each is a row of ``inference/kinds.py``."""
 
     urls: list[str] = field(default_factory=list)
     """Base URLs of running servers, ``http://host:port``. Required unless ``launch`` or

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
+from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
 
@@ -35,12 +36,13 @@ def check_inference(config: JobConfig) -> None:
         named_urls(inference)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    needs_python = inference.launch and inference.kind != "embedded"
+    row = _row_of(inference.kind)
+    needs_python = inference.launch and row.environment is not None
     require(
         not needs_python or inference.python is not None,
         f"inference.launch with inference.kind = {inference.kind!r} needs inference.python, the "
-        f"interpreter of its environment: run `bash scripts/install_{inference.kind}.sh` and set "
-        f"inference.python = '.venv-{inference.kind}/bin/python'.",
+        f"interpreter of its environment: run `bash {row.install_script}` and set "
+        f"inference.python = '{row.environment}/bin/python'.",
     )
     python = inference.python
     require(
@@ -94,9 +96,18 @@ def check_weight_sync(config: JobConfig) -> None:
         path is None or Path(path).is_dir() or not Path(path).exists(),
         f"weight_sync.disk_path must be a directory, got the file {path}.",
     )
-    for key in ("delta", "checksum"):
+    kind = _row_of(config.inference.kind).name
+    for key, capability in (("delta", "takes_deltas"), ("checksum", "verifies_checksums")):
+        able = [row.name for row in KINDS.values() if getattr(row.capabilities, capability)]
         require(
-            config.inference.kind != "sglang" or not getattr(sync, key),
-            f"weight_sync.{key} needs inference.kind = 'embedded' or 'vllm': SGLang cannot do it, "
-            f"and it would be ignored. Leave weight_sync.{key} at false.",
+            kind in able or not getattr(sync, key),
+            f"weight_sync.{key} needs inference.kind = {' or '.join(map(repr, able))}, got "
+            f"{kind!r}, whose servers would ignore it. Leave weight_sync.{key} at false.",
         )
+
+
+def _row_of(kind: str) -> KindRow:
+    try:
+        return kind_row(kind)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -15,7 +15,7 @@ import numpy as np
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import excerpt
 from torchtitan.grpo.types import FinishReason, GenerateRequest, Generation, VersionSegment
-from torchtitan.grpo.weight_wire.messages import WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 UNPUSHED_VERSION = -1
 """Version of tokens that a server wrote before its first push (it calls it ``default``).

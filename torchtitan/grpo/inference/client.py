@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.types import GenerateRequest, Generation
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 
 class ServerError(RuntimeError):
@@ -39,6 +39,24 @@ class ServerLoad:
     kv_use: float | None
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server can do while weights are pushed to it.
+
+    Attributes:
+        stops_for: When generation must be paused: from the first bucket to the end of the
+            commit (``transfer``); for the commit alone, because buckets are staged until then
+            (``commit``); or never, because the server itself commits between two of its steps
+            (``nothing``).
+        verifies_checksums: Whether the server compares the checksums of a bucket.
+        takes_deltas: Whether the server can apply changes to the weights that it holds.
+    """
+
+    stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
+    verifies_checksums: bool = False
+    takes_deltas: bool = False
+
+
 class InferenceClient(ABC):
     """One inference server.
 
@@ -47,19 +65,28 @@ class InferenceClient(ABC):
     ``prompt_logprobs``, which wait their turn on the server, have a longer one.
 
     Attributes:
-        url: The server's address.
-        stops_for: How long generation must be stopped: from the first bucket to the end of
-            the commit (``transfer``), for the commit alone, since buckets are kept in
-            staging until then (``commit``), or not at all, since the server itself puts
-            the commit between two of its steps (``nothing``).
-        verifies_checksums: Whether a bucket's checksums are compared by the server.
-        takes_deltas: Whether the server can apply changes to what it holds.
+        url: Base URL of the server.
+        capabilities: What the server can do. They are those of the kind's row in `kinds.py`
+            until the client finds out more about its server.
     """
 
     url: str
-    stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
-    verifies_checksums: bool = False
-    takes_deltas: bool = False
+    capabilities: Capabilities = Capabilities()
+
+    @property
+    def stops_for(self) -> Literal["transfer", "commit", "nothing"]:
+        """See :class:`Capabilities`."""
+        return self.capabilities.stops_for
+
+    @property
+    def verifies_checksums(self) -> bool:
+        """See :class:`Capabilities`."""
+        return self.capabilities.verifies_checksums
+
+    @property
+    def takes_deltas(self) -> bool:
+        """See :class:`Capabilities`."""
+        return self.capabilities.takes_deltas
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:

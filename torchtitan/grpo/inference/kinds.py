@@ -1,26 +1,104 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Makes the client for a kind of server."""
+"""The table of server kinds: one row a kind.
 
+A kind is a folder beside this file (its client, its launcher, and whatever else it needs) and
+a row of :data:`KINDS`. Everything that depends on the kind of a server reads the row.
+
+The table is read where the configuration is checked, in every process of a run. Rows therefore
+name their client and launcher as ``module:name``, and the modules are imported on first use.
+"""
+
+import importlib
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.embedded.client import EmbeddedClient
-from torchtitan.grpo.inference.http import (
-    ADMIN_KEY_VARIABLE,
-    API_KEY_VARIABLE,
-    HttpConnection,
-)
-from torchtitan.grpo.inference.sglang.client import SGLangClient
-from torchtitan.grpo.inference.vllm.client import VLLMClient
+from torchtitan.grpo.inference.client import Capabilities, InferenceClient
+from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
 
-_CLIENTS: dict[ServerKind, type[SGLangClient] | type[VLLMClient]] = {
-    "embedded": EmbeddedClient,
-    "sglang": SGLangClient,
-    "vllm": VLLMClient,
-}
+
+@dataclass(frozen=True)
+class KindRow:
+    """What the rest of the package knows about one kind of server.
+
+    Attributes:
+        name: Value of ``inference.kind``.
+        client: ``module:class`` of the :class:`InferenceClient`. It is constructed with an
+            ``HttpConnection``, the row's capabilities and ``request_timeout_seconds``.
+        launcher: ``module:function`` that turns a :class:`ServerSpec` into a
+            :class:`LaunchCommand`.
+        capabilities: What the servers can do; see :class:`Capabilities`.
+        environment: Folder of the virtual environment that the server needs for itself, or
+            ``None`` if it runs in the trainer's. `scripts/install_<name>.sh` makes the folder.
+        key_options: Command-line options of the server whose value is a secret key. The value
+            is hidden where a command line is printed.
+    """
+
+    name: ServerKind
+    client: str
+    launcher: str
+    capabilities: Capabilities
+    environment: str | None = None
+    key_options: tuple[str, ...] = ("--api-key",)
+
+    @property
+    def install_script(self) -> str | None:
+        """Script that makes :attr:`environment`, or ``None`` if there is none."""
+        return None if self.environment is None else f"scripts/install_{self.name}.sh"
+
+    def load_client(self) -> Callable[..., InferenceClient]:
+        """Imports and returns the client class."""
+        return _load(self.client)
+
+    def launch_command(self, spec: ServerSpec) -> LaunchCommand:
+        """Returns how a server of this kind is started."""
+        return _load(self.launcher)(spec)
+
+
+_ROWS = (
+    KindRow(
+        name="embedded",
+        client="torchtitan.grpo.inference.embedded.client:EmbeddedClient",
+        launcher="torchtitan.grpo.inference.embedded.launch:launch_command",
+        capabilities=Capabilities(stops_for="nothing", verifies_checksums=True, takes_deltas=True),
+        key_options=("--api-key", "--admin-api-key"),
+    ),
+    KindRow(
+        name="sglang",
+        client="torchtitan.grpo.inference.sglang.client:SGLangClient",
+        launcher="torchtitan.grpo.inference.sglang.launch:launch_command",
+        capabilities=Capabilities(
+            stops_for="transfer", verifies_checksums=False, takes_deltas=False
+        ),
+        environment=".venv-sglang",
+        key_options=("--api-key", "--admin-api-key"),
+    ),
+    KindRow(
+        name="vllm",
+        client="torchtitan.grpo.inference.vllm.client:VLLMClient",
+        launcher="torchtitan.grpo.inference.vllm.launch:launch_command",
+        # With room for a second copy of the weights; the client finds out when it joins a group.
+        capabilities=Capabilities(stops_for="commit", verifies_checksums=True, takes_deltas=True),
+        environment=".venv-vllm",
+    ),
+)
+
+KINDS: dict[ServerKind, KindRow] = {row.name: row for row in _ROWS}
+
+
+def kind_row(kind: ServerKind) -> KindRow:
+    """Returns the row of a kind.
+
+    Raises:
+        ValueError: If no row has this name. The message lists the kinds.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"inference.kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+    return KINDS[kind]
 
 
 def make_client(
@@ -33,23 +111,29 @@ def make_client(
     request_timeout_seconds: float = 600.0,
     idle_seconds: float = 0.0,
 ) -> InferenceClient:
-    """A client for the server at ``url``.
+    """Returns a client for the server at ``url``.
 
     Args:
         kind: ``inference.kind``.
         url: Base URL, ``http://host:port``.
-        api_key: Key of generation routes; None reads ``TORCHTITAN_GRPO_API_KEY``.
-        admin_key: Key of control routes; None reads ``TORCHTITAN_GRPO_ADMIN_KEY``, and
-            without that the generation key is used.
-        control_timeout_seconds: Bound of one control request.
-        request_timeout_seconds: Bound of one completion.
+        api_key: Key of generation routes; ``None`` reads ``TORCHTITAN_GRPO_API_KEY``.
+        admin_key: Key of control routes; ``None`` reads ``TORCHTITAN_GRPO_ADMIN_KEY``. Without
+            either, the generation key is sent.
+        control_timeout_seconds: Maximum duration of one control request.
+        request_timeout_seconds: Maximum duration of one completion.
         idle_seconds: See :class:`HttpConnection`.
 
     Raises:
-        ValueError: The kind or the URL is not one.
+        ValueError: If ``kind`` has no row, or ``url`` is not an HTTP URL.
     """
-    if kind not in _CLIENTS:
-        raise ValueError(f"inference.kind must be one of {sorted(_CLIENTS)}, got {kind!r}.")
+    # Imported here because configuration checks read the table and need no HTTP.
+    from torchtitan.grpo.inference.http import (
+        ADMIN_KEY_VARIABLE,
+        API_KEY_VARIABLE,
+        HttpConnection,
+    )
+
+    row = kind_row(kind)
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"inference.urls must be like http://host:port, got {url!r}.")
     http = HttpConnection(
@@ -59,4 +143,11 @@ def make_client(
         timeout_seconds=control_timeout_seconds,
         idle_seconds=idle_seconds,
     )
-    return _CLIENTS[kind](http, request_timeout_seconds=request_timeout_seconds)
+    return row.load_client()(
+        http, row.capabilities, request_timeout_seconds=request_timeout_seconds
+    )
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -16,18 +16,15 @@ import sys
 from pathlib import Path
 
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.inference.launch import (
-    ServerSpec,
-    default_device,
-    mask_keys,
-    server_command,
-)
+from torchtitan.grpo.inference.kinds import KINDS
+from torchtitan.grpo.inference.local_servers import default_device, mask_keys, server_command
+from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
 def parse_arguments(arguments: list[str]) -> ServerSpec:
     """The server that a command line asks for; what it does not know goes to the server."""
     parser = argparse.ArgumentParser(prog="serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument("kind", choices=["embedded", "sglang", "vllm"])
+    parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("model_path", help="Hugging Face directory")
     parser.add_argument("--python", default=sys.executable, help="the server's interpreter")
     parser.add_argument("--host", default="127.0.0.1")

@@ -9,8 +9,10 @@ Nothing but the standard library is needed: the configuration's checks use it, t
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config import Inference
+if TYPE_CHECKING:
+    from torchtitan.grpo.config import Inference
 
 _URL = re.compile(r"https?://[^/\s]+:\d+/?")
 _COMMENT = "#"
@@ -63,7 +65,7 @@ def read_urls(path: Path) -> list[str]:
     return parse_urls(text, source)
 
 
-def named_urls(inference: Inference) -> list[str]:
+def named_urls(inference: "Inference") -> list[str]:
     """The URLs that ``[inference]`` names now; none where servers are launched.
 
     None either where ``inference.urls_file`` is not on this machine: rank 0 alone needs it.

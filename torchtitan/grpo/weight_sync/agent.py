@@ -26,7 +26,7 @@ from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import Shards
 from torchtitan.grpo.weight_wire import sparse
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 _POLL_SECONDS = 0.02
 

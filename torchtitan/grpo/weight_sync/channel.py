@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.weight_sync.agent import Agent, LocalAgent
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 _RESULTS: dict[str, Any] = {
     "wait_copied": None,

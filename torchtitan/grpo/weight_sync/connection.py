@@ -25,7 +25,7 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_wire.messages import WeightGroupInfo
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ import torch
 
 from torchtitan.grpo.weight_wire.buckets import tensor_bytes
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 @dataclass(frozen=True)

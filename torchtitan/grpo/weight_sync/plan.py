@@ -18,7 +18,7 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.shards import Assembly, in_buckets
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 @dataclass(frozen=True)

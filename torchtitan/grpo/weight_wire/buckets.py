@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec
 from torchtitan.grpo.weight_wire.sparse import delta_bytes
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 WIRE_DTYPES = {
     "float32": torch.float32,

@@ -34,9 +34,9 @@ from torchtitan.grpo.weight_wire.buckets import (
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool, storage_of
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 from torchtitan.grpo.weight_wire.sparse import apply, decode
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 _LEAVE_SECONDS = 5.0
 

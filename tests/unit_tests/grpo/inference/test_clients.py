@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.names import unknown_names
 from torchtitan.grpo.inference.sglang import client as sglang
+from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
 from torchtitan.grpo.inference.vllm import client as vllm
 from torchtitan.grpo.types import GenerateRequest, VersionSegment
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 GROUP = "group"
 REQUEST = GenerateRequest("r-1", [5, 6, 7], 4, temperature=0.8, stop_token_ids=(9,))

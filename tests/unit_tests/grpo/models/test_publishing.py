@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
-    ServerSpec,
     free_ports,
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
 @pytest.fixture

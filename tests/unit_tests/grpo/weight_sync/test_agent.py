@@ -17,7 +17,7 @@ from torchtitan.grpo.weight_sync.agent import LocalAgent
 from torchtitan.grpo.weight_sync.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadFailed, PayloadPool
 from torchtitan.grpo.weight_wire import sparse
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 CPU = torch.device("cpu")
 NUMEL = 1000

@@ -15,7 +15,7 @@ from torchtitan.grpo.weight_sync.disk_versions import DiskVersions, VersionNotWr
 from torchtitan.grpo.weight_sync.payloads import Bucket
 from torchtitan.grpo.weight_wire.buckets import read_safetensors
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 SHAPES = ((3,), (2, 5))  # the second begins at an odd place
 

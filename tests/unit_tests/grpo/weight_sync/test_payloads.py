@@ -11,7 +11,7 @@ from torchtitan.grpo.weight_sync.payloads import (
     PayloadPool,
 )
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes, tensor_bytes
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 SPECS = [
     BucketSpec(("a", "b"), ("float32", "float32"), ((1,), (2,))),

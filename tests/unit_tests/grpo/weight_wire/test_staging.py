@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torchtitan.grpo.weight_wire.buffers import BufferPool
-from torchtitan.grpo.weight_wire.messages import BucketSpec
 from torchtitan.grpo.weight_wire.staging import Staging, StagingError, StagingPlace
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 SECONDS = 10.0
 

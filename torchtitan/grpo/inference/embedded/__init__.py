@@ -12,7 +12,7 @@ It speaks SGLang's HTTP dialect, so one client serves both. Files in reading ord
     engine.py    the thread that schedules, samples, pauses and swaps weights
     weights.py   the parameters by name
     updates.py   update sessions: staging (weight_wire/staging.py), and the one commit
-    protocol.py  JSON of /generate, both ways
+    generate_json.py  JSON of /generate, both ways
     auth.py      which key a route needs
     server.py    the HTTP routes
 """

@@ -20,13 +20,13 @@ import transformers
 from aiohttp import web
 
 from torchtitan.grpo.inference.embedded.engine import Engine
+from torchtitan.grpo.inference.embedded.generate_json import ModelFacts
 from torchtitan.grpo.inference.embedded.model import (
     ModelRunner,
     load_model,
     load_tokenizer,
     read_eos_ids,
 )
-from torchtitan.grpo.inference.embedded.protocol import ModelFacts
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer, write_port_file
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable

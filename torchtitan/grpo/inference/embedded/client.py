@@ -6,10 +6,10 @@
 from typing import Any
 
 from torchtitan.grpo.inference.answers import joined_group
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
 from torchtitan.grpo.inference.sglang.client import SGLangClient
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 class EmbeddedClient(SGLangClient):
@@ -20,12 +20,10 @@ class EmbeddedClient(SGLangClient):
     paused, and its version is the old one until it is the new one.
     """
 
-    stops_for = "nothing"
-    verifies_checksums = True
-    takes_deltas = True
-
-    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
-        super().__init__(http, request_timeout_seconds=request_timeout_seconds)
+    def __init__(
+        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
+    ) -> None:
+        super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
         self._sequences: dict[str, int] = {}
 
     async def leave_weight_groups(self) -> None:

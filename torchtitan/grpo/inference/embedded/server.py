@@ -22,7 +22,7 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.embedded.auth import AuthLevel, is_allowed
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
-from torchtitan.grpo.inference.embedded.protocol import (
+from torchtitan.grpo.inference.embedded.generate_json import (
     GenerateBody,
     ModelFacts,
     body_field,
@@ -33,8 +33,8 @@ from torchtitan.grpo.inference.embedded.protocol import (
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.weight_wire.messages import BucketSpec
 from torchtitan.grpo.weight_wire.staging import StagingError
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 logger = logging.getLogger(__name__)
 

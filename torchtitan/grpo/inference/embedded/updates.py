@@ -37,9 +37,9 @@ from torchtitan.grpo.weight_wire.buckets import (
     read_safetensors,
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool
-from torchtitan.grpo.weight_wire.messages import BucketSpec
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 from torchtitan.grpo.weight_wire.staging import Staging, StagingError, StagingPlace
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 logger = logging.getLogger(__name__)
 

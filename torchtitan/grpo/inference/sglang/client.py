@@ -3,7 +3,7 @@
 
 """Client of SGLang servers (0.5.20 and later).
 
-The embedded server speaks the same dialect, and more: see `embedded_client.py`.
+The embedded server speaks the same dialect, and more: see `inference/embedded/client.py`.
 """
 
 import asyncio
@@ -21,12 +21,17 @@ from torchtitan.grpo.inference.answers import (
     max_answer_bytes,
     version_or_none,
 )
-from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
+from torchtitan.grpo.inference.client import (
+    Capabilities,
+    InferenceClient,
+    ServerError,
+    ServerLoad,
+)
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
-from torchtitan.grpo.inference.loads import load_of_ranks
-from torchtitan.grpo.inference.names import unknown_names
+from torchtitan.grpo.inference.sglang.load import parse_loads
+from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
 from torchtitan.grpo.types import GenerateRequest, Generation
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +46,16 @@ class SGLangClient(InferenceClient):
     new weights, so what they write after an update is the new policy's.
 
     Args:
-        http: The server's address, keys and control timeout.
+        http: Connection to the server, with its keys and control timeout.
+        capabilities: Those of the row in `kinds.py`.
         request_timeout_seconds: Bound of one completion.
     """
 
-    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
+    def __init__(
+        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
+    ) -> None:
         self.url = http.url
+        self.capabilities = capabilities
         self._http = http
         self._request_timeout_seconds = request_timeout_seconds
         self._groups: dict[str, WeightGroupInfo] = {}
@@ -111,7 +120,7 @@ class SGLangClient(InferenceClient):
     async def load(self) -> ServerLoad:
         route = "/v1/loads?include=core"
         answer = await self._http.get(route, scope="generation")
-        return load_of_ranks(self.url + route, answer.body)
+        return parse_loads(self.url + route, answer.body)
 
     async def num_workers(self) -> int:
         info = await self._server_info()

@@ -7,7 +7,7 @@ The server must run with ``--enable-scale-out`` (its token-in-token-out route re
 weight version of every token, which the OpenAI routes do not), with
 ``VLLM_SERVER_DEV_MODE=1`` (the RL routes), with ``--weight-transfer-config
 '{"backend": "torchtitan_grpo"}'`` and with ``--logprobs-mode processed_logprobs``.
-`launch.py` and `scripts/serve_vllm.sh` set all of them.
+`inference/vllm/launch.py` sets all of them, for launched servers and for `scripts/serve_vllm.sh`.
 """
 
 import asyncio
@@ -26,11 +26,16 @@ from torchtitan.grpo.inference.answers import (
     max_answer_bytes,
     version_or_none,
 )
-from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
+from torchtitan.grpo.inference.client import (
+    Capabilities,
+    InferenceClient,
+    ServerError,
+    ServerLoad,
+)
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
-from torchtitan.grpo.inference.loads import load_of_metrics
+from torchtitan.grpo.inference.vllm.load import parse_metrics
 from torchtitan.grpo.types import GenerateRequest, Generation
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +60,16 @@ class VLLMClient(InferenceClient):
     a second copy of the weights; :attr:`stops_for` is settled when it joins a group.
 
     Args:
-        http: The server's address, keys and control timeout.
+        http: Connection to the server, with its keys and control timeout.
+        capabilities: Those of the row in `kinds.py`.
         request_timeout_seconds: Bound of one completion.
     """
 
-    stops_for = "commit"
-    verifies_checksums = True
-    takes_deltas = True
-
-    def __init__(self, http: HttpConnection, *, request_timeout_seconds: float) -> None:
+    def __init__(
+        self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
+    ) -> None:
         self.url = http.url
+        self.capabilities = capabilities
         self._http = http
         self._request_timeout_seconds = request_timeout_seconds
         self._groups: dict[str, WeightGroupInfo] = {}
@@ -147,7 +152,7 @@ class VLLMClient(InferenceClient):
 
     async def load(self) -> ServerLoad:
         answer = await self._http.get("/metrics", scope="generation")
-        return load_of_metrics(f"{self.url}/metrics", answer.body)
+        return parse_metrics(f"{self.url}/metrics", answer.body)
 
     async def num_workers(self) -> int:
         sizes = []
@@ -183,9 +188,11 @@ class VLLMClient(InferenceClient):
             raise ServerError(f"{self.url}{route} refused: {excerpt(probe.body)}")
         if not has_room:
             logger.warning("%s receives weights while paused: %s", self.url, excerpt(probe.body))
-        self.stops_for = "commit" if has_room else "transfer"
-        self.takes_deltas = has_room and info.deltas
-        self.verifies_checksums = has_room
+        self.capabilities = Capabilities(
+            stops_for="commit" if has_room else "transfer",
+            verifies_checksums=has_room,
+            takes_deltas=has_room and info.deltas,
+        )
         await self._http.post(route, {"init_info": body}, timeout_seconds=info.timeout_seconds)
         self._groups[info.group_name] = info
 

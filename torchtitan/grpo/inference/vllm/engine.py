@@ -50,9 +50,9 @@ from torchtitan.grpo.weight_wire.buckets import (
     split_bucket,
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool
-from torchtitan.grpo.weight_wire.messages import BucketSpec
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 from torchtitan.grpo.weight_wire.staging import Staging, StagingPlace
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 logger = init_logger(__name__)
 

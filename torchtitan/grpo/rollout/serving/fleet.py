@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
     start_servers,

@@ -17,7 +17,7 @@ import logging
 
 from torchtitan.grpo.config import Inference
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.launch import LaunchedServer, start_server, wait_until_up
+from torchtitan.grpo.inference.local_servers import LaunchedServer, start_server, wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.inference.embedded.protocol import ModelFacts, parse_generate
+from torchtitan.grpo.inference.embedded.generate_json import ModelFacts, parse_generate
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
 from torchtitan.grpo.inference.embedded.weights import WeightTable, tensor_sha256
 from torchtitan.grpo.weight_wire.buckets import split_bucket
-from torchtitan.grpo.weight_wire.messages import BucketSpec
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 CPU = torch.device("cpu")
 FACTS = ModelFacts(vocab_size=10, max_model_len=20, eos_ids=frozenset({9}), tokenizer=None)

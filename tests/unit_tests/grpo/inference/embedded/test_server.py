@@ -23,13 +23,14 @@ from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
 from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import GenerateRequest
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-from torchtitan.grpo.weight_wire.messages import BucketSpec, WeightGroupInfo
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.sparse import encode
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 VOCAB = 40
 EOS = 39
@@ -687,7 +688,9 @@ def test_a_checkpoint_is_served_from_disk_whole_or_not_at_all(
 def test_the_client_serves_the_embedded_server(server: Server) -> None:
     async def run() -> None:
         http = HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=TIMEOUT)
-        client = EmbeddedClient(http, request_timeout_seconds=TIMEOUT)
+        client = EmbeddedClient(
+            http, KINDS["embedded"].capabilities, request_timeout_seconds=TIMEOUT
+        )
         new, name = make_model(4), next(_names)
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         info = WeightGroupInfo("127.0.0.1", store.port, 1, 2, name, "gloo", 30.0)

@@ -16,14 +16,14 @@ import pytest
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
-    ServerSpec,
     free_ports,
     start_server,
     stop_servers,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.serving.attempts import GivenBack
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue

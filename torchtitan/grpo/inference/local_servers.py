@@ -4,7 +4,6 @@
 """Starts inference servers on this machine, as children that end with the run."""
 
 import asyncio
-import json
 import os
 import socket
 import subprocess
@@ -13,58 +12,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from torchtitan.grpo.inference.kinds import KINDS, kind_row
+from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import ServerKind
 
-_HOST = "127.0.0.1"
+if TYPE_CHECKING:
+    from torchtitan.grpo.config import RolloutProcessConfig
+
 _POLL_SECONDS = 0.25
 _LOG_TAIL_BYTES = 4000
-KEY_OPTIONS = ("--api-key", "--admin-api-key")
-_SGLANG_CPU_MAIN = Path(__file__).with_name("sglang") / "cpu_main.py"
-# SGLang on CPU would otherwise take 15 GB for its KV cache.
-_SGLANG_CPU_MAX_TOKENS = 32768
-
-
-@dataclass(frozen=True)
-class ServerSpec:
-    """What one server is started with.
-
-    Attributes:
-        kind: Kind of server.
-        model_path: Hugging Face directory.
-        port: Port to listen on.
-        device: ``cpu`` or ``cuda``.
-        dtype: ``float32`` or ``bfloat16``.
-        max_model_len: Longest prompt plus completion, in tokens.
-        max_running_requests: Completions that it may write at once.
-        python: Interpreter of the server's environment; None is ours.
-        host: Address to listen on.
-        api_key: Key that the server asks for on generation routes.
-        admin_key: Key that SGLang asks for on control routes.
-        extra_args: Appended; where an option is given twice, the last one counts.
-        gpus: The GPUs that it sees; none given leaves it those that we see.
-        seed: Of sampling; None is the server's own.
-    """
-
-    kind: ServerKind
-    model_path: str
-    port: int
-    device: str
-    dtype: str
-    max_model_len: int
-    max_running_requests: int
-    python: str | None = None
-    host: str = _HOST
-    api_key: str | None = None
-    admin_key: str | None = None
-    extra_args: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,10 +83,8 @@ def server_command(
     Raises:
         ValueError: The kind is unknown.
     """
-    commands = {"embedded": _embedded, "sglang": _sglang, "vllm": _vllm}
-    if spec.kind not in commands:
-        raise ValueError(f"inference.kind must be one of {sorted(commands)}, got {spec.kind!r}.")
-    command, defaults = commands[spec.kind](spec)
+    command = kind_row(spec.kind).launch_command(spec)
+    defaults = dict(command.defaults)
     kept = without_rank_variables(environ)
     # Without bytecode files, each start would compile the server's sources for a minute.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -133,85 +92,26 @@ def server_command(
         defaults["OMP_NUM_THREADS"] = "1"  # the cores belong to the trainer, too
     elif spec.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-    return command + list(spec.extra_args), {**defaults, **kept, **_key_variables(spec)}
-
-
-def _embedded(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
-    interpreter = [spec.python or LIGHT_PYTHON[0], *LIGHT_PYTHON[1:]]
-    command = [*interpreter, "torchtitan.grpo.inference.embedded"]
-    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
-    command += ["--device", spec.device, "--dtype", spec.dtype]
-    command += ["--max-model-len", str(spec.max_model_len)]
-    command += ["--max-running-requests", str(spec.max_running_requests)]
-    command += _seed("--seed", spec)
-    return command, {"HF_HUB_OFFLINE": "1"}
-
-
-def _sglang(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
-    python = spec.python or sys.executable
-    command = [python, "-m", "sglang.launch_server"]
-    if spec.device == "cpu":
-        command = [python, str(_SGLANG_CPU_MAIN), "--attention-backend", "torch_native"]
-        wanted = spec.max_running_requests * spec.max_model_len
-        max_tokens = max(spec.max_model_len, min(wanted, _SGLANG_CPU_MAX_TOKENS))
-        command += ["--max-total-tokens", str(max_tokens)]
-    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
-    command += ["--device", spec.device, "--dtype", spec.dtype]
-    command += ["--context-length", str(spec.max_model_len)]
-    command += ["--max-running-requests", str(spec.max_running_requests)]
-    command += _seed("--random-seed", spec)
-    for option, key in zip(KEY_OPTIONS, (spec.api_key, spec.admin_key), strict=True):
-        command += [option, key] if key else []
-    return command, {"HF_HUB_OFFLINE": "1"}
-
-
-def _vllm(spec: ServerSpec) -> tuple[list[str], dict[str, str]]:
-    # Not the console script: it fails in the CPU package.
-    command = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
-    command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
-    command += ["--max-num-seqs", str(spec.max_running_requests)]
-    # Token ids in and out, with the weight version of each token; see VLLMClient.
-    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
-    command += _seed("--seed", spec)
-    defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if spec.device == "cpu":
-        command += ["--enforce-eager"]
-        # GiB of KV cache. Threads are not pinned: the trainer's would be on the same cores.
-        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return command, defaults
-
-
-def _seed(option: str, spec: ServerSpec) -> list[str]:
-    return [] if spec.seed is None else [option, str(spec.seed)]
-
-
-def _key_variables(spec: ServerSpec) -> dict[str, str]:
-    """Keys by environment where a server reads one: any user can list command lines."""
-    variables = {
-        "embedded": {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key},
-        "vllm": {"VLLM_API_KEY": spec.api_key},
-        "sglang": {},  # reads none
-    }
-    return {name: key for name, key in variables[spec.kind].items() if key}
+    keys = {name: key for name, key in command.keys.items() if key}
+    return command.arguments + list(spec.extra_args), {**defaults, **kept, **keys}
 
 
 def mask_keys(command: Sequence[str]) -> list[str]:
     """A command line to print: ``***`` in the place of keys."""
+    secret = {option for row in KINDS.values() for option in row.key_options}
     shown: list[str] = []
     for argument in command:
         option, equals, _ = argument.partition("=")
-        if shown and shown[-1] in KEY_OPTIONS:
+        if shown and shown[-1] in secret:
             argument = "***"
-        elif equals and option in KEY_OPTIONS:
+        elif equals and option in secret:
             argument = f"{option}=***"
         shown.append(argument)
     return shown
 
 
 def server_specs(
-    config: RolloutProcessConfig, environ: Mapping[str, str], ports: Sequence[int]
+    config: "RolloutProcessConfig", environ: Mapping[str, str], ports: Sequence[int]
 ) -> list[ServerSpec]:
     """What ``[inference]`` asks for; a server for each of the ports."""
     inference = config.inference
@@ -251,7 +151,7 @@ def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...
     return tuple(gpus[index * share : (index + 1) * share])
 
 
-def start_servers(config: RolloutProcessConfig, ports: Sequence[int]) -> list[LaunchedServer]:
+def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
     """Starts a server on each of the ports and returns at once; they are not up yet.
 
     Call it from the main thread: the children end with the thread that started them.
@@ -288,9 +188,11 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
         # Another directory than ours: `-m` would make the overlay's folder importable.
         process = start_child(command, env=environ, log_file=log_file, cwd=str(log_file.parent))
     except OSError as error:
+        script = kind_row(spec.kind).install_script
+        remedy = "" if script is None else f" Run `bash {script}` to install one."
         raise ValueError(
-            f"inference.python must be an interpreter with {spec.kind} in it, got "
-            f"{spec.python!r}: {error}. See scripts/install_{spec.kind}.sh."
+            f"inference.python must be an interpreter that can run a {spec.kind} server, got "
+            f"{spec.python!r}: {error}.{remedy}"
         ) from error
     return LaunchedServer(spec, process, log_file)
 
@@ -407,7 +309,7 @@ class HeldPorts:
 def _bound_socket() -> socket.socket:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     # Only after the choice of a port: with it, the kernel may choose one twice.
-    holder.bind((_HOST, 0))
+    holder.bind((LOOPBACK, 0))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
 

@@ -15,10 +15,9 @@ import pytest
 
 from torchtitan.grpo import config
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.launch import (
+from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
-    ServerSpec,
     default_device,
     free_ports,
     gpus_of,
@@ -28,6 +27,7 @@ from torchtitan.grpo.inference.launch import (
     start_server,
     wait_until_up,
 )
+from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.types import PromptProgress
 
 SPEC = ServerSpec(

@@ -1,0 +1,70 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a server is started with: the input and the output of each kind's ``launch.py``."""
+
+from dataclasses import dataclass, field
+
+from torchtitan.grpo.types import ServerKind
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """Settings of one server, the same for every kind.
+
+    Attributes:
+        kind: Kind of the server: the name of a row of `kinds.py`.
+        model_path: Hugging Face directory.
+        port: Port to listen on.
+        device: ``cpu`` or ``cuda``.
+        dtype: ``float32`` or ``bfloat16``.
+        max_model_len: Longest prompt plus completion, in tokens.
+        max_running_requests: Maximum number of completions that are sampled at once.
+        python: Interpreter of the server's environment; ``None`` is the current interpreter.
+        host: Address to listen on.
+        api_key: Key that the server requires on generation routes.
+        admin_key: Key that the server requires on control routes, if the kind has one.
+        extra_args: Command-line arguments appended last. If an option is given twice, the last
+            one counts.
+        gpus: GPUs that are visible to the server. If empty, it sees those of this process.
+        seed: Sampling seed; ``None`` leaves the server's default.
+    """
+
+    kind: ServerKind
+    model_path: str
+    port: int
+    device: str
+    dtype: str
+    max_model_len: int
+    max_running_requests: int
+    python: str | None = None
+    host: str = LOOPBACK
+    api_key: str | None = None
+    admin_key: str | None = None
+    extra_args: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """How one server is started: what a launcher of a kind returns.
+
+    Attributes:
+        arguments: Command line, without ``ServerSpec.extra_args``.
+        defaults: Environment variables that the user's own environment may override.
+        keys: Environment variables that hold the keys; they override the user's environment.
+            A key belongs here if the server reads one from its environment, because every
+            user of the machine can list command lines.
+    """
+
+    arguments: list[str]
+    defaults: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str | None] = field(default_factory=dict)
+
+
+def seed_option(option: str, spec: ServerSpec) -> list[str]:
+    """Returns the command-line option that sets the sampling seed, or nothing without a seed."""
+    return [] if spec.seed is None else [option, str(spec.seed)]

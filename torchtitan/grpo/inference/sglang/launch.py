@@ -1,0 +1,35 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Command line of an SGLang server."""
+
+import sys
+from pathlib import Path
+
+from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
+
+_CPU_MAIN = Path(__file__).with_name("cpu_main.py")
+# On a CPU, SGLang would otherwise allocate 15 GB for its KV cache.
+_CPU_MAX_TOKENS = 32768
+
+
+def launch_command(spec: ServerSpec) -> LaunchCommand:
+    """Returns the command that starts one SGLang server.
+
+    The keys are on the command line, because SGLang reads none from its environment.
+    """
+    python = spec.python or sys.executable
+    command = [python, "-m", "sglang.launch_server"]
+    if spec.device == "cpu":
+        command = [python, str(_CPU_MAIN), "--attention-backend", "torch_native"]
+        wanted = spec.max_running_requests * spec.max_model_len
+        max_tokens = max(spec.max_model_len, min(wanted, _CPU_MAX_TOKENS))
+        command += ["--max-total-tokens", str(max_tokens)]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--device", spec.device, "--dtype", spec.dtype]
+    command += ["--context-length", str(spec.max_model_len)]
+    command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += seed_option("--random-seed", spec)
+    for option, key in (("--api-key", spec.api_key), ("--admin-api-key", spec.admin_key)):
+        command += [option, key] if key else []
+    return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"})

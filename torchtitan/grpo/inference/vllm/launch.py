@@ -1,0 +1,29 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Command line of a vLLM server."""
+
+import json
+import sys
+
+from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
+
+
+def launch_command(spec: ServerSpec) -> LaunchCommand:
+    """Returns the command that starts one vLLM server as :class:`VLLMClient` needs it."""
+    # The module, not the console script `vllm serve`, which fails in vLLM's CPU package.
+    command = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
+    command += ["--max-num-seqs", str(spec.max_running_requests)]
+    # The route that takes and returns token ids, with the weight version of each token.
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
+    command += seed_option("--seed", spec)
+    defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if spec.device == "cpu":
+        command += ["--enforce-eager"]
+        # The KV cache takes 1 GiB. Threads are not pinned to cores, because vLLM would choose
+        # the cores on which the trainer's threads run.
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return LaunchCommand(command, defaults, {"VLLM_API_KEY": spec.api_key})
