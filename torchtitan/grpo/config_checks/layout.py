@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Parallelism
 
+from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule, schedules_with
 from torchtitan.grpo.pipeline.stages import stage_modules
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 _CHECKPOINT_MODES = ("none", "selective", "full", "memory_budget")
 _PIPELINE_MINIMA = {
     "pipeline_parallel_layers_per_stage": 1,
     "pipeline_parallel_first_stage_less_layers": 0,
     "pipeline_parallel_last_stage_less_layers": 0,
 }
-_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def layout_problems(config: JobConfig) -> Iterator[str]:
@@ -116,19 +115,19 @@ def _context_problems(settings: Parallelism) -> Iterator[str]:
 
 def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     settings, rows = config.parallelism, config.training.local_batch_size
-    schedule, degree = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
     size = settings.pipeline_parallel_microbatch_size
-    if schedule not in SCHEDULES:
+    schedule = SCHEDULES.get(settings.pipeline_parallel_schedule)
+    if schedule is None:
         yield (
             f"parallelism.pipeline_parallel_schedule must be one of {', '.join(SCHEDULES)}, got "
-            f"{schedule!r}."
+            f"{settings.pipeline_parallel_schedule!r}."
         )
         return
     if settings.pipeline_parallel_schedule_csv:
         yield (
             "parallelism.pipeline_parallel_schedule_csv must be left empty, got "
-            f"{settings.pipeline_parallel_schedule_csv!r}: the forward-only passes go by the "
-            "name in parallelism.pipeline_parallel_schedule."
+            f"{settings.pipeline_parallel_schedule_csv!r}: forward-only passes need a schedule "
+            "that parallelism.pipeline_parallel_schedule names."
         )
     for key, minimum in _PIPELINE_MINIMA.items():
         value = getattr(settings, key)
@@ -137,41 +136,39 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
     if size < 1 or rows % size:
         yield (
             f"training.local_batch_size ({rows}) must be a multiple of parallelism."
-            f"pipeline_parallel_microbatch_size ({size}): so many rows pass the pipeline at once."
+            f"pipeline_parallel_microbatch_size ({size}): a pipeline cuts that many rows into "
+            "microbatches of this size."
         )
         return
-    count = rows // size
-    if schedule == "1F1B" and count < degree:
+    problem = schedule.microbatch_problem(rows // size, settings.pipeline_parallel_degree)
+    if problem is not None:
         yield (
-            f"1F1B needs at least as many microbatches as stages: training.local_batch_size / "
-            f"parallelism.pipeline_parallel_microbatch_size is {count}, "
-            f"parallelism.pipeline_parallel_degree {degree}."
+            f"parallelism.pipeline_parallel_schedule = {schedule.name!r} cannot run {rows // size} "
+            "microbatches (training.local_batch_size / parallelism."
+            "pipeline_parallel_microbatch_size) with parallelism.pipeline_parallel_degree "
+            f"{settings.pipeline_parallel_degree}: {problem}. Change training.local_batch_size."
         )
-    if schedule.startswith("Interleaved") and count % max(1, count // degree):
-        yield (
-            f"{schedule} runs microbatches in rounds: {count} of them (training.local_batch_size / "
-            f"parallelism.pipeline_parallel_microbatch_size) must be a multiple of the "
-            f"{count // degree} rounds that {degree} ranks make of them."
-        )
-    if schedule in _ZERO_BUBBLE:
-        yield from _zero_bubble_problems(config)
+    yield from _refused_features(config, schedule)
 
 
-def _zero_bubble_problems(config: JobConfig) -> Iterator[str]:
-    """A zero-bubble schedule runs the backward in two halves, for inputs and for weights."""
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if _compiles_model(config):
+def _refused_features(config: JobConfig, schedule: Schedule) -> Iterator[str]:
+    """Settings that the schedule's row refuses."""
+    if "compile" in schedule.refuses and _compiles_model(config):
         yield (
             f"compile.enable cannot be used with parallelism.pipeline_parallel_schedule = "
-            f"{schedule!r}, says torch: the backward of a compiled block is one piece, and each "
-            "of the schedule's halves would run the whole of it. Use Interleaved1F1B or 1F1B."
+            f"{schedule.name!r}: the schedule runs the backward pass in two halves, for inputs "
+            "and for weights, and the backward pass of a compiled block cannot be split. Use "
+            f"{' or '.join(schedules_with('compile'))}."
         )
     checkpoint = config.activation_checkpoint
-    if checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op":
+    by_operator = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
+    if "operator_checkpoints" in schedule.refuses and by_operator:
         yield (
             "activation_checkpoint.selective_ac_option = 'op' cannot be used with parallelism."
-            f"pipeline_parallel_schedule = {schedule!r}: it allows one backward, and the schedule "
-            "runs it in two halves. Use activation_checkpoint.mode = 'none', or Interleaved1F1B."
+            f"pipeline_parallel_schedule = {schedule.name!r}: the schedule runs the backward pass "
+            "in two halves, for inputs and for weights, and such a checkpoint allows one. Use "
+            "activation_checkpoint.mode = 'none', or the schedule "
+            f"{' or '.join(schedules_with('operator_checkpoints'))}."
         )
 
 

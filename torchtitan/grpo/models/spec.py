@@ -12,7 +12,6 @@ import torch.nn as nn
 import torchtitan.protocols.train_spec as train_specs
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
@@ -27,6 +26,7 @@ from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.reference import Reference
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
+from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
@@ -85,7 +85,7 @@ def _pipeline(
 ) -> tuple[Any, list[nn.Module], bool, bool]:
     """What upstream's Trainer calls under pipeline parallelism; takes its arguments."""
     stages, parts = split_model(model, dims, config, device)
-    schedule = build_pipeline_schedule(config, stages, loss_fn)
+    schedule = build_schedule(config, stages, loss_fn)
     has_first = any(stage.is_first for stage in stages)
     return schedule, parts, has_first, any(stage.is_last for stage in stages)
 

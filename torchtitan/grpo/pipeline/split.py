@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a whole model on the meta device to this rank's pipeline stages."""
+"""Splits a whole model on the meta device into the pipeline stages of each rank."""
 
 import torch
 import torch.nn as nn
@@ -11,24 +11,28 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 
 from torchtitan.grpo.models.parallelize import parallelize
-from torchtitan.grpo.pipeline.stages import stage_modules
+from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
+
+# Upstream derives the placement of stages from the name of a schedule of torch's. A schedule
+# that torch does not have is placed like the one here that has the same placement.
+_PLACED_LIKE = {"loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
 def split_model(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """This rank's stages and their modules, other parallelisms laid over each.
+    """Returns this rank's stages and their modules, with all other parallelisms applied.
 
     Args:
         model: The whole model, on the meta device.
-        dims: Of the run.
-        config: Of the run; ``parallelism.pipeline_parallel_schedule`` says where stages go.
-        device: Of the stages' activations.
+        dims: Parallel dimensions of the run.
+        config: Configuration of the run. ``[parallelism]`` decides which rank holds which layers.
+        device: Device of the activations that stages send to each other.
     """
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
     modules = stage_modules(config.parallelism, num_layers)
-    schedule = config.parallelism.pipeline_parallel_schedule
-    stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), schedule, device, modules)
+    placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
+    stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
     for stage, part in zip(stages, parts, strict=True):
         stage.submod = parallelize(part, dims, config)
     return stages, parts

@@ -5,13 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torchtitan.config.job_config import Parallelism
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
 from torchtitan.grpo.models.spec import scoring_settings
-from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 
 SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_logits": False}
 
@@ -98,40 +95,6 @@ def test_mixed_precision_and_zero_bubble_schedules_give_right_gradients(run_rank
         assert result["mixed_precision"]["dtypes"] == ["torch.float32", "torch.float32"]
         assert_small(result["mixed_precision"]["errors"], 2e-2)
         assert_small(result["pipeline"]["errors"], 1e-5)
-
-
-class StageOnPaper:
-    """As much of a stage as torch asks of one to lay out a schedule."""
-
-    group_rank, group, is_first, is_last, has_backward = 0, None, True, False, True
-
-    def __init__(self, degree: int, index: int, count: int) -> None:
-        self.group_size, self.stage_index, self.num_stages = degree, index, count
-        self.stage_index_to_group_rank: dict[int, int] = {}
-        self.device, self.submod = torch.device("cpu"), nn.Identity()
-
-
-def most_at_once(schedule: str, degree: int, count: int) -> int:
-    """Microbatches that the last stage has begun and not finished, at most."""
-    last = 2 * degree - 1
-    stages = [StageOnPaper(degree, index, 2 * degree) for index in (0, last)]
-    order = get_schedule_class(schedule)(stages, count, loss_fn=lambda *_: 0).pipeline_order
-    (names,) = (
-        names
-        for actions in order.values()
-        if (names := [x.computation_type.name for x in actions if x and x.stage_index == last])
-    )
-    begun, ends = 0, ("FULL_BACKWARD", "BACKWARD_WEIGHT")
-    history = [begun := begun + (name == "FORWARD") - (name in ends) for name in names]
-    assert history[-1] == 0
-    return max(history)
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
-@pytest.mark.parametrize(("degree", "count"), [(2, 4), (2, 8), (4, 8), (4, 16)])
-def test_logits_are_kept_where_torch_ends_one_microbatch_at_a_time(schedule, degree, count):
-    settings = Parallelism(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
-    assert ends_one_at_a_time(settings) == (most_at_once(schedule, degree, count) == 1)
 
 
 @pytest.mark.parametrize(
