@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchtitan.grpo.rewards.thousands import without_thousands_separators
+
 Completion = str | list[dict[str, str]]
 
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
@@ -131,8 +133,9 @@ def _equal_answers(text: str, expected: str) -> bool:
     if not given:
         return False
     wanted = final_answer(expected) or expected.strip()
-    # Most answers of most sets are plain numbers: no need for a parser's second.
-    if given.replace(",", "") == wanted.replace(",", ""):
+    given, wanted = without_thousands_separators(given), without_thousands_separators(wanted)
+    # Most answers of most sets are plain numbers, which need no parser.
+    if given == wanted:
         return True
     # Imported late: it costs every worker half a second, used or not.
     from math_verify import parse, verify

@@ -45,6 +45,44 @@ def test_boxed_math_compares_final_answers_as_mathematics(completion, answer, ex
     assert boxed_math(["q"], [completion], answer=[answer]) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("given", "answer", "expected"),
+    [
+        ("34", "3,4", 0.0),
+        ("3,4", "34", 0.0),
+        ("(1,23)", "(12,3)", 0.0),
+        ("05", "0,5", 0.0),
+        ("0,5", "05", 0.0),
+        ("0.5", "0,5", 0.0),
+        ("1,23", "123", 0.0),
+        ("(1,234)", "1234", 0.0),
+        ("(1,234)", "(1234)", 0.0),
+        ("1234", "(1,234)", 0.0),
+        ("[1,234]", "[1234]", 0.0),
+        (r"\{1,234\}", r"\{1234\}", 0.0),
+        ("1,2,3", "123", 0.0),
+        ("235", r"1\,234", 0.0),
+        ("1,234", "1234", 1.0),
+        ("1234", "1,234", 1.0),
+        ("-1,234", "-1234", 1.0),
+        ("12,345,678.9", "12345678.9", 1.0),
+        ("1,234.50", "1234.5", 1.0),
+        ("1{,}234", "1234", 1.0),
+        (r"1\,234", "1,234", 1.0),
+        (r"10,\!000", "10000", 1.0),
+        (r"\$1,234", "1234", 1.0),
+        ("1,234%", "1234%", 1.0),
+        (r"\frac{1,000}{3}", r"\frac{1000}{3}", 1.0),
+        ("x=1,234", "x=1234", 1.0),
+        ("(1,234)", "(1, 234)", 1.0),
+        ("(1,234, 5)", "(1234, 5)", 1.0),
+        ("3,4", "3, 4", 1.0),
+    ],
+)
+def test_boxed_math_ignores_thousands_separators_and_no_other_comma(given, answer, expected):
+    assert boxed_math(["q"], [rf"\boxed{{{given}}}"], answer=[answer]) == [expected]
+
+
 def test_final_answer_keeps_nested_braces():
     assert final_answer(r"\boxed{\sqrt{2}}") == r"\sqrt{2}"
 
