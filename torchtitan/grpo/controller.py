@@ -27,12 +27,8 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
-from torchtitan.grpo.rollout.link import (
-    EvaluationResult,
-    RolloutBatch,
-    RolloutKilled,
-    RolloutLink,
-)
+from torchtitan.grpo.rollout.link import RolloutKilled, RolloutLink
+from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.system.groups import leader_address

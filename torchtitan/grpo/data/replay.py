@@ -17,7 +17,7 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
-from torchtitan.grpo.rollout.link import EvaluationResult
+from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
 

@@ -21,7 +21,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.progress import Progress
 from torchtitan.grpo.observe.report import RunOutcome, draw_reward_curve, summarise, write_summary
 from torchtitan.grpo.observe.run_log import RunLog
-from torchtitan.grpo.rollout.link import EvaluationResult
+from torchtitan.grpo.rollout.results import EvaluationResult
 
 
 class GRPOMetricsProcessor(MetricsProcessor):

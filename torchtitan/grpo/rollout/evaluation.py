@@ -7,11 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
+from torchtitan.grpo.rollout.results import EvaluationResult, EvaluationSample
 from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -21,26 +21,6 @@ from torchtitan.grpo.types import Generation, Prompt
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class HeldOutSample:
-    """One held-out prompt, for logs."""
-
-    prompt: str
-    completion: str
-    score: float
-
-
-@dataclass(frozen=True)
-class HeldOutScore:
-    """Mean of ``evaluation.function`` over ``num_prompts``; see ``link.EvaluationResult``."""
-
-    score: float
-    num_prompts: int
-    version: int
-    seconds: float
-    samples: list[HeldOutSample]
 
 
 class Evaluator:
@@ -71,12 +51,12 @@ class Evaluator:
         self._pool = pool
         self._function = function
         self._codec = codec
-        self._writer = writer
+        self._writer = writer.greedy()
         self._max_in_flight = max_in_flight
         self._room = asyncio.Event()
         dispatcher.listeners.append(self._room.set)
 
-    async def evaluate(self, version: int) -> HeldOutScore:
+    async def evaluate(self, version: int) -> EvaluationResult:
         """Scores the servers that serve ``version`` or a newer one.
 
         Prompts without a score (failed twice on the servers, or not scorable) are left
@@ -86,7 +66,7 @@ class Evaluator:
             RuntimeError: No prompt got a score.
         """
         started = time.monotonic()
-        tasks: list[asyncio.Task[tuple[HeldOutSample, int] | None]] = []
+        tasks: list[asyncio.Task[tuple[EvaluationSample, int] | None]] = []
         # A task group, so that an error stops the loop below and not only what follows it.
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
@@ -102,8 +82,8 @@ class Evaluator:
             )
         if len(found) < len(results):
             logger.warning("%d held-out prompts got no score", len(results) - len(found))
-        samples = [sample for sample, _ in found]
-        return HeldOutScore(
+        samples = tuple(sample for sample, _ in found)
+        return EvaluationResult(
             score=sum(sample.score for sample in samples) / len(samples),
             num_prompts=len(samples),
             version=min(oldest for _, oldest in found),
@@ -130,7 +110,7 @@ class Evaluator:
 
     async def _sample(
         self, prompt: Prompt, completion: asyncio.Task[Generation]
-    ) -> tuple[HeldOutSample, int] | None:
+    ) -> tuple[EvaluationSample, int] | None:
         try:
             generation = await completion
             ids = generation.token_ids.tolist()
@@ -144,4 +124,4 @@ class Evaluator:
         if score is None:
             return None
         oldest = min(segment.version for segment in generation.segments)
-        return HeldOutSample(prompt_text(prompt), text, score), oldest
+        return EvaluationSample(prompt_text(prompt), text, score), oldest

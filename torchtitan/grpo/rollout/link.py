@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +20,11 @@ import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import group_frames, link_messages
-from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
+from torchtitan.grpo.types import ServerInfo
 
 _Answer = TypeVar("_Answer")
 
@@ -44,57 +44,6 @@ class RolloutFailed(RuntimeError):
 
 class RolloutKilled(RolloutFailed):
     """The rollout process ended without a word; :meth:`RolloutLink.restart` may be called."""
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """What one step learns from, in one or several optimizer steps; or a part of it.
-
-    Attributes:
-        groups: ``grpo.prompts_per_step`` groups in all parts together, by ``group_id``; every
-            rollout has a reward. Their arrays are read-only, and all zeros where ranks fetch them
-            themselves.
-        progress: What a run that resumes after this batch passes as
-            ``RolloutProcessConfig.progress``.
-        closed: Prompts that were closed since the last batch, with their reasons.
-        metrics: ``reward/...`` and ``rollout/...``.
-        part: Which part of its batch this is. ``progress``, ``closed`` and ``metrics`` are valid
-            with the part that ends the batch.
-    """
-
-    groups: list[RolloutGroup]
-    progress: PromptProgress
-    closed: dict[int, CloseReason]
-    metrics: dict[str, float]
-    part: BatchPart
-
-
-@dataclass(frozen=True)
-class EvaluationSample:
-    """One held-out prompt with its greedy completion."""
-
-    prompt: str
-    completion: str
-    score: float
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Held-out score.
-
-    Attributes:
-        score: Mean of ``evaluation.function``.
-        num_prompts: Prompts that the mean is over.
-        version: Oldest policy version that wrote a token of it.
-        seconds: Wall time.
-        samples: One for each of ``num_prompts``.
-    """
-
-    score: float
-    num_prompts: int
-    version: int
-    seconds: float
-    samples: tuple[EvaluationSample, ...]
 
 
 class RolloutLink:
@@ -245,10 +194,7 @@ class RolloutLink:
             done = answer[0]
             # An answer to a question that was given up may still be on its way.
             if done.request_id == self._evaluation_id:
-                samples = tuple(EvaluationSample(*sample) for sample in done.samples)
-                return EvaluationResult(
-                    done.score, done.num_prompts, done.version, done.seconds, samples
-                )
+                return done.result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
         """Has what is not yet trained on kept with a checkpoint; does not wait for it.

@@ -12,6 +12,7 @@ import msgspec
 
 from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.types import BatchPart, PromptProgress, ServerInfo
 
 CONFIG_FILE = "config.json"
@@ -90,14 +91,10 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class EvaluationDone(msgspec.Struct, tag=True):
-    """Answer to :class:`Evaluate`; ``samples`` are (prompt, completion, score)."""
+    """Answer to the :class:`Evaluate` command that has the same ``request_id``."""
 
     request_id: int
-    score: float
-    num_prompts: int
-    version: int
-    seconds: float
-    samples: list[tuple[str, str, float]]
+    result: EvaluationResult
 
 
 class Batch(msgspec.Struct, tag=True):

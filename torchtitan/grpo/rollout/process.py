@@ -179,17 +179,7 @@ class RolloutProcess:
         waiting = asyncio.ensure_future(evaluator.evaluate(command.version))
         await self._say_progress(waiting, evaluator.describe)
         result = await waiting
-        samples = [(s.prompt, s.completion, s.score) for s in result.samples]
-        await self._send(
-            link_messages.EvaluationDone(
-                command.request_id,
-                result.score,
-                result.num_prompts,
-                result.version,
-                result.seconds,
-                samples,
-            )
-        )
+        await self._send(link_messages.EvaluationDone(command.request_id, result))
 
     async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
         """Writes what goes with a checkpoint. A run goes on without: it is work, not state."""

@@ -12,7 +12,6 @@ the ledger (:mod:`.ledger`).
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.rollout.admission import Admission, part_size
@@ -22,12 +21,14 @@ from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
 from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.ranker import LengthRanker
+from torchtitan.grpo.rollout.results import RolloutBatch
 from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics
+from torchtitan.grpo.rollout.running_group import RunningGroup
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
-from torchtitan.grpo.rollout.trajectory import Trajectory, TrajectoryWriter
-from torchtitan.grpo.types import BatchPart, Generation, Prompt, PromptProgress, RolloutGroup
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.types import BatchPart, Generation, Prompt, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -35,51 +36,6 @@ OverduePolicy = Literal["wait", "drop", "cut", "resume"]
 
 # A server's pause after a failure ends without an event, so the loop looks again.
 _RETRY_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class ProducedBatch:
-    """One batch, or a part of it, ordered by ``group_id``; see ``link.RolloutBatch``."""
-
-    groups: list[RolloutGroup]
-    progress: PromptProgress
-    closed: dict[int, CloseReason]
-    metrics: dict[str, float]
-    part: BatchPart = BatchPart.WHOLE
-
-
-@dataclass(eq=False)
-class _Running:
-    """A group that is being written; ``kept`` are completions of it from before a resume."""
-
-    prompt: Prompt
-    trajectories: list[Trajectory]
-    kept: tuple[Generation, ...]
-    task: asyncio.Task[None] | None = None
-
-    def done(self) -> tuple[Generation, ...]:
-        """The completions that are there by now."""
-        results = (trajectory.result() for trajectory in self.trajectories)
-        return (*self.kept, *(result for result in results if result is not None))
-
-    def begun(self) -> tuple[Generation, ...]:
-        """What is there of those that are still being written."""
-        running = (t.so_far for t in self.trajectories if not t.task.done())
-        return tuple(so_far for so_far in running if so_far is not None)
-
-    def cut(self) -> int:
-        """Ends what is still being written with what is there of it; returns how many."""
-        running = [t for t in self.trajectories if not (t.task.done() or t.is_cut)]
-        for trajectory in running:
-            trajectory.cut()
-        return len(running)
-
-    def cancel(self) -> None:
-        """Gives it up."""
-        for trajectory in self.trajectories:
-            trajectory.task.cancel()
-        if self.task is not None:
-            self.task.cancel()
 
 
 class Producer:
@@ -133,7 +89,7 @@ class Producer:
         self._unfinished: dict[int, UnfinishedGroup] = {}
         self._resumed: list[tuple[Prompt, tuple[Generation, ...]]] = []  # wait to go on
         self._context: dict[int, tuple[Generation, ...]] = {}  # of those about to
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, RunningGroup] = {}
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics()
         self._room = asyncio.Event()
@@ -197,7 +153,7 @@ class Producer:
             self._start_group(prompt, server, groups)
             self._group_done.set()  # what is overdue can be relieved from now on
 
-    async def batch(self, version: int) -> ProducedBatch:
+    async def batch(self, version: int) -> RolloutBatch:
         """Waits for the groups that turn ``version`` into ``version + 1``.
 
         With ``num_parts`` above 1 each call waits for a part of them alone.
@@ -218,14 +174,14 @@ class Producer:
         self._taken += groups
         if self._admission.next_batch == version:
             part = BatchPart.at(begins_batch=begins_batch, ends_batch=False)
-            return ProducedBatch(groups, self._ledger.progress, {}, {}, part)
+            return RolloutBatch(groups, self._ledger.progress, {}, {}, part)
         batch, self._taken = self._taken, []
         self._judge.next_batch()
         self._ledger.train([group.group_id for group in batch])
         metrics = self._batch_metrics(batch)
         progress, closed = self._ledger.progress, self._ledger.take_closed()
         part = BatchPart.at(begins_batch=begins_batch, ends_batch=True)
-        return ProducedBatch(groups, progress, closed, metrics, part)
+        return RolloutBatch(groups, progress, closed, metrics, part)
 
     async def _take_batch(self) -> list[int]:
         while (group_ids := self._admission.take_batch()) is None:
@@ -303,10 +259,10 @@ class Producer:
             )
             for i in range(self._group_size - len(kept))
         ]
-        running = self._running[prompt.index] = _Running(prompt, trajectories, kept)
+        running = self._running[prompt.index] = RunningGroup(prompt, trajectories, kept)
         running.task = groups.create_task(self._follow_group(running, server))
 
-    async def _follow_group(self, running: _Running, server: Server) -> None:
+    async def _follow_group(self, running: RunningGroup, server: Server) -> None:
         prompt = running.prompt
         try:
             await asyncio.gather(*(t.until_ended() for t in running.trajectories))

@@ -101,6 +101,16 @@ class TrajectoryWriter:
         self._segment_tokens = segment_tokens
         self._wait_seconds = wait_seconds
 
+    def greedy(self) -> "TrajectoryWriter":
+        """Returns a writer that decodes greedily and is the same in all other respects."""
+        return TrajectoryWriter(
+            self._dispatcher,
+            self._sampling.greedy(),
+            segment_tokens=self._segment_tokens,
+            wait_seconds=self._wait_seconds,
+            episodes=self._episodes,
+        )
+
     def start(
         self,
         prompt: Prompt,

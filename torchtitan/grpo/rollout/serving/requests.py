@@ -3,7 +3,7 @@
 
 """What a server is asked for, and which answers can be trained on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,10 @@ class Sampling:
     top_k: int
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
+
+    def greedy(self) -> "Sampling":
+        """Returns the same settings with greedy decoding."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
     def room_after(self, prompt: Prompt) -> int:
         """Tokens that a completion of the prompt may have."""

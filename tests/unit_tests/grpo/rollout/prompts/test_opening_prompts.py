@@ -23,7 +23,7 @@ from torchtitan.grpo.config import (
     RolloutProcessConfig,
 )
 from torchtitan.grpo.rollout.prompts import open_mixture
-from torchtitan.grpo.rollout.session import _open_held_out, _open_prompts
+from torchtitan.grpo.rollout.session_parts import open_held_out, open_prompts
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import PromptProgress
 
@@ -83,7 +83,7 @@ def num_open(paths: list[str]) -> int:
 
 def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(model, codec, paths):
     prompts = Prompts(paths=paths, weights=[3, 1])
-    stream, samples = _open_prompts(process_config(model, prompts), codec, [])
+    stream, samples = open_prompts(process_config(model, prompts), codec, [])
     # The rewards are tried on each set, whose columns differ.
     assert [set(prompt.columns) for prompt in samples] == [{"prompt_set"}, {"prompt_set", "answer"}]
     drawn = [stream.next() for _ in range(40)]
@@ -93,7 +93,7 @@ def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(mode
     stream.close()
 
     config = process_config(model, prompts, progress=PromptProgress(position=30))
-    resumed, _ = _open_prompts(config, codec, [3, 17, 29])
+    resumed, _ = open_prompts(config, codec, [3, 17, 29])
     again = [resumed.next() for _ in range(13)]
     expected = [drawn[i] for i in (3, 17, 29, *range(30, 40))]
     assert [(p.index, p.text) for p in again] == [(p.index, p.text) for p in expected]
@@ -102,7 +102,7 @@ def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(mode
 
 
 def test_single_set_has_no_further_column(model, codec, paths):
-    stream, (sample,) = _open_prompts(process_config(model, Prompts(path=paths[1])), codec, [])
+    stream, (sample,) = open_prompts(process_config(model, Prompts(path=paths[1])), codec, [])
     assert set(sample.columns) == set(stream.next().columns) == {"answer"}
     stream.close()
 
@@ -117,12 +117,12 @@ def test_missing_set_is_named_and_the_others_are_closed(model, codec, paths):
 def test_set_without_a_short_prompt_is_refused_before_training(model, codec, paths):
     prompts = Prompts(paths=paths, max_prompt_tokens=1)
     with pytest.raises(ValueError, match=r"prompts.paths: none of the 12 prompts in .*table.parq"):
-        _open_prompts(process_config(model, prompts), codec, [])
+        open_prompts(process_config(model, prompts), codec, [])
     assert num_open(paths) == 0
 
 
 def test_held_out_prompts_are_read_once_and_their_file_is_closed(model, codec, paths):
     held_out = Evaluation(path=paths[0], num_prompts=3)
     config = process_config(model, Prompts(path=paths[0]), evaluation=held_out)
-    assert [prompt.text for prompt in _open_held_out(config, codec)] == ["0", "1", "2"]
+    assert [prompt.text for prompt in open_held_out(config, codec)] == ["0", "1", "2"]
     assert num_open(paths) == 0

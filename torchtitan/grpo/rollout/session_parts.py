@@ -1,0 +1,165 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Builds the parts of a rollout session from the configuration."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rollout.admission import Admission
+from torchtitan.grpo.rollout.environments import EnvironmentPool
+from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.prompts import (
+    PromptSet,
+    PromptStream,
+    first_prompts,
+    open_mixture,
+)
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
+from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def open_prompts(
+    config: RolloutProcessConfig, codec: TextCodec, pending: Sequence[int]
+) -> tuple[PromptStream, list[Prompt]]:
+    """The stream, and a prompt of each set, whose columns may differ, to try rewards on."""
+    with ExitStack() as stack:
+        mixture = stack.enter_context(closing(open_mixture(config, codec)))
+        samples = [prompts.sample() for prompts in mixture.sets]
+        stream = PromptStream(
+            mixture,
+            seed=config.seed,
+            shuffle=config.prompts.shuffle,
+            position=config.progress.position,
+            pending=pending,
+        )
+        stack.pop_all()
+    return stream, samples
+
+
+def open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Prompt]:
+    settings = config.evaluation
+    if settings.path is None:
+        return []
+    # What is used is read here in full, and no row later.
+    with closing(
+        PromptSet.open(
+            settings.path, settings.split, config, codec, "evaluation.path", settings.name
+        )
+    ) as prompts:
+        usable, num_too_long = first_prompts(prompts, settings.num_prompts)
+    if num_too_long:
+        logger.warning("%d held-out prompts are too long and left out", num_too_long)
+    return usable
+
+
+def make_reward_pool(config: RolloutProcessConfig) -> RewardPool:
+    reward = config.reward
+    if not reward.functions:
+        raise ValueError("reward.functions must name at least one reward function, got [].")
+    # The evaluation's function stands behind the rewards', and the acceptor behind both.
+    extra = [config.evaluation.function] if config.evaluation.path is not None else []
+    if config.rollout.should_accept is not None:
+        extra.append(config.rollout.should_accept)
+    return RewardPool(
+        [*reward.functions, *extra],
+        num_workers=reward.num_workers,
+        timeout_seconds=reward.timeout_seconds,
+        max_consecutive_failures=reward.max_consecutive_failures,
+    )
+
+
+def make_environment_pool(config: RolloutProcessConfig) -> EnvironmentPool:
+    rollout = config.rollout
+    assert rollout.environment is not None, "asked for where there is one"
+    return EnvironmentPool(
+        rollout.environment,
+        rollout.environment_options,
+        num_workers=rollout.environment_workers,
+        timeout_seconds=rollout.environment_timeout_seconds,
+        max_consecutive_failures=rollout.max_consecutive_failures,
+    )
+
+
+def with_turn_ends(sampling: Sampling, stop_strings: Sequence[str], codec: TextCodec) -> Sampling:
+    """Sampling that also stops where an environment's turns end.
+
+    Raises:
+        ValueError: A stop string is no single token.
+    """
+    stop_ids = list(sampling.stop_token_ids)
+    for text in stop_strings:
+        token = codec.single_token(text)
+        if token is None:
+            raise ValueError(
+                f"rollout.environment: its stop string {text!r} must be one token of the model's "
+                f"tokenizer, and is {codec.encode_continuation(text)}. Name another, or let turns "
+                "end with the end of sequence."
+            )
+        stop_ids.append(token)
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
+
+
+def acceptor_position(config: RolloutProcessConfig) -> int:
+    """Position of ``rollout.should_accept`` in the pool."""
+    return len(config.reward.functions) + (config.evaluation.path is not None)
+
+
+def make_judge(config: RolloutProcessConfig, pool: RewardPool, codec: TextCodec) -> GroupJudge:
+    rollout = config.rollout
+    acceptor = acceptor_position(config) if rollout.should_accept is not None else None
+    waste = None
+    if rollout.dynamic_sampling:
+        waste = WasteBudget(int(rollout.dynamic_sampling_limit * config.grpo.prompts_per_step))
+    return GroupJudge(
+        Scorer(
+            pool,
+            codec,
+            config.reward.functions,
+            config.reward.weights,
+            acceptor,
+            has_environment=rollout.environment is not None,
+        ),
+        CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
+        waste,
+    )
+
+
+def make_admission(config: RolloutProcessConfig) -> Admission:
+    groups_per_batch, group_size = config.grpo.prompts_per_step, config.grpo.group_size
+    # Counted in rollouts, as users do; whole groups are what waits.
+    limit = config.rollout.buffer_size_limit or 2 * groups_per_batch * group_size
+    return Admission(
+        groups_per_batch=groups_per_batch,
+        max_staleness=config.rollout.max_head_offpolicyness,
+        group_size=group_size,
+        max_buffered=limit // group_size,
+        max_concurrent_rollouts=config.rollout.max_concurrent_rollouts,
+        start_version=config.start_version,
+    )
+
+
+def make_sampling(config: RolloutProcessConfig) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        max_total_tokens=config.seq_len,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        # A stop token given by name ends a completion even where EOS is ignored.
+        stop_token_ids=(
+            *(() if rollout.ignore_eos else config.eos_token_ids),
+            *rollout.stop_token_ids,
+        ),
+        ignore_eos=rollout.ignore_eos,
+    )
