@@ -1,20 +1,24 @@
 """Fixtures that several test modules share."""
 
+# ruff: noqa: E402  (the programs' folder must be importable first)
+
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPOSITORY / "tests" / "programs"))
+
+from forked import ForkServer
+
 # An example takes as long as the machine lets it: bounds of time belong to benchmarks.
 settings.register_profile("grpo", deadline=None)
 settings.load_profile("grpo")
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -29,25 +33,36 @@ def rank_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Starts ranks, programs and embedded servers that need not import torch first."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def run_ranks(rank_environment: dict[str, str], tmp_path: Path) -> Callable[..., list[dict]]:
-    """Runs `tests/programs/<name>.py` under torchrun; returns what each rank wrote.
+def run_ranks(
+    rank_environment: dict[str, str], fork_server: ForkServer, tmp_path: Path
+) -> Callable[..., list[dict]]:
+    """Runs `tests/programs/<name>.py` on several ranks; returns what each rank wrote.
 
     A program is called as ``main(arguments: dict) -> dict`` on every rank.
     """
 
     def run(name: str, num_ranks: int, **arguments) -> list[dict]:
-        output = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
-        output.mkdir()
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", str(num_ranks), str(REPOSITORY / "tests/programs/run.py")),
-            *(name, str(output), json.dumps(arguments)),
-        ]
-        result = subprocess.run(
-            command, env=rank_environment, capture_output=True, text=True, timeout=600
-        )
-        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
-        return [json.loads((output / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+        folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        console = folder / "console.log"
+        with console.open("w") as output:
+            process = fork_server.start(
+                REPOSITORY / "tests/programs/run.py",
+                [name, str(folder), json.dumps(arguments)],
+                num_ranks=num_ranks,
+                environment=rank_environment,
+                output=output,
+            )
+        assert process.wait(600) == 0, console.read_text()[-8000:]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
     return run

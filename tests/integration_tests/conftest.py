@@ -17,10 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
+from forked import ForkedProcess, ForkServer
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.types import PromptProgress, ServerKind
@@ -29,36 +30,57 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
 # Against hanging alone: a busy machine is several times slower.
 PATIENCE_SECONDS = 600.0
+# Arguments of runs that launch no embedded server.
+_OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.python")
 
 
 @dataclass(eq=False)
 class Run:
-    """A training run under torchrun, and everything that descends from it."""
+    """A training run, and everything that descends from it.
 
+    Attributes:
+        fork_server: Starts the ranks, and the embedded servers that the run launches. Signals
+            that the tests send to such a server reach what stands for it; see `forked.py`.
+        torchrun: Start the run as a user does instead.
+    """
+
+    fork_server: ForkServer
     folder: Path
     config: str | Path = "quickstart"
     num_ranks: int = 2
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    process: subprocess.Popen | None = None
+    torchrun: bool = False
+    process: subprocess.Popen | ForkedProcess | None = None
 
     def start(self) -> None:
         """Starts ``train_configs/<config>.toml``, or the file where ``config`` is a path."""
         config = self.config
         if not isinstance(config, Path):
             config = REPOSITORY / "train_configs" / f"{config}.toml"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"),
+        arguments = [
             *("--job.config_file", str(config)),
             *("--job.dump_folder", str(self.folder), *self.arguments),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self.mark}
+        environment |= self.environment
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "console.log").open("wb") as console:
+            if not self.torchrun:
+                if not any(a.startswith(_OTHER_SERVERS) for a in arguments):
+                    arguments.append(f"--inference.python={self.fork_server.launcher()}")
+                self.process = self.fork_server.start(
+                    "torchtitan.grpo_train", arguments, num_ranks=self.num_ranks,
+                    environment=environment, folder=REPOSITORY, output=console,
+                )  # fmt: skip
+                return
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"),
+            ]
             self.process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment | self.environment,
+                command + arguments, cwd=REPOSITORY, env=environment,
                 stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -133,14 +155,21 @@ class Run:
         return [p for p in self.left_behind() if _has_words(p, words)]
 
     def left_behind(self) -> list[psutil.Process]:
-        """Living processes that descend from this run, found by a mark in their environment."""
+        """Living processes that descend from this run.
+
+        They are found by a mark in their environment; forked ones, of which /proc shows no
+        environment of their own, by their session.
+        """
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
                 alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and process.environ().get(MARK) == self.mark:
+                if alive and (self._is_rank(process) or process.environ().get(MARK) == self.mark):
                     found.append(process)
         return found
+
+    def _is_rank(self, process: psutil.Process) -> bool:
+        return self.process is not None and os.getsid(process.pid) == self.process.pid
 
     def wait_for_nobody(self, timeout_seconds: float = 30) -> None:
         """Fails where a process is left after the timeout."""
@@ -182,12 +211,12 @@ def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def make_run(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., Run]]:
     """Makes runs; what they leave behind is killed at the test's end."""
     runs: list[Run] = []
 
     def make(*arguments: str, name: str = "run", **kwargs: Any) -> Run:
-        run = Run(folder=tmp_path / name, arguments=list(arguments), **kwargs)
+        run = Run(fork_server, tmp_path / name, arguments=list(arguments), **kwargs)
         runs.append(run)
         return run
 
@@ -197,7 +226,9 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture
-def rollout_config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProcessConfig:
+def rollout_config(
+    repository: Path, tmp_path: Path, monkeypatch, fork_server: ForkServer
+) -> RolloutProcessConfig:
     """One launched embedded server and the shipped task: 3 groups of 4 a step."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     task = repository / "assets/reverse_digits"
@@ -207,7 +238,12 @@ def rollout_config(repository: Path, tmp_path: Path, monkeypatch) -> RolloutProc
         rollout=tables.Rollout(
             max_head_offpolicyness=1, max_new_tokens=12, max_concurrent_rollouts=32
         ),
-        inference=tables.Inference(launch=True, device="cpu", startup_timeout_seconds=240.0),
+        inference=tables.Inference(
+            launch=True,
+            python=fork_server.launcher(),
+            device="cpu",
+            startup_timeout_seconds=240.0,
+        ),
         reward=tables.Reward(functions=["partial_match"], timeout_seconds=10.0),
         evaluation=tables.Evaluation(path=str(task / "heldout.jsonl"), num_prompts=16),
         hf_assets_path=str(task / "model"),
@@ -262,7 +298,7 @@ def serve_version() -> Callable[[RolloutLink, str, int], None]:
 
 
 @pytest.fixture
-def serve(repository, tmp_path):
+def serve(repository, tmp_path, fork_server):
     """Starts embedded servers, at a given port where one is to come back."""
     servers: list[LaunchedServer] = []
 
@@ -270,7 +306,8 @@ def serve(repository, tmp_path):
         model = str(repository / "assets/reverse_digits/model")
         port = port or free_ports(1)[0]
         spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 64)
-        servers.append(start_server(spec, tmp_path / f"server-{len(servers)}.log"))
+        log = tmp_path / f"server-{len(servers)}.log"
+        servers.append(fork_server.start_server(spec, log))
         return servers[-1]
 
     yield start

@@ -23,7 +23,7 @@ WEIGHTS = "model.safetensors"
 def _expect(runs: dict[str, tuple[Any, list[str]]]) -> None:
     """Each run fails with one message, which has all the parts.
 
-    They run at the same time: most of it is one core's work of importing torch.
+    The runs are started together, since most of the time they wait for each other's end.
     """
     for run, _ in runs.values():
         run.start()
@@ -44,7 +44,7 @@ def test_a_bad_configuration_file_is_refused_by_key(make_run, repository, tmp_pa
     for name, (line, parts) in cases.items():
         file = tmp_path / f"{name}.toml"
         file.write_text(text.replace("group_size = 8", line))
-        runs[name] = (make_run(config=file, name=name), parts)
+        runs[name] = (make_run(config=file, name=name, torchrun=name == "misspelt"), parts)
     _expect(runs)
 
 

@@ -229,6 +229,7 @@ def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_pat
     run = make_run(
         *("--inference.no-launch", f"--inference.urls_file={file}", "--evaluation.num_prompts=8"),
         *("--grpo.prompts_per_step=2", "--training.steps=400", "--observe.log_level=info"),
+        torchrun=True,
     )
     run.start()
     run.wait_for_step(3)

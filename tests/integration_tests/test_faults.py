@@ -34,11 +34,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def rig(server_kind: tuple[ServerKind, str | None], tmp_path_factory) -> Iterator[FaultRig]:
+def rig(
+    server_kind: tuple[ServerKind, str | None], tmp_path_factory, fork_server
+) -> Iterator[FaultRig]:
     """The tests leave the server pushed to, and the loop publishing."""
     kind, python = server_kind
     folder = tmp_path_factory.mktemp(kind)
-    rig = FaultRig(kind, python, folder)
+    rig = FaultRig(kind, python, folder, fork_server)
     try:
         rig.begin()
         yield rig

@@ -29,7 +29,6 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
-    start_server,
     wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
@@ -77,11 +76,11 @@ REFUSALS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[LaunchedServer]:
+def server(tmp_path_factory, fork_server) -> Iterator[LaunchedServer]:
     """An embedded server whose weights are called version 0."""
     model = str(REPOSITORY / "assets/reverse_digits/model")
     spec = ServerSpec("embedded", model, free_ports(1)[0], "cpu", "float32", 256, 64)
-    server = start_server(spec, tmp_path_factory.mktemp("server") / "server.log")
+    server = fork_server.start_server(spec, tmp_path_factory.mktemp("server") / "server.log")
 
     async def prepare() -> None:
         client = make_client("embedded", server.url)

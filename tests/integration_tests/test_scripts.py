@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from torchtitan.grpo.inference.local_servers import free_ports, start_server
+from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
@@ -28,14 +28,14 @@ def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_pa
     assert f"verified: {server} serves what the trainer has" in result.stdout
 
 
-def test_verification_fails_where_the_server_has_other_weights(make_run, repository):
+def test_verification_fails_where_the_server_has_other_weights(make_run, repository, fork_server):
     """The run's own server is gone; one with the original weights stands in its place."""
     run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")
     run.succeed()
     model = str(repository / "assets/reverse_digits/model")
     (port,) = free_ports(1)
     spec = ServerSpec("embedded", model, port, "cpu", "float32", 256, 8)
-    server = start_server(spec, run.folder / "other.log")
+    server = fork_server.start_server(spec, run.folder / "other.log")
     try:
         command = [
             *(sys.executable, "-m", "torchtitan.grpo.verify", "--kind", "embedded"),

@@ -59,8 +59,8 @@ def _start(*runs) -> None:
 @pytest.mark.parametrize("moment", ["building", "starting servers"])
 def test_a_signal_before_the_first_step_ends_the_run(make_run, moment):
     cases = {
-        make_run(*SMALL, "--observe.log_level=info", name="interrupted"): _interrupt,
-        make_run(*SMALL, "--observe.log_level=info", name="terminated"): _terminate,
+        make_run(*SMALL, "--observe.log_level=info", name="interrupted", torchrun=True): _interrupt,
+        make_run(*SMALL, "--observe.log_level=info", name="terminated", torchrun=True): _terminate,
     }
     _start(*cases)
     waiting = dict(cases)
@@ -85,7 +85,7 @@ def _is_at(run, moment: str) -> bool:
 
 
 def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
-    first = make_run(*SMALL, *CHECKPOINT)
+    first = make_run(*SMALL, *CHECKPOINT, torchrun=True)
     first.start()
     first.wait_for_step(3)
     _interrupt(first)
@@ -97,7 +97,7 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
 
     scorer = tmp_path / "scorer.py"
     scorer.write_text(SLOW_SCORE)
-    second = make_run(*SMALL, *CHECKPOINT, f"--evaluation.function={scorer}:slow")
+    second = make_run(*SMALL, *CHECKPOINT, f"--evaluation.function={scorer}:slow", torchrun=True)
     second.start()
     second.wait_for(Path(tmp_path, "evaluating").exists)
     _terminate(second)
@@ -111,7 +111,7 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
 @pytest.mark.parametrize("names", [("rollout", "server"), ("rank", "agent")])
 def test_the_end_of_any_process_is_the_end_of_the_run(make_run, names):
     once = ("--inference.max_restarts=0", "--rollout.max_process_restarts=0")
-    runs = {name: make_run(*SMALL, *once, name=name) for name in names}
+    runs = {name: make_run(*SMALL, *once, name=name, torchrun=True) for name in names}
     _start(*runs.values())
     victims = {
         "rollout": lambda run: run.processes("grpo.rollout.process")[0],

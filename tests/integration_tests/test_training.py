@@ -10,7 +10,7 @@ SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training
 
 
 def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository):
-    run = make_run(*SMALL, "--rollout.max_head_offpolicyness=2").succeed()
+    run = make_run(*SMALL, "--rollout.max_head_offpolicyness=2", torchrun=True).succeed()
     assert [record["step"] for record in run.metrics] == [1, 2, 3, 4]
     for key in (
         "reward/mean", "loss/policy", "grad_norm", "policy_version", "staleness/mean_steps",

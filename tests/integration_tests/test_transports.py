@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from forked import ForkServer
 
 from torchtitan.grpo.system.device import settle_device
 
@@ -37,7 +38,6 @@ from torchtitan.grpo.inference.kinds import make_client  # noqa: E402
 from torchtitan.grpo.inference.local_servers import (  # noqa: E402
     LaunchedServer,
     free_ports,
-    start_server,
     wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec  # noqa: E402
@@ -85,8 +85,8 @@ def checksums(url: str) -> dict[str, str]:
 class Servers:
     """Two servers that all tests share; one that a test has killed is started anew."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        self._folder, self._fork_server = folder, fork_server
         self._ports = free_ports(2)
         self._servers: dict[int, LaunchedServer] = {}
 
@@ -103,7 +103,7 @@ class Servers:
                 port = self._ports[index]
                 spec = ServerSpec("embedded", str(MODEL), port, "cpu", "float32", 64, 4)
                 log = self._folder / f"server-{index}.log"
-                self._servers[index] = start_server(spec, log)
+                self._servers[index] = self._fork_server.start_server(spec, log)
                 started.append(self._servers[index])
         asyncio.run(_wait_until_up(started))
 
@@ -132,8 +132,8 @@ async def _wait_until_up(servers: list[LaunchedServer]) -> None:
 
 
 @pytest.fixture(scope="module")
-def all_servers(tmp_path_factory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("servers"))
+def all_servers(tmp_path_factory, fork_server) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("servers"), fork_server)
     try:
         yield servers
     finally:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+from forked import ForkServer
 from loop_driver import Event, PublishingLoop, processes_of, tcp_ports_of
 from tagged import TaggedModel, save_model
 
@@ -20,7 +21,6 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
-    start_server,
     wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
@@ -53,10 +53,13 @@ class FaultRig:
         url: Of the server; it keeps it over restarts.
     """
 
-    def __init__(self, kind: ServerKind, python: str | None, folder: Path) -> None:
+    def __init__(
+        self, kind: ServerKind, python: str | None, folder: Path, fork_server: ForkServer
+    ) -> None:
         save_model(folder / "model")
         self.model = TaggedModel(folder / "model")
         self.kind, self._folder, self._num_starts = kind, folder, 0
+        self._fork_server = fork_server
         self._ports = HeldPorts(2)
         spec = ServerSpec(
             kind, str(folder / "model"), self._ports.ports[0], "cpu", "float32", 256, 16, python
@@ -69,11 +72,14 @@ class FaultRig:
 
     def _start(self, spec: ServerSpec) -> LaunchedServer:
         self._num_starts += 1
-        return start_server(spec, self._folder / f"{spec.kind}-{self._num_starts}.log")
+        return self._fork_server.start_server(
+            spec, self._folder / f"{spec.kind}-{self._num_starts}.log"
+        )
 
     def _make_loop(self, number: int) -> PublishingLoop:
         return PublishingLoop(
             self._folder / f"loop-{number}",
+            fork_server=self._fork_server,
             model=str(self._folder / "model"),
             servers=[[self.url, self.kind], [self._healthy.url, "embedded"]],
             weight_sync=WEIGHT_SYNC,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked import ForkedProcess, ForkServer
 
 from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.system.child import start_child, stop_children
@@ -33,27 +34,35 @@ class PublishingLoop:
 
     Args:
         folder: For its log, its events and the socket.
-        num_ranks: Under torchrun where there are several.
+        num_ranks: Number of ranks.
+        fork_server: Forks the ranks. Without it they are started anew, several of them under
+            torchrun.
         settings: See the program's ``Settings``.
 
     Attributes:
         events: All that was told so far, in order.
     """
 
-    def __init__(self, folder: Path, num_ranks: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        num_ranks: int = 1,
+        fork_server: ForkServer | None = None,
+        **settings: Any,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.events: list[Event] = []
         self._told = threading.Condition()
         self._connections: dict[int, Connection] = {}
         # In a private folder of its own choice, since a Unix socket's path must be short.
         self._listener = Listener(family="AF_UNIX")
-        self._num_ranks = num_ranks
+        self._num_ranks, self._fork_server = num_ranks, fork_server
         self.log_file = folder / "loop.log"
         self._record = (folder / "events.jsonl").open("w")
         self.process = self._start(json.dumps({"socket": self._listener.address, **settings}))
         threading.Thread(target=self._accept, name="loop-accept", daemon=True).start()
 
-    def _start(self, settings: str) -> subprocess.Popen:
+    def _start(self, settings: str) -> subprocess.Popen | ForkedProcess:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -66,6 +75,12 @@ class PublishingLoop:
                 "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]),
             }  # fmt: skip
+        if self._fork_server is not None:
+            with self.log_file.open("ab") as log:
+                return self._fork_server.start(
+                    _PROGRAM, [settings], environment=environment, output=log,
+                    num_ranks=self._num_ranks if self._num_ranks > 1 else 0,
+                )  # fmt: skip
         return start_child([sys.executable, *command], env=environment, log_file=self.log_file)
 
     def _accept(self) -> None:

@@ -10,18 +10,17 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
-    start_server,
     wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
 @pytest.fixture
-def server(make_model, tmp_path: Path) -> Iterator[LaunchedServer]:
+def server(make_model, tmp_path: Path, fork_server) -> Iterator[LaunchedServer]:
     """An embedded server of the tiny Qwen3."""
     _, folder = make_model("qwen3")
     spec = ServerSpec("embedded", folder, free_ports(1)[0], "cpu", "float32", 32, 4)
-    launched = start_server(spec, tmp_path / "server.log")
+    launched = fork_server.start_server(spec, tmp_path / "server.log")
 
     async def wait() -> None:
         client = make_client("embedded", launched.url)

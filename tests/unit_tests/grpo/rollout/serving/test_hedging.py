@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import ForkServer
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
-    start_server,
     stop_servers,
     wait_until_up,
 )
@@ -40,13 +40,13 @@ SHORT = Sampling(4, 256, 1.0, 1.0, -1, (), ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def servers(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
 ) -> Iterator[list[LaunchedServer]]:
     """Two embedded servers that serve version 3."""
     model = str(repository / "assets/reverse_digits/model")
     folder = tmp_path_factory.mktemp("servers")
     launched = [
-        start_server(
+        fork_server.start_server(
             ServerSpec("embedded", model, port, "cpu", "float32", 256, NUM_ROWS),
             folder / f"{port}.log",
         )
