@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a Hugging Face directory's ``config.json`` to torchtitan's model arguments.
+"""Reads a Hugging Face directory's ``config.json`` into torchtitan's model arguments.
 
-Torchtitan knows its models by named flavors; here the directory alone says what is
-built. Whatever upstream's model code does not compute is refused by name: a model that
-loads and then computes something else than the server does would only show as a mismatch
-between trainer and sampling-time logprobs.
+Torchtitan chooses models by named flavors. Here the directory alone describes the model. A
+variant that upstream's model code does not implement is refused by name: a model that loads but
+computes something else than the server does would show only as a mismatch between the
+trainer's and the sampling-time logprobs.
 """
 
 import json
@@ -23,23 +23,25 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
+from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
+
 
 class ModelError(ValueError):
-    """A model directory cannot be used; the message says why."""
+    """A model directory cannot be used; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """What a run needs to know of a Hugging Face directory.
+    """Description of the model in a Hugging Face directory.
 
     Attributes:
         path: The directory.
-        architecture: As in ``config.json``, such as ``Qwen3ForCausalLM``.
+        architecture: Architecture in ``config.json``, such as ``Qwen3ForCausalLM``.
         model_args: Torchtitan's arguments of the model.
-        train_spec: Upstream's spec of the model family.
-        vocab_size: Rows of the embedding.
-        eos_token_ids: Tokens that end a completion.
-        max_position_embeddings: Longest sequence that the model was made for.
+        train_spec: Upstream's training spec of the model family.
+        vocab_size: Number of rows of the embedding.
+        eos_token_ids: Ids of the tokens that end a completion.
+        max_position_embeddings: Length of the longest sequence that the model was trained for.
     """
 
     path: Path
@@ -56,19 +58,19 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
 
     Args:
         path: The directory.
-        setting: The key that names it, for errors.
+        setting: TOML key that names the directory, for error messages.
 
     Raises:
-        ModelError: ``path`` is not such a directory, its architecture is
-            not supported, or it uses a variant that upstream's model lacks.
+        ModelError: If ``path`` is not such a directory, its architecture is not supported, it
+            uses a variant that upstream's model lacks, or it names no end-of-sequence token.
     """
     path = Path(path)
     config = _read_json(path / "config.json", setting)
     architecture = (config.get("architectures") or ["<none>"])[0]
     if architecture not in _FAMILIES:
         raise ModelError(
-            f"Architecture {architecture} of {setting} ({path}) is not supported. "
-            f"Supported: {', '.join(sorted(_FAMILIES))}."
+            f"The architecture {architecture} of {setting} ({path}) is not supported. "
+            f"Supported architectures: {', '.join(sorted(_FAMILIES))}."
         )
     family_spec, make_args = _FAMILIES[architecture]
     _refuse_variants(config, path)
@@ -78,7 +80,7 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
         model_args=make_args(config, path),
         train_spec=family_spec(),
         vocab_size=config["vocab_size"],
-        eos_token_ids=_eos_token_ids(config, path, setting),
+        eos_token_ids=_eos_token_ids(path, setting),
         max_position_embeddings=config.get("max_position_embeddings", 0),
     )
 
@@ -104,25 +106,24 @@ def _refuse_variants(config: dict[str, Any], path: Path) -> None:
         if config.get(key) not in allowed:
             raise ModelError(
                 f"{key} = {config[key]!r} in {path / 'config.json'} is not supported: "
-                f"torchtitan's model has {key} = {allowed[0]!r}."
+                f"torchtitan's model implements {key} = {allowed[0]!r} only."
             )
 
 
-def _eos_token_ids(config: dict[str, Any], path: Path, setting: str) -> tuple[int, ...]:
-    """The generation config's end tokens, which may be more than the model config's."""
-    generation_file = path / "generation_config.json"
-    eos = config.get("eos_token_id")
-    if generation_file.exists():
-        eos = _read_json(generation_file, setting).get("eos_token_id", eos)
-    if eos is None:
+def _eos_token_ids(path: Path, setting: str) -> tuple[int, ...]:
+    try:
+        return eos_token_ids(path)
+    except NoEosTokenError as error:
+        raise ModelError(f"{setting}: {error}") from error
+    except (OSError, ValueError) as error:
         raise ModelError(
-            f"Neither config.json nor generation_config.json in {path} has eos_token_id."
-        )
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+            f"{setting} must be a readable Hugging Face model directory; reading the "
+            f"end-of-sequence token from {path} failed: {error}"
+        ) from error
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Base frequency and scaling, from either of transformers' two spellings."""
+    """Returns base frequency and scaling, from either of transformers' two spellings."""
     parameters = config.get("rope_parameters") or {}
     scaling = dict(config.get("rope_scaling") or parameters)
     theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
@@ -138,7 +139,7 @@ def _qwen3_args(config: dict[str, Any], path: Path) -> Qwen3ModelArgs:
     if _rope_type(scaling) != "default":
         raise ModelError(
             f"rope type {_rope_type(scaling)!r} in {path / 'config.json'} is not supported "
-            "for Qwen3; remove the rope scaling to train at the original length."
+            "for Qwen3. Remove the rope scaling to train at the model's original length."
         )
     num_heads = config["num_attention_heads"]
     return Qwen3ModelArgs(
@@ -161,21 +162,21 @@ def _qwen3_args(config: dict[str, Any], path: Path) -> Qwen3ModelArgs:
 def _qwen3_moe_args(config: dict[str, Any], path: Path) -> Qwen3ModelArgs:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise ModelError(
-            f"Dense layers among the sparse ones (mlp_only_layers, decoder_sparse_step) in "
-            f"{path / 'config.json'} are not supported."
+            f"{path / 'config.json'} mixes dense layers with sparse ones (mlp_only_layers, "
+            "decoder_sparse_step), which is not supported."
         )
     args = _qwen3_args(config, path)
     args.moe_enabled = True
     args.moe_inter_dim = config["moe_intermediate_size"]
     args.moe_args = MoEArgs(
-        # transformers 5 writes `num_local_experts`, 4 wrote `num_experts`.
+        # transformers 5 writes `num_local_experts`; version 4 wrote `num_experts`.
         num_experts=config.get("num_local_experts") or config["num_experts"],
         num_shared_experts=0,
         top_k=config["num_experts_per_tok"],
         score_func="softmax",
         route_norm=config.get("norm_topk_prob", False),
         score_before_experts=False,
-        # A balancing bias would route otherwise than the server, which has none.
+        # A load-balancing bias would route differently from the server, which has none.
         load_balance_coeff=None,
     )
     return args
@@ -186,7 +187,7 @@ def _llama_args(config: dict[str, Any], path: Path) -> TransformerModelArgs:
     if config.get("tie_word_embeddings", False):
         raise ModelError(
             f"tie_word_embeddings = true in {path / 'config.json'} is not supported for Llama: "
-            "torchtitan's Llama has an output layer of its own."
+            "torchtitan's Llama has a separate output layer."
         )
     if config.get("head_dim") not in (None, dim // num_heads):
         raise ModelError(
@@ -201,9 +202,9 @@ def _llama_args(config: dict[str, Any], path: Path) -> TransformerModelArgs:
         n_heads=num_heads,
         n_kv_heads=config.get("num_key_value_heads", num_heads),
         vocab_size=config["vocab_size"],
-        # Upstream rounds a width derived from `dim` up to a multiple of `multiple_of`. A
-        # multiplier that gives at most half of the wanted width, rounded up to a multiple
-        # of the wanted width, is the wanted width.
+        # Upstream derives the width from `dim` and rounds it up to a multiple of `multiple_of`.
+        # This multiplier gives at most half of the wanted width, so that rounding up to a
+        # multiple of the wanted width yields exactly the wanted width.
         multiple_of=intermediate,
         ffn_dim_multiplier=intermediate / (8 * dim),
         norm_eps=config["rms_norm_eps"],
@@ -228,8 +229,8 @@ def _llama_rope_scaling(scaling: dict[str, Any], path: Path) -> RoPEScalingArgs:
             )
         case other:
             raise ModelError(
-                f"rope type {other!r} in {path / 'config.json'} is not supported for Llama; "
-                "supported: default, llama3."
+                f"rope type {other!r} in {path / 'config.json'} is not supported for Llama. "
+                "Supported rope types: default, llama3."
             )
 
 
@@ -238,4 +239,4 @@ _FAMILIES: dict[str, tuple[Callable[[], TrainSpec], Callable[[dict[str, Any], Pa
     "Qwen3ForCausalLM": (qwen3_train_spec, _qwen3_args),
     "Qwen3MoeForCausalLM": (qwen3_train_spec, _qwen3_moe_args),
 }
-"""Architecture -> upstream's spec, and the reader of its config."""
+"""For each architecture, upstream's training spec and the function that reads its config."""
