@@ -1,0 +1,110 @@
+"""Replays recorded batches with the real trainer, one run after another.
+
+Only the publisher is the program's own: it writes down what the trainer asks of it, in one list
+with the steps of optimizer and scheduler. Everything else is what a run with ``rollout.replay``
+uses, from the command line to the exported directory.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torchtitan.protocols.train_spec as train_specs
+
+from torchtitan.grpo.checkpoint import CheckpointError
+from torchtitan.grpo.config_checks import check_model
+from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.weight_sync.unpublished import Unpublished
+from torchtitan.grpo_train import GRPOTrainer
+
+
+class RecordingPublisher(Unpublished):
+    """Writes down what the trainer asks of a publisher, and hands out slots 0, 1, 2, ..."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events, self.num_reserved = events, 0
+
+    def reserve_slot(self) -> int:
+        self.num_reserved += 1
+        return self.num_reserved - 1
+
+    def fence(self) -> None:
+        self.events.append("fence")
+
+    def publish(self, version: int, slot: int) -> None:
+        self.events.append(f"publish {version} from slot {slot}")
+
+
+class RecordedTrainer(GRPOTrainer):
+    """The trainer, with a list of what happened in which order.
+
+    Attributes:
+        events: What happened.
+        progress_at_start: Progress through the prompts when the replay began, on rank 0.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.events: list[str] = []
+        self.progress_at_start: list[Any] = []
+        self.optimizers.step = self.recorded("optimizer", self.optimizers.step)
+        self.lr_schedulers.step = self.recorded("scheduler", self.lr_schedulers.step)
+
+    def recorded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def write_down_and_call(*args: Any) -> Any:
+            self.events.append(" ".join([name, *map(str, args)]))
+            return call(*args)
+
+        return write_down_and_call
+
+    def _build_publisher(self) -> RecordingPublisher:
+        return RecordingPublisher(self.events)
+
+    def _start_rollouts(self) -> None:
+        super()._start_rollouts()
+        assert self.source is not None
+        self.progress_at_start = progress_of(self)
+        self.source.save = self.recorded("save", self.source.save)
+
+
+def progress_of(trainer: GRPOTrainer) -> list[Any]:
+    return [trainer.progress.position, list(trainer.progress.open)]
+
+
+def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One run to its end; its exported weights are kept as ``<name>.safetensors``."""
+    config = load_config(case["arguments"])
+    hf_model = read_hf_model(config.model.hf_assets_path)
+    check_model(config, hf_model)
+    # A run registers its model once; this process has several runs.
+    train_specs._extra_train_specs.clear()
+    trainer = RecordedTrainer(config, hf_model, StopRequest(60.0))
+    error = ""
+    try:
+        trainer.train()
+    except CheckpointError as refusal:
+        error = str(refusal)
+    finally:
+        trainer.close()
+    exported = Path(config.job.dump_folder) / "hf" / f"step-{trainer.step}"
+    if dist.get_rank() == 0 and not error:
+        file = next(exported.glob("*.safetensors"))
+        shutil.copy(file, folder / f"{case['name']}.safetensors")
+        shutil.copy(exported / "config.json", folder / f"{case['name']}.json")
+    dist.barrier()  # the next run may write into the same folder
+    return {
+        "error": error,
+        "events": trainer.events,
+        "progress_at_start": trainer.progress_at_start,
+        "progress": progress_of(trainer),
+    }
+
+
+def main(arguments: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(arguments["folder"])
+    return {case["name"]: run(case, folder) for case in arguments["cases"]}

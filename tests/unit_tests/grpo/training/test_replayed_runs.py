@@ -1,0 +1,372 @@
+"""The trainer takes the steps that plain torch takes, alone and in each kind of layout.
+
+The expected weights come from a loop of transformers, AdamW and ``clip_grad_norm_`` below,
+which shares no code with the package. Gradients are clipped in every step, the learning rate
+changes in every step, and a large epsilon makes AdamW depend on the size of gradients, so that
+a step that was left out or scaled shows in the weights.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from torchtitan.grpo.data.record import RolloutRecorder
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+
+VOCAB_SIZE, SEQ_LEN = 61, 24
+NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 4, 2, 3
+LR, WEIGHT_DECAY, EPS, MAX_NORM = 2e-2, 0.1, 1e-2, 0.2
+# Two steps of warm-up, one at the full rate, then the decay towards 0 after the last step.
+LR_FACTORS = (0.5, 1.0, 1.0, 0.5)
+KL_COEF, EMA = 0.3, 0.5
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the plain loop does besides GRPO's policy loss."""
+
+    num_epochs: int = 1
+    kl_in: str | None = None
+    ema: float = 0.0
+    tied: bool = True
+
+
+PLAIN = Algorithm()
+TWO_UPDATES = Algorithm(num_epochs=2)
+MOVING_REFERENCE = Algorithm(kl_in="loss", ema=EMA)
+KL_IN_REWARD = Algorithm(kl_in="reward")
+UNTIED = Algorithm(tied=False)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the plain loop leaves behind: Hugging Face weights, and a record for each step."""
+
+    weights: dict[str, torch.Tensor]
+    steps: list[dict[str, float]]
+
+
+class World:
+    """Two models, each with a reference, and recorded batches for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for tied in (True, False):
+            torch.manual_seed(0)
+            model = small_model(tied)
+            save(model, self.model_of(tied))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            save(model, self.reference_of(tied))
+        self.batches = random_batches()
+        self.record = folder / "rollouts.jsonl"
+        recorder = RolloutRecorder(str(self.record), VOCAB_SIZE, 1.0, 0)
+        for step, groups in enumerate(self.batches):
+            recorder.write(step, PromptProgress(10 * (step + 1), (step, step + 5)), groups)
+        recorder.close()
+        self._expected: dict[Algorithm, Expected] = {}
+
+    def model_of(self, tied: bool) -> Path:
+        return self.folder / ("tied" if tied else "untied")
+
+    def reference_of(self, tied: bool) -> Path:
+        return self.folder / ("tied-reference" if tied else "untied-reference")
+
+    def expected(self, algorithm: Algorithm) -> Expected:
+        if algorithm not in self._expected:
+            self._expected[algorithm] = train_plainly(
+                load(self.model_of(algorithm.tied)),
+                load(self.reference_of(algorithm.tied)),
+                self.batches,
+                algorithm,
+            )
+        return self._expected[algorithm]
+
+    def case(self, name: str, algorithm: Algorithm, dump: str = "", **more: Any) -> dict[str, Any]:
+        """A run for the program; ``more`` are settings, with ``__`` for the dot."""
+        settings = {
+            "job.dump_folder": self.folder / "dump" / (dump or name),
+            "model.hf_assets_path": self.model_of(algorithm.tied),
+            "training.steps": NUM_STEPS,
+            "training.seq_len": SEQ_LEN,
+            "training.local_batch_size": 1,
+            "training.max_norm": MAX_NORM,
+            "training.mixed_precision_param": "float32",
+            "optimizer.lr": LR,
+            "optimizer.eps": EPS,
+            "optimizer.weight_decay": WEIGHT_DECAY,
+            "optimizer.implementation": "foreach",
+            "lr_scheduler.warmup_steps": 2,
+            "activation_checkpoint.mode": "none",
+            "rollout.replay": self.record,
+            "rollout.max_new_tokens": 16,
+            "grpo.prompts_per_step": NUM_GROUPS,
+            "grpo.group_size": GROUP_SIZE,
+            "grpo.mismatch_correction": "none",
+            "observe.progress": "none",
+            "observe.log_level": "warning",
+            "debug.seed": 0,
+            **self._settings_of(algorithm),
+            **{key.replace("__", "."): value for key, value in more.items()},
+        }
+        flags = {key for key, value in settings.items() if value is True}
+        arguments = [f"--{key}" for key in flags]
+        arguments += [f"--{key}={value}" for key, value in settings.items() if key not in flags]
+        return {"name": name, "arguments": arguments}
+
+    def _settings_of(self, algorithm: Algorithm) -> dict[str, Any]:
+        if algorithm.kl_in is None:
+            return {"grpo.num_epochs": algorithm.num_epochs}
+        return {
+            "grpo.kl_coef": KL_COEF,
+            "grpo.kl_in": algorithm.kl_in,
+            "grpo.ref_model_ema": algorithm.ema,
+            "grpo.ref_model_path": self.reference_of(algorithm.tied),
+        }
+
+    def metrics(self, dump: str) -> list[dict[str, float]]:
+        lines = (self.folder / "dump" / dump / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def exported(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"{name}.safetensors")
+
+
+def small_model(tied: bool) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, head_dim=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        max_position_embeddings=64, tie_word_embeddings=tied, eos_token_id=2,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2").save_pretrained(folder)
+
+
+def load(folder: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def random_batches() -> list[list[RolloutGroup]]:
+    random = np.random.default_rng(0)
+
+    def tokens(low: int, high: int) -> np.ndarray:
+        return random.integers(3, VOCAB_SIZE, random.integers(low, high)).astype(np.int32)
+
+    def group(index: int, version: int) -> RolloutGroup:
+        prompt, rollouts = tokens(2, 5), []
+        for member in range(GROUP_SIZE):
+            completion = tokens(3, 9)
+            logprobs = -random.uniform(2, 6, len(completion)).astype(np.float32)
+            segments = (VersionSegment(version, 0, len(completion)),)
+            reward = float(member) + float(random.uniform())
+            rollouts.append(Rollout(prompt, completion, logprobs, segments, "stop", "", reward))
+        return RolloutGroup(index, "", tuple(rollouts), "")
+
+    return [
+        [group(NUM_GROUPS * step + i, step) for i in range(NUM_GROUPS)] for step in range(NUM_STEPS)
+    ]
+
+
+def completion_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    prompt, completion = (
+        torch.from_numpy(ids.astype(np.int64))
+        for ids in (rollout.prompt_ids, rollout.completion_ids)
+    )
+    logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+
+
+def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    difference = ref_logprobs - logprobs
+    return difference.exp() - 1 - difference
+
+
+def advantages_of(groups: list[RolloutGroup], kl_sums: list[float]) -> torch.Tensor:
+    rewards = torch.tensor([r.reward for g in groups for r in g.rollouts], dtype=torch.float64)
+    by_group = (rewards - KL_COEF * torch.tensor(kl_sums)).view(len(groups), -1)
+    centred = by_group - by_group.mean(1, keepdim=True)
+    return (centred / (by_group.std(1, keepdim=True) + 1e-4)).flatten().float()
+
+
+def train_plainly(
+    model: Any, reference: Any, batches: list[list[RolloutGroup]], algorithm: Algorithm
+) -> Expected:
+    """GRPO in one process, one sequence at a time."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=WEIGHT_DECAY
+    )
+    steps = []
+    for groups, factor in zip(batches, LR_FACTORS, strict=True):
+        for settings in optimizer.param_groups:
+            settings["lr"] = LR * factor
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        with torch.no_grad():
+            old = [completion_logprobs(model, rollout) for rollout in rollouts]
+            ref = [completion_logprobs(reference, rollout) for rollout in rollouts]
+        kl_sums = [0.0] * len(rollouts)
+        if algorithm.kl_in == "reward":
+            sampled = [torch.from_numpy(rollout.generator_logprobs) for rollout in rollouts]
+            kl_sums = [float(k3(*pair).sum()) for pair in zip(sampled, ref, strict=True)]
+        advantages = advantages_of(groups, kl_sums)
+        record = {"trained_tokens": float(sum(len(x) for x in old)), "loss": 0.0, "grad_norm": 0.0}
+        for _ in range(algorithm.num_epochs):
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for rollout, advantage, old_lp, ref_lp in zip(
+                rollouts, advantages, old, ref, strict=True
+            ):
+                logprobs = completion_logprobs(model, rollout)
+                ratio = (logprobs - old_lp).exp()
+                clipped = ratio.clamp(0.8, 1.2)
+                loss = loss - torch.minimum(ratio * advantage, clipped * advantage).sum()
+                if algorithm.kl_in == "loss":
+                    loss = loss + KL_COEF * k3(logprobs, ref_lp).sum()
+            loss = loss / record["trained_tokens"]
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            assert norm > 2 * MAX_NORM, "a gradient that is not clipped shows nothing"
+            optimizer.step()
+            record["loss"] += loss.item() / algorithm.num_epochs
+            record["grad_norm"] += norm.item() / algorithm.num_epochs
+        with torch.no_grad():
+            for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
+                if algorithm.ema:
+                    mine.lerp_(theirs, 1 - algorithm.ema)
+        steps.append(record | {"lr": LR * factor})
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if algorithm.tied:
+        del weights["lm_head.weight"]
+    return Expected(weights, steps)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World(tmp_path_factory.mktemp("replayed"))
+
+
+def assert_same_weights(found, expected: dict[str, torch.Tensor], label: str) -> None:
+    assert found.keys() == expected.keys(), label
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, (label, name)
+        where = f"{label}, {name}"
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=where)
+
+
+def assert_same_steps(found, expected: list[dict[str, float]], label: str) -> None:
+    assert len(found) == len(expected), label
+    for step, (mine, plain) in enumerate(zip(found, expected, strict=True), start=1):
+        where = f"{label}, step {step}"
+        assert mine["loss/total"] == pytest.approx(plain["loss"], rel=1e-3, abs=2e-5), where
+        assert mine["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3), where
+        assert mine["data/trained_tokens"] == plain["trained_tokens"], where
+        assert mine["lr"] == pytest.approx(plain["lr"]), where
+
+
+def events_of_steps(versions: range, updates: int = 1, saved: tuple[int, ...] = ()) -> list[str]:
+    """What must happen, in this order, from the push of the first weights on."""
+    events = [f"publish {versions.start - 1} from slot 0"]
+    for slot, version in enumerate(versions, start=1):
+        events += ["fence", "optimizer"] * updates
+        events += ["scheduler", f"publish {version} from slot {slot}"]
+        events += [f"save {version}"] * (version in saved)
+    return events
+
+
+def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
+    checkpointed = {"dump": "moving", "checkpoint__enable": True, "checkpoint__interval": 2}
+    cases = [
+        world.case("plain", PLAIN),
+        world.case("two updates", TWO_UPDATES),
+        world.case(
+            "parts", PLAIN, rollout__stream=True, rollout__stream_parts=2,
+            checkpoint__export_dtype="bfloat16",
+        ),
+        world.case("kl in the reward", KL_IN_REWARD),
+        world.case("moving reference", MOVING_REFERENCE, **checkpointed),
+        world.case("refused", MOVING_REFERENCE, **checkpointed),
+        world.case("resumed", MOVING_REFERENCE, **checkpointed, checkpoint__load_step=2),
+    ]  # fmt: skip
+    (results,) = run_ranks("replayed_runs", 1, folder=str(world.folder), cases=cases)
+
+    for name, algorithm in (
+        ("plain", PLAIN),
+        ("two updates", TWO_UPDATES),
+        ("kl in the reward", KL_IN_REWARD),
+        ("moving reference", MOVING_REFERENCE),
+    ):
+        expected = world.expected(algorithm)
+        assert_same_weights(world.exported(name), expected.weights, name)
+        dump = "moving" if algorithm.ema else name
+        assert_same_steps(world.metrics(dump), expected.steps, name)
+
+    whole = events_of_steps(range(1, 5))
+    assert results["plain"]["events"] == results["parts"]["events"] == whole
+    assert results["two updates"]["events"] == events_of_steps(range(1, 5), updates=2)
+    assert_is_bfloat16_of(world, "parts", "plain")
+    assert_same_steps(world.metrics("parts"), world.expected(PLAIN).steps, "parts")
+
+    assert results["moving reference"]["events"] == events_of_steps(range(1, 5), saved=(2, 4))
+    assert results["moving reference"]["progress_at_start"] == [0, []]
+    assert "must resume from a whole checkpoint" in results["refused"]["error"]
+    assert results["refused"]["events"] == []
+    assert results["resumed"]["progress_at_start"] == [20, [1, 6]]
+    assert results["resumed"]["progress"] == [40, [3, 8]]
+    assert results["resumed"]["events"] == events_of_steps(range(3, 5), saved=(4,))
+    uninterrupted, resumed = (world.exported(x) for x in ("moving reference", "resumed"))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
+
+
+def assert_is_bfloat16_of(world: World, name: str, other: str) -> None:
+    found, exact = world.exported(name), world.exported(other)
+    assert found.keys() == exact.keys()
+    for key, tensor in exact.items():
+        assert found[key].dtype == torch.bfloat16, key
+        torch.testing.assert_close(found[key].float(), tensor, atol=1e-3, rtol=1e-2)
+    assert json.loads((world.folder / f"{name}.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, run_ranks):
+    """Ranks that hold the same rows are counted once, in metrics and in the KL of rewards."""
+    layouts: dict[str, tuple[Algorithm, dict[str, Any]]] = {
+        "fsdp": (KL_IN_REWARD, {"data_parallel_shard_degree": 2}),
+        "replicas": (PLAIN, {"data_parallel_replicate_degree": 2}),
+        "tensor": (KL_IN_REWARD, {"tensor_parallel_degree": 2}),
+        "context": (KL_IN_REWARD, {"context_parallel_degree": 2}),
+        "pipeline": (
+            UNTIED,
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+        ),
+    }
+    cases = []
+    for name, (algorithm, settings) in layouts.items():
+        more: dict[str, Any] = {f"parallelism__{key}": value for key, value in settings.items()}
+        if name == "replicas":
+            more["parallelism__data_parallel_shard_degree"] = 1
+        if name == "pipeline":
+            more["training__local_batch_size"] = 2  # microbatches of a row, one for each stage
+        cases.append(world.case(name, algorithm, **more))
+    results = run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases)
+    for name, (algorithm, _) in layouts.items():
+        expected = world.expected(algorithm)
+        assert_same_weights(world.exported(name), expected.weights, name)
+        assert_same_steps(world.metrics(name), expected.steps, name)
+        for rank, result in enumerate(results):
+            assert result[name]["events"] == events_of_steps(range(1, 5)), (name, rank)
+            assert result[name]["progress"] == [40, [3, 8]], (name, rank)
