@@ -27,7 +27,7 @@ NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 4, 2, 3
 LR, WEIGHT_DECAY, EPS, MAX_NORM = 2e-2, 0.1, 1e-2, 0.2
 # Two steps of warm-up, one at the full rate, then the decay towards 0 after the last step.
 LR_FACTORS = (0.5, 1.0, 1.0, 0.5)
-KL_COEF, EMA = 0.3, 0.5
+KL_COEF, EMA = 0.3, 0.75
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,10 @@ def events_of_steps(versions: range, updates: int = 1, saved: tuple[int, ...] = 
 
 def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
     checkpointed = {"dump": "moving", "checkpoint__enable": True, "checkpoint__interval": 2}
+    interrupted = {
+        "dump": "short", "checkpoint__enable": True, "checkpoint__interval": 3,
+        "training__steps": 6, "lr_scheduler__total_steps": NUM_STEPS,
+    }  # fmt: skip
     cases = [
         world.case("plain", PLAIN),
         world.case("two updates", TWO_UPDATES),
@@ -302,6 +306,9 @@ def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
         world.case("moving reference", MOVING_REFERENCE, **checkpointed),
         world.case("refused", MOVING_REFERENCE, **checkpointed),
         world.case("resumed", MOVING_REFERENCE, **checkpointed, checkpoint__load_step=2),
+        # More steps than the record has batches: the run ends early, with a whole checkpoint.
+        world.case("short", PLAIN, **interrupted),
+        world.case("short again", PLAIN, **interrupted),
     ]  # fmt: skip
     (results,) = run_ranks("replayed_runs", 1, folder=str(world.folder), cases=cases)
 
@@ -331,6 +338,13 @@ def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
     assert results["resumed"]["events"] == events_of_steps(range(3, 5), saved=(4,))
     uninterrupted, resumed = (world.exported(x) for x in ("moving reference", "resumed"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
+
+    assert results["short"]["events"] == events_of_steps(range(1, 5), saved=(3,))
+    assert results["short again"]["error"] == ""
+    assert results["short again"]["progress_at_start"] == [40, [3, 8]]
+    assert results["short again"]["events"] == ["publish 4 from slot 0"]
+    for name in ("short", "short again"):
+        assert_same_weights(world.exported(name), world.expected(PLAIN).weights, name)
 
 
 def assert_is_bfloat16_of(world: World, name: str, other: str) -> None:
