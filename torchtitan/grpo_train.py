@@ -64,7 +64,7 @@ from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
-from torchtitan.grpo.weight_sync.publisher import PublisherFailed, WeightPublisher
+from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 
 
@@ -80,7 +80,7 @@ class GRPOTrainer(Trainer):
     """
 
     metrics_processor: GRPOMetricsProcessor
-    publisher: WeightPublisher | Unpublished
+    publisher: Publisher
 
     def __init__(self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
         self.config, self.hf_model, self.stop = job_config, hf_model, stop
@@ -350,7 +350,7 @@ class GRPOTrainer(Trainer):
         if isinstance(error, PublisherFailed) and self.source is not None:
             self.source.raise_if_ended()
 
-    def _build_publisher(self) -> WeightPublisher | Unpublished:
+    def _build_publisher(self) -> Publisher:
         if self.config.rollout.replay is not None:
             return Unpublished()
         return build_publisher(

@@ -10,10 +10,11 @@ import zmq.asyncio
 
 from torchtitan.grpo.weight_sync.channel import (
     Address,
-    AgentFailed,
+    CallFailed,
     LeaderChannel,
-    RemoteAgent,
-    serve_agent,
+    operation,
+    remote,
+    serve,
 )
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -22,51 +23,61 @@ INFO = WeightGroupInfo("127.0.0.1", 4711, 1, 3, "group", "gloo", 2.5)
 
 
 class SomeAgent:
-    """Rank 1's: answers in its own time, and keeps what it is asked."""
-
-    rank, num_buckets = 1, 2
+    """Rank 1's: answers in its own time, and notes the calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
         self.released = asyncio.Event()
 
+    @operation
     async def wait_copied(self, slot: int, version: int) -> None:
         self.calls.append(["wait_copied", slot, version])
 
+    @operation
     async def gather(self, slot: int, version: int, is_held: bool) -> None:
         self.calls.append(["gather", slot, version, is_held])
         await self.released.wait()
 
+    @operation
     async def drop(self, version: int) -> None:
         self.calls.append(["drop", version])
         self.released.set()
 
+    @operation
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
         self.calls.append(["prepare", version, index, base])
         return SPEC
 
+    @operation
     async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
         self.calls.append(["open", server_url, world_size])
         return INFO
 
+    @operation
     async def join(self, server_url: str) -> None:
         raise RuntimeError(f"{server_url} did not come")
 
+    @operation
     async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
         self.calls.append(["send", server_url, version, index, base])
         await asyncio.Event().wait()
 
+    @operation
     async def leave(self, server_url: str) -> None:
         self.calls.append(["leave", server_url])
 
+    @operation
     async def write(self, version: int, directory: str) -> None:
         raise OSError(28, "No space left on device", directory)
+
+    async def close(self) -> None:
+        self.calls.append(["close"])
 
 
 async def lead(channel: LeaderChannel) -> dict[str, Any]:
     listening = asyncio.create_task(channel.listen())
-    agent = RemoteAgent(channel, 1, 2)
-    # The first call comes before the rank has said that it is there.
+    agent = remote(SomeAgent, channel, 1)
+    # The first call comes before the rank has announced itself.
     gathering = asyncio.create_task(agent.gather(1, 7, True))
     await asyncio.sleep(0)  # called first, and so to arrive first
     results = {
@@ -84,7 +95,7 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
     ):
         try:
             await call()
-        except (AgentFailed, OSError) as error:
+        except (CallFailed, OSError) as error:
             results[name] = [type(error).__name__, str(error)]
     try:
         async with asyncio.timeout(0.5):
@@ -116,7 +127,7 @@ async def deceive(channel: LeaderChannel) -> str:
 
 
 async def follow(agent: SomeAgent, address: Address) -> None:
-    serving = asyncio.create_task(serve_agent(agent, address))  # pyright: ignore[reportArgumentType]
+    serving = asyncio.create_task(serve([agent], 1, address))
     while not agent.calls or agent.calls[-1][0] != "leave":
         await asyncio.sleep(0.01)
         if serving.done():

@@ -8,6 +8,7 @@ Only the loop's process is changed: its clients are wrapped, and its agent's met
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import socket
@@ -23,8 +24,9 @@ from tagged import TaggedModel
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.weight_sync import build
-from torchtitan.grpo.weight_sync.agent import LocalAgent
+from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
 from torchtitan.grpo.weight_wire.buckets import tensor_bytes
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -185,9 +187,9 @@ def install(
     """Puts the hooks into this process, and the checks of what is read in it."""
     client_for = build.client_for
     build.client_for = lambda inference, server: HookedClient(client_for(inference, server), hooks)  # pyright: ignore
-    gather = LocalAgent._gather
+    gather = Agent._gather
 
-    def checked_gather(self: LocalAgent, slot: int, version: int, payload: Payload | None) -> None:
+    def checked_gather(self: Agent, slot: int, version: int, payload: Payload | None) -> None:
         hooks.sleep()
         gather(self, slot, version, payload)
         hooks.sleep()
@@ -196,16 +198,17 @@ def install(
             if not torch.equal(shard, expected_shard(name, version)):
                 hooks.tell("violation", what=f"slot {slot} must hold {version}, {name} does not")
 
+    @functools.wraps(GroupSender.send)  # with its mark as an operation
     async def checked_send(
-        self: LocalAgent, server_url: str, version: int, index: int, base: int | None
+        self: GroupSender, server_url: str, version: int, index: int, base: int | None
     ) -> None:
-        is_corrupt = hooks.corrupt_for == server_url and index == self.num_buckets - 1
+        is_corrupt = hooks.corrupt_for == server_url and index == num_buckets(self, version) - 1
         if is_corrupt:
             hooks.corrupt_for = None
             hooks.tell("corrupted", url=server_url, version=version)
 
         def read(broadcast: Callable[[torch.Tensor], None]) -> None:
-            with self._held().reading(version) as payload:
+            with self.pool.reading(version) as payload:
                 bucket = payload.bucket(index) if base is None else payload.deltas[base, index]
                 is_whole = base is None
                 check(bucket, version, is_whole)
@@ -224,10 +227,16 @@ def install(
             if tensor_checksum(part) != expected[name]:
                 hooks.tell("violation", what=f"a bucket must be of {version}, {name} is not")
 
-    LocalAgent._gather = checked_gather
-    LocalAgent.send = checked_send
+    Agent._gather = checked_gather
+    GroupSender.send = checked_send
     if hooks.settings.delays:
         slow_down_copies(hooks)
+
+
+def num_buckets(sender: GroupSender, version: int) -> int:
+    """Number of buckets that a source rank sends of each version."""
+    with sender.pool.reading(version) as payload:
+        return len(payload.buffers)
 
 
 def corrupted(payload: torch.Tensor) -> torch.Tensor:

@@ -71,14 +71,12 @@ async def gathered(built: Built, reach: Reach) -> Gathered:
     parameters = dict(named_parameters(built.parts))
     plan = agree_on_push(parameters, built.adapter, torch.bfloat16, BUCKET_BYTES)
     with mock.patch.object(slot_memory, "attach", functools.partial(attach_as, reach)):
-        slots = slot_memory.make_slots(plan, 2)
-    snapshots = Snapshots(parameters, slots.shards, CPU)
-    gatherer = Gatherer(
-        plan, slots, built.adapter, backend="gloo", timeout_seconds=60.0, device=CPU
-    )
+        storage = slot_memory.SharedHostSlots(plan, 2)
+    snapshots = Snapshots(parameters, storage.shards, CPU)
+    gatherer = Gatherer(plan, storage, built.adapter, timeout_seconds=60.0)
     buckets = gatherer.own.buckets if gatherer.own is not None else ()
     specs, sizes = [b.spec for b in buckets], [b.num_bytes for b in buckets]
-    pool = PayloadPool(specs, sizes, CPU, False, slots.buckets)
+    pool = PayloadPool(specs, sizes, CPU, False, storage.buckets)
     tensors, names = [], []
     for version, (slot, factor) in enumerate(VERSIONS):
         with torch.no_grad():
@@ -92,8 +90,9 @@ async def gathered(built: Built, reach: Reach) -> Gathered:
         payload = pool.take(version, slot if is_held else None) if buckets else None
         await asyncio.to_thread(gatherer.gather, slot, snapshots.read(slot), payload)
         if payload is not None:
-            assert slots.buckets is not None
-            lies_in_slot = payload.buffers[0].data_ptr() == slots.buckets[slot][0].data_ptr()
+            in_slot = storage.buckets(slot)
+            assert in_slot is not None
+            lies_in_slot = payload.buffers[0].data_ptr() == in_slot[0].data_ptr()
             assert lies_in_slot == is_held, (slot, is_held)
             filled = [payload.bucket(index) for index in range(len(buckets))]
             names = [name for bucket in filled for name in bucket.spec.names]
@@ -101,7 +100,7 @@ async def gathered(built: Built, reach: Reach) -> Gathered:
             pool.drop(version)
         dist.barrier()  # as the leader waits for all before a slot is written again
     snapshots.close()
-    in_place = slots.in_place.get(dist.get_rank(), set())
+    in_place = storage.writers(dist.get_rank())
     return Gathered(names, tensors, len(buckets), sorted(in_place))
 
 

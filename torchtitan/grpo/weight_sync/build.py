@@ -5,9 +5,9 @@
 
 import asyncio
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,35 +22,46 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink
-from torchtitan.grpo.system.device import default_backend, gpus_for_servers
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.weight_sync.agent import LocalAgent
-from torchtitan.grpo.weight_sync.channel import (
-    Address,
-    LeaderChannel,
-    agents_of_all_ranks,
-    serve_agent,
-)
-from torchtitan.grpo.weight_sync.connection import Connection, DiskConnection, GroupConnection
-from torchtitan.grpo.weight_sync.disk import VersionDirectories
-from torchtitan.grpo.weight_sync.disk_versions import DiskVersions
+from torchtitan.grpo.weight_sync.agent import Agent
+from torchtitan.grpo.weight_sync.channel import Address, LeaderChannel, Served, remote, serve
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
-from torchtitan.grpo.weight_sync.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.lane import Attestation, LaneSettings, Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.probe import Probes, probe_tokens
-from torchtitan.grpo.weight_sync.publisher import FilledSlots, WeightPublisher, read_snapshot
+from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
-from torchtitan.grpo.weight_sync.slot_memory import RankSlots, make_slots
-from torchtitan.grpo.weight_sync.slots import SlotTable
-from torchtitan.grpo.weight_sync.snapshot import Snapshots, device_slots
+from torchtitan.grpo.weight_sync.slot_memory import SharedHostSlots
+from torchtitan.grpo.weight_sync.slot_storage import DeviceSlots, PinnedHostSlots, SlotStorage
+from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
+from torchtitan.grpo.weight_sync.snapshot import Snapshots, snapshot_reader
+from torchtitan.grpo.weight_sync.transports import make_transport
+from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
 
 _PROBE_LENGTH = 48
-# A push makes many requests in a row, and connecting costs as much as they do. Servers keep
-# idle connections for 5 s (uvicorn, of vLLM and SGLang) and longer.
+# A push makes many requests in a row, and connecting costs as much as a request. Servers keep
+# idle connections open for at least 5 s (uvicorn, which vLLM and SGLang use).
 _IDLE_SECONDS = 1.0
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+
+@dataclass(frozen=True)
+class _Hands:
+    """What one rank does for the leader.
+
+    Attributes:
+        agent: Copies and gathers.
+        sender: Sends to servers; ``None`` if this rank is not a source.
+    """
+
+    agent: Agent
+    sender: Sender | None
+
+    @property
+    def served(self) -> list[Served]:
+        """The objects whose operations the leader may call."""
+        return [self.agent] if self.sender is None else [self.sender, self.agent]
 
 
 def build_publisher(
@@ -65,244 +76,57 @@ def build_publisher(
     """Builds one rank's publisher; collective over all ranks.
 
     Args:
-        link: On rank 0, which leads; None elsewhere.
+        config: The checked configuration.
+        model_parts: The parts of the model on this rank.
+        adapter: State-dict adapter of the model family.
+        device: The training device.
+        link: The link to the rollout process on rank 0, which leads; ``None`` on other ranks.
         servers: On rank 0, the servers to push to.
-        vocab_size: Ids below it may be probed.
+        vocab_size: Size of the vocabulary from which probe tokens are drawn.
     """
     sync = config.weight_sync
-    wire_dtype = TORCH_DTYPE_MAP[
-        config.training.mixed_precision_param if sync.dtype == "auto" else sync.dtype
-    ]
-    backend = weight_backend(config, device.type)
     parameters = dict(named_parameters(model_parts))
-    plan = agree_on_push(parameters, adapter, wire_dtype, sync.bucket_bytes)
+    plan = agree_on_push(parameters, adapter, _wire_dtype(config), sync.bucket_bytes)
+    transport = make_transport(config, plan, device)
     max_held = _agree_on_held(sync, device, len(servers))
-    if link is not None:  # said before the memory is taken
-        how = f"{wire_dtype} over {backend}"
-        logger.info(f"Weight sync: {how}; {_describe_memory(sync, plan, max_held, len(servers))}")
-    slots, slot_device = _make_slots(sync, plan, parameters, device, max_held)
-    snapshots = Snapshots(parameters, slots.shards, device)
-    gatherer = Gatherer(
-        plan,
-        slots,
-        adapter,
-        backend=default_backend(slot_device.type),
-        timeout_seconds=_patience_seconds(sync),
-        device=slot_device,
-    )
-    # The setting is an address of rank 0's host; sources on others find their own.
-    is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    settings = GroupSettings(
-        master_address=sync.master_address if is_on_first_host else "auto",
-        backend=backend,
-        timeout_seconds=sync.timeout_seconds,
-        device=device if backend == "nccl" else torch.device("cpu"),
-        deltas=sync.delta,
-    )
-    filled, probes = FilledSlots(), Probes()
-    agent = _own_agent(sync, gatherer, slots, snapshots, filled, settings)
-    channel, address = _channel(sync)
-    table = SlotTable(sync.num_slots, max_held)
-    make_leader = None
+    if link is not None:  # logged before the memory is allocated
+        memory = _describe_memory(sync, plan, max_held, len(servers))
+        logger.info(f"Weight sync: {plan.wire_dtype} {transport.describe()}; {memory}")
+    storage = _make_storage(sync, plan, parameters, device, max_held)
+    snapshots = Snapshots(parameters, storage.shards, device)
+    gatherer = Gatherer(plan, storage, adapter, _patience_seconds(sync))
+    slots = SlotVersions() if link is None else SlotTable(sync.num_slots, max_held)
+    read = snapshot_reader(snapshots, slots, _patience_seconds(sync))
+    hands = _make_hands(sync, plan, storage, gatherer, transport, read)
+    channel, address = _make_channel(sync)
+    probes, make_leader = Probes(), None
     if link is not None:
-        attestation = Attestation(
-            every=sync.attest_every,
-            tokens=attested_tokens(config, vocab_size),
-            probes=probes,
-            tolerance=sync.attest_tolerance or _TOLERANCES[wire_dtype],
-            timeout_seconds=sync.timeout_seconds,
-        )
+        assert channel is not None and isinstance(slots, SlotTable)
+        make_parts = functools.partial(_leader_parts, config, plan, hands, channel, transport)
+        attestation = _attestation(config, plan, probes, vocab_size)
         make_leader = functools.partial(
-            _make_leader, config, agent, channel, plan, table, attestation, link, servers
+            _make_leader, sync, slots, make_parts, attestation, link, servers
         )
     return WeightPublisher(
         snapshots=snapshots,
-        filled=filled,
-        slots=table,
+        slots=slots,
         probes=probes,
         attest_every=sync.attest_every,
         make_leader=make_leader,
-        follow=lambda: serve_agent(agent, address),
+        follow=lambda: serve(hands.served, dist.get_rank(), address),
     )
 
 
 def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
-    """Fixed tokens that trainer and servers rate; short enough for both."""
+    """Returns fixed tokens for attestation, short enough for the trainer and the servers."""
     longest = config.inference.max_model_len or config.training.seq_len
     return probe_tokens(
         vocab_size, max(2, min(_PROBE_LENGTH, longest - 1, config.training.seq_len))
     )
 
 
-def _patience_seconds(sync: WeightSync) -> float:
-    """Bound of what ranks wait for each other within one version."""
-    return 10 * sync.timeout_seconds + 600
-
-
-def _agree_on_held(sync: WeightSync, device: torch.device, num_servers: int) -> int:
-    """How many slots may be held for versions that are sent from them; collective.
-
-    On CUDA none: buckets are put together from shards on all devices, in memory of their own.
-
-    Args:
-        num_servers: As rank 0 knows them. Others may join later: with more versions alive
-            than can be held, buckets are copied out of the slots.
-    """
-    max_held = [max_alive(sync.max_versions, num_servers, sync.delta)]
-    dist.broadcast_object_list(max_held, src=0)
-    return max_held[0] if device.type == "cpu" else 0
-
-
-def _make_slots(
-    sync: WeightSync,
-    plan: PushPlan,
-    parameters: dict[str, torch.Tensor],
-    device: torch.device,
-    max_held: int,
-) -> tuple[RankSlots, torch.device]:
-    """This rank's slots, and the device where they lie; collective."""
-    if device.type == "cpu":
-        return make_slots(plan, sync.num_slots + max_held), device
-    staging = "device" if sync.staging == "auto" else sync.staging
-    names = plan.names_from(dist.get_rank())
-    shards = device_slots(parameters, names, sync.num_slots, plan.wire_dtype, staging)
-    return RankSlots(shards), torch.device("cpu") if staging == "host" else device
-
-
-def _own_agent(
-    sync: WeightSync,
-    gatherer: Gatherer,
-    slots: RankSlots,
-    snapshots: Snapshots,
-    filled: FilledSlots,
-    settings: GroupSettings,
-) -> LocalAgent:
-    pool = None
-    if gatherer.own is not None:
-        pool = PayloadPool(
-            [bucket.spec for bucket in gatherer.own.buckets],
-            [bucket.num_bytes for bucket in gatherer.own.buckets],
-            settings.device,
-            sync.checksum,
-            slots.buckets,
-        )
-    read = read_snapshot(snapshots, filled, _patience_seconds(sync))
-    return LocalAgent(dist.get_rank(), gatherer, read, pool, settings)
-
-
-def _channel(sync: WeightSync) -> tuple[LeaderChannel | None, Address]:
-    """Rank 0's end, and what every rank must know to reach it. Collective."""
-    channel = LeaderChannel(2 * _patience_seconds(sync)) if dist.get_rank() == 0 else None
-    addresses: list[Address | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(addresses, channel.address if channel is not None else None)
-    assert addresses[0] is not None
-    return channel, addresses[0]
-
-
-def _make_leader(
-    config: JobConfig,
-    agent: LocalAgent,
-    channel: LeaderChannel | None,
-    plan: PushPlan,
-    slots: SlotTable,
-    attestation: Attestation,
-    link: RolloutLink,
-    servers: list[ServerInfo],
-    on_change: Callable[[], None],
-) -> Leader:
-    """Called in the event loop that the leader will run in."""
-    sync = config.weight_sync
-    settings = LaneSettings(
-        push_timeout_seconds=sync.push_timeout_seconds,
-        retry_seconds=sync.retry_seconds,
-        max_retry_seconds=sync.max_retry_seconds,
-        delta=sync.delta,
-        attestation=attestation,
-    )
-    return Leader(
-        slots,
-        _leader_parts(config, agent, channel, plan),
-        settings,
-        Listeners(on_change, link.notify_version, link.notify_lost),
-        sync.max_versions,
-        servers,
-        link.watch.poll,
-    )
-
-
-def _leader_parts(
-    config: JobConfig, agent: LocalAgent, channel: LeaderChannel | None, plan: PushPlan
-) -> LeaderParts:
-    assert channel is not None
-    sync = config.weight_sync
-    num_buckets = {source.rank: len(source.buckets) for source in plan.sources}
-    agents = agents_of_all_ranks(agent, channel, num_buckets)
-    sources = [source for source in agents if source.num_buckets]
-    disk = None
-    if sync.transport == "disk":
-        assert sync.disk_path is not None
-        directories = VersionDirectories(Path(sync.disk_path), Path(config.model.hf_assets_path))
-        num_bytes = sum(source.num_bytes for source in plan.sources)
-        disk = DiskVersions(directories, sources, num_bytes)
-
-    def make_connection(server: ServerInfo) -> Connection:
-        client = client_for(config.inference, server)
-        if disk is not None:
-            return DiskConnection(client, disk, sync.timeout_seconds)
-        return GroupConnection(client, sources, sync.timeout_seconds)
-
-    async def close() -> None:
-        await agent.close()
-        channel.close()
-        if disk is not None:
-            disk.close()
-
-    return LeaderParts(
-        agents=agents,
-        make_connection=make_connection,
-        disk=disk,
-        listen=lambda: asyncio.create_task(channel.listen(), name="agents"),
-        close=close,
-    )
-
-
-def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_servers: int) -> str:
-    gib = 1024**3
-    total = sum(source.num_bytes for source in plan.sources)
-    largest = max(source.num_bytes for source in plan.sources)
-    slot = max(layout.num_bytes for layout in plan.layouts.values())
-    alive = max_alive(sync.max_versions, num_servers, sync.delta)
-    version = (
-        f"a version has {total / gib:.3f} GiB in {sum(len(s.buckets) for s in plan.sources)} "
-        f"buckets from {len(plan.sources)} source rank(s). Memory: "
-    )
-    if max_held:
-        return version + (
-            f"on a source rank {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
-            f"{max_held} of them for versions that servers are still sent; as many of its shards "
-            "on a rank that cannot reach its source's memory "
-            "(weight_sync.num_slots, weight_sync.max_versions)."
-        )
-    return version + (
-        f"{sync.num_slots} slots of this rank's shards, and on a source rank at most {alive} "
-        f"versions of {largest / gib:.3f} GiB (weight_sync.num_slots, weight_sync.max_versions)."
-    )
-
-
-def weight_backend(config: JobConfig, device_type: str) -> str:
-    """Resolves ``weight_sync.backend``; see there."""
-    if config.weight_sync.backend != "auto":
-        return config.weight_sync.backend
-    if device_type == "cpu" or config.inference.device == "cpu":
-        return "gloo"
-    # Launched servers share the trainer's GPUs unless there are some to spare, and NCCL
-    # refuses two ranks on one GPU.
-    _, are_their_own = gpus_for_servers()
-    return "gloo" if config.inference.launch and not are_their_own else "nccl"
-
-
 def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
-    """A client with the configured keys and timeouts."""
+    """Makes the client of a server, with the configured keys and timeouts."""
     return make_client(
         server.kind,
         server.url,
@@ -310,4 +134,167 @@ def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
         admin_key=inference.admin_key,
         control_timeout_seconds=inference.control_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,
+    )
+
+
+def _wire_dtype(config: JobConfig) -> torch.dtype:
+    dtype = config.weight_sync.dtype
+    name = config.training.mixed_precision_param if dtype == "auto" else dtype
+    return TORCH_DTYPE_MAP[name]
+
+
+def _patience_seconds(sync: WeightSync) -> float:
+    """Returns how long ranks wait for one another within one version."""
+    return 10 * sync.timeout_seconds + 600
+
+
+def _agree_on_held(sync: WeightSync, device: torch.device, num_servers: int) -> int:
+    """Returns how many slots may be held for versions that are sent from them; collective.
+
+    On CUDA there are none: buckets are put together from shards on all devices, in memory of
+    their own.
+
+    Args:
+        sync: The table ``[weight_sync]``.
+        device: The training device.
+        num_servers: Number of servers that rank 0 knows of. Others may join later. If more
+            versions are then alive than slots can be held, buckets are copied out of the slots.
+    """
+    max_held = [max_alive(sync.max_versions, num_servers, sync.delta)]
+    dist.broadcast_object_list(max_held, src=0)
+    return max_held[0] if device.type == "cpu" else 0
+
+
+def _make_storage(
+    sync: WeightSync,
+    plan: PushPlan,
+    parameters: dict[str, torch.Tensor],
+    device: torch.device,
+    max_held: int,
+) -> SlotStorage:
+    """Allocates this rank's slots; collective over all ranks."""
+    if device.type == "cpu":
+        return SharedHostSlots(plan, sync.num_slots + max_held)
+    names = plan.names_from(dist.get_rank())
+    if sync.staging == "host":
+        return PinnedHostSlots(parameters, names, sync.num_slots, plan.wire_dtype)
+    return DeviceSlots(parameters, names, sync.num_slots, plan.wire_dtype, device)
+
+
+def _make_hands(
+    sync: WeightSync,
+    plan: PushPlan,
+    storage: SlotStorage,
+    gatherer: Gatherer,
+    transport: Transport[Any],
+    read: Callable[[int, int], Any],
+) -> _Hands:
+    rank, pool, sender = dist.get_rank(), None, None
+    own = plan.source(rank)
+    if own is not None:
+        pool = PayloadPool(
+            [bucket.spec for bucket in own.buckets],
+            [bucket.num_bytes for bucket in own.buckets],
+            transport.payload_device,
+            sync.checksum,
+            storage.buckets,
+        )
+        sender = transport.make_sender(rank, pool)
+    return _Hands(Agent(rank, gatherer, read, pool), sender)
+
+
+def _make_channel(sync: WeightSync) -> tuple[LeaderChannel | None, Address]:
+    """Returns rank 0's end, and what each rank needs to connect to it. Collective."""
+    channel = LeaderChannel(2 * _patience_seconds(sync)) if dist.get_rank() == 0 else None
+    addresses: list[Address | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, channel.address if channel is not None else None)
+    assert addresses[0] is not None
+    return channel, addresses[0]
+
+
+def _attestation(config: JobConfig, plan: PushPlan, probes: Probes, vocab_size: int) -> Attestation:
+    sync = config.weight_sync
+    return Attestation(
+        every=sync.attest_every,
+        tokens=attested_tokens(config, vocab_size),
+        probes=probes,
+        tolerance=sync.attest_tolerance or _TOLERANCES[plan.wire_dtype],
+        timeout_seconds=sync.timeout_seconds,
+    )
+
+
+def _make_leader(
+    sync: WeightSync,
+    slots: SlotTable,
+    make_parts: Callable[[], LeaderParts],
+    attestation: Attestation,
+    link: RolloutLink,
+    servers: list[ServerInfo],
+    on_change: Callable[[], None],
+) -> Leader:
+    """Makes the leader; called in the event loop in which it will run."""
+    settings = LaneSettings(
+        push_timeout_seconds=sync.push_timeout_seconds,
+        retry_seconds=sync.retry_seconds,
+        max_retry_seconds=sync.max_retry_seconds,
+        delta=sync.delta,
+        attestation=attestation,
+    )
+    listeners = Listeners(on_change, link.notify_version, link.notify_lost)
+    return Leader(
+        slots, make_parts(), settings, listeners, sync.max_versions, servers, link.watch.poll
+    )
+
+
+def _leader_parts(
+    config: JobConfig,
+    plan: PushPlan,
+    own: _Hands,
+    channel: LeaderChannel,
+    transport: Transport[Any],
+) -> LeaderParts:
+    others = range(1, dist.get_world_size())
+    agents = [own.agent, *(remote(Agent, channel, rank) for rank in others)]
+    senders = [
+        own.sender if source.rank == 0 else remote(transport.sender_type, channel, source.rank)
+        for source in plan.sources
+    ]
+    transport.lead(senders)
+
+    async def close() -> None:
+        for one in own.served:
+            await one.close()
+        channel.close()
+        transport.close()
+
+    return LeaderParts(
+        agents=agents,
+        sources=[agents[source.rank] for source in plan.sources],
+        transport=transport,
+        make_client=lambda server: client_for(config.inference, server),
+        listen=lambda: asyncio.create_task(channel.listen(), name="agents"),
+        close=close,
+    )
+
+
+def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_servers: int) -> str:
+    gib = 1024**3
+    largest = max(source.num_bytes for source in plan.sources)
+    slot = max(layout.num_bytes for layout in plan.layouts.values())
+    alive = max_alive(sync.max_versions, num_servers, sync.delta)
+    version = (
+        f"a version has {plan.num_bytes / gib:.3f} GiB in "
+        f"{sum(len(s.buckets) for s in plan.sources)} buckets from {len(plan.sources)} source "
+        "rank(s). Memory: "
+    )
+    if max_held:
+        return version + (
+            f"on a source rank {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
+            f"{max_held} of them for versions that servers still receive; on a rank that cannot "
+            "reach its source's memory, as many slots of its own shards "
+            "(weight_sync.num_slots, weight_sync.max_versions)."
+        )
+    return version + (
+        f"{sync.num_slots} slots of this rank's shards, and on a source rank at most {alive} "
+        f"versions of {largest / gib:.3f} GiB (weight_sync.num_slots, weight_sync.max_versions)."
     )

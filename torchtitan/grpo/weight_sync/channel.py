@@ -1,44 +1,56 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How the leader calls the agents of other ranks: ZeroMQ, one question, one answer each.
+"""How the leader calls methods of objects on other ranks, over ZeroMQ.
 
-The leader listens on the address under which the other ranks reach it, or on loopback
-where all ranks are on one host. A secret that was drawn at the start and handed to the
-ranks over the process group marks every message, so nobody else is listened to. Calls do
-not wait for one another; the bound of each is its caller's business.
+A method that may be called is marked with :func:`operation` where it is written. From the
+marked methods and their annotations :func:`remote` makes an object for the leader, and
+:func:`serve` the table of what a rank answers, so no operation is listed twice.
+
+The leader listens on the address under which the other ranks reach it, or on loopback if
+all ranks are on one host. Every message carries a secret that the leader drew at the start
+and gave to the ranks over the process group; messages without it are ignored. Calls do not
+wait for one another. A caller that needs a short timeout applies it itself.
 """
 
 import asyncio
+import functools
+import inspect
 import itertools
 import secrets
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast, get_type_hints
 
 import msgspec
-import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
 from torchtitan.grpo.system.groups import leader_address
-from torchtitan.grpo.weight_sync.agent import Agent, LocalAgent
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
-_RESULTS: dict[str, Any] = {
-    "wait_copied": None,
-    "gather": None,
-    "drop": None,
-    "prepare": BucketSpec,
-    "open": WeightGroupInfo,
-    "join": None,
-    "send": None,
-    "leave": None,
-    "write": None,
-}
-"""What may be called, and what it returns."""
+T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_MARK = "__is_operation__"
 
 
-class AgentFailed(RuntimeError):
-    """A call to another rank's agent failed there; the message is that rank's."""
+def operation(method: Method) -> Method:
+    """Marks a coroutine method that the leader may call on another rank.
+
+    The arguments must be positional, and their types and that of the result must be ones
+    that msgspec encodes.
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+def operations_of(interface: type) -> dict[str, Any]:
+    """Returns the result type of each operation of a class, by method name."""
+    methods = inspect.getmembers(interface, lambda member: hasattr(member, _MARK))
+    return {name: get_type_hints(method)["return"] for name, method in methods}
+
+
+class CallFailed(RuntimeError):
+    """A call to another rank failed on that rank. The message is that rank's own."""
 
 
 class _Call(msgspec.Struct):
@@ -55,23 +67,27 @@ class _Answer(msgspec.Struct):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the leader listens, and the secret that opens it."""
+    """Where the leader listens, and the secret that every message must carry."""
 
     endpoint: str
     secret: bytes
 
 
 class LeaderChannel:
-    """The leader's end. Made on the training thread, used in the publisher's event loop.
+    """The leader's end. Constructed on the training thread, used in the publisher's event loop.
 
     Args:
-        timeout_seconds: Bound of one call: more than any may take by its own bounds.
+        timeout_seconds: Maximum duration of one call. It must exceed the timeouts that the
+            called methods apply themselves.
+
+    Attributes:
+        address: What the other ranks need to connect.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._context = zmq.asyncio.Context()
-        # Bound at once, so that its port can be told to the others.
+        # Bound here, so that the port is known before the other ranks are told of it.
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
         port = self._socket.bind_to_random_port(f"tcp://{leader_address()}")
@@ -83,15 +99,15 @@ class LeaderChannel:
         self._arrived = asyncio.Event()
 
     async def listen(self) -> None:
-        """Takes in answers until cancelled."""
+        """Receives answers until cancelled."""
         try:
             while True:
                 frames = await self._socket.recv_multipart()
                 if len(frames) != 3 or not secrets.compare_digest(frames[1], self.address.secret):
-                    continue  # not one of ours
+                    continue  # the sender is not a rank of this run
                 peer, _, body = frames
                 answer = msgspec.msgpack.decode(body, type=_Answer | int)
-                if isinstance(answer, int):  # a rank says that it is there
+                if isinstance(answer, int):  # a rank announces itself
                     self._peers[answer] = peer
                     self._arrived.set()
                 else:
@@ -101,29 +117,30 @@ class LeaderChannel:
             self._arrived.set()
             for future, _ in self._waiting.values():
                 if not future.done():
-                    future.set_exception(AgentFailed("Nobody listens for the answer any more."))
+                    future.set_exception(CallFailed("The leader no longer listens for answers."))
 
     def _settle(self, answer: _Answer) -> None:
         future, result_type = self._waiting.pop(answer.number, (None, None))
         if future is None or future.done():
-            return  # given up
+            return  # the caller has given up
         if answer.error is not None:
-            kind = OSError if answer.is_os_error else AgentFailed
+            kind = OSError if answer.is_os_error else CallFailed
             future.set_exception(kind(answer.error))
         else:
             future.set_result(msgspec.convert(answer.result, result_type))
 
-    async def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of a rank's agent.
+    async def call(self, rank: int, method: str, result_type: Any, *arguments: Any) -> Any:
+        """Calls a method on another rank and returns its result.
 
         Raises:
-            AgentFailed: It failed there, or nobody hears its answer.
-            OSError: It failed there with one.
-            TimeoutError: It did not answer in time.
+            CallFailed: If the method raised an exception there, or if nobody listens for
+                its answer any more.
+            OSError: If the method raised an ``OSError`` there.
+            TimeoutError: If the rank did not answer in time.
         """
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future, _RESULTS[method]
+        self._waiting[number] = future, result_type
         body = msgspec.msgpack.encode(_Call(number, method, list(arguments)))
         try:
             async with asyncio.timeout(self._timeout_seconds):
@@ -131,12 +148,15 @@ class LeaderChannel:
                     self._arrived.clear()
                     await self._arrived.wait()
                 if self._is_closed:
-                    raise AgentFailed(f"Rank {rank} cannot be asked to {method}: nobody listens.")
+                    raise CallFailed(
+                        f"Rank {rank} cannot be asked to {method}: the leader no longer listens."
+                    )
                 await self._socket.send_multipart([self._peers[rank], self.address.secret, body])
                 return await future
         except TimeoutError as error:
             raise TimeoutError(
-                f"Rank {rank} must {method} within {self._timeout_seconds:g} s; it did not answer."
+                f"Rank {rank} must answer the call of {method} within {self._timeout_seconds:g} s "
+                "and did not. Check that rank's log."
             ) from error
         finally:
             self._waiting.pop(number, None)
@@ -147,51 +167,45 @@ class LeaderChannel:
         self._context.term()
 
 
-class RemoteAgent:
-    """The agent of another rank; see :class:`Agent` for the methods.
+class _Remote:
+    def __init__(self, interface: type, channel: LeaderChannel, rank: int) -> None:
+        self.rank = rank
+        for name, result_type in operations_of(interface).items():
+            setattr(self, name, functools.partial(channel.call, rank, name, result_type))
+
+
+def remote(interface: type[T], channel: LeaderChannel, rank: int) -> T:
+    """Returns the leader's form of an object on another rank.
+
+    It has the attribute ``rank`` and the operations of ``interface``, and nothing else.
 
     Args:
-        channel: To all ranks.
-        rank: That rank.
-        num_buckets: What it sends of each version.
+        interface: Class of the object, with methods marked by :func:`operation`.
+        channel: The leader's end of the channel.
+        rank: Rank in the default process group on which the object lives.
     """
-
-    def __init__(self, channel: LeaderChannel, rank: int, num_buckets: int) -> None:
-        self._channel, self.rank, self.num_buckets = channel, rank, num_buckets
-
-    async def wait_copied(self, slot: int, version: int) -> None:
-        await self._channel.call(self.rank, "wait_copied", slot, version)
-
-    async def gather(self, slot: int, version: int, is_held: bool) -> None:
-        await self._channel.call(self.rank, "gather", slot, version, is_held)
-
-    async def drop(self, version: int) -> None:
-        await self._channel.call(self.rank, "drop", version)
-
-    async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
-        return await self._channel.call(self.rank, "prepare", version, index, base)
-
-    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
-        return await self._channel.call(self.rank, "open", server_url, world_size)
-
-    async def join(self, server_url: str) -> None:
-        await self._channel.call(self.rank, "join", server_url)
-
-    async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
-        await self._channel.call(self.rank, "send", server_url, version, index, base)
-
-    async def leave(self, server_url: str) -> None:
-        await self._channel.call(self.rank, "leave", server_url)
-
-    async def write(self, version: int, directory: str) -> None:
-        await self._channel.call(self.rank, "write", version, directory)
+    return cast(T, _Remote(interface, channel, rank))
 
 
-async def serve_agent(agent: LocalAgent, address: Address) -> None:
-    """Answers the leader's calls until cancelled; each call is a task of its own.
+class Served(Protocol):
+    """An object whose operations a rank offers to the leader."""
 
-    The agent is closed at the end.
+    async def close(self) -> None:
+        """Ends what the object has started."""
+        ...
+
+
+async def serve(served: Sequence[Served], rank: int, address: Address) -> None:
+    """Answers the leader's calls until cancelled; each call runs as a task of its own.
+
+    The objects are closed at the end.
+
+    Args:
+        served: The objects whose operations are offered. Their names must not collide.
+        rank: Rank of the current process in the default process group.
+        address: Where the leader listens.
     """
+    methods = {name: getattr(one, name) for one in served for name in operations_of(type(one))}
     context = zmq.asyncio.Context()
     channel = context.socket(zmq.DEALER)
     channel.set_hwm(0)
@@ -199,30 +213,23 @@ async def serve_agent(agent: LocalAgent, address: Address) -> None:
 
     async def answer(call: _Call) -> None:
         try:
-            result = await getattr(agent, call.method)(*call.arguments)
+            result = await methods[call.method](*call.arguments)
             reply = _Answer(call.number, result)
-        except Exception as error:  # the process's boundary: the leader raises it
-            text = f"rank {agent.rank}: {type(error).__name__}: {error}"
+        except Exception as error:  # the process boundary: the leader raises it
+            text = f"rank {rank}: {type(error).__name__}: {error}"
             reply = _Answer(call.number, error=text, is_os_error=isinstance(error, OSError))
         await channel.send_multipart([address.secret, msgspec.msgpack.encode(reply)])
 
     try:
-        await channel.send_multipart([address.secret, msgspec.msgpack.encode(agent.rank)])
+        await channel.send_multipart([address.secret, msgspec.msgpack.encode(rank)])
         async with asyncio.TaskGroup() as calls:
             while True:
                 secret, body = await channel.recv_multipart()
                 call = msgspec.msgpack.decode(body, type=_Call)
-                if secrets.compare_digest(secret, address.secret) and call.method in _RESULTS:
+                if secrets.compare_digest(secret, address.secret) and call.method in methods:
                     calls.create_task(answer(call), name=call.method)
     finally:
         channel.close(linger=0)
         context.term()
-        await agent.close()
-
-
-def agents_of_all_ranks(
-    own: LocalAgent, channel: LeaderChannel, num_buckets: dict[int, int]
-) -> list[Agent]:
-    """On the leader: one agent a rank, in the order of ranks."""
-    others = range(1, dist.get_world_size())
-    return [own, *(RemoteAgent(channel, rank, num_buckets.get(rank, 0)) for rank in others)]
+        for one in served:
+            await one.close()

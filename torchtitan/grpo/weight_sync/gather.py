@@ -3,11 +3,11 @@
 
 """From shards to full tensors with Hugging Face names, in buckets, on the source ranks.
 
-Runs on a thread of its own on every rank, on process groups of its own: two threads must
-not issue collectives on one communicator. What each rank sends is settled once, at
-construction, for the whole model and every layout; see `plan.py`. Where ranks write into
-their source's memory (see `slot_memory.py`) there is little left to do: buckets that lie in
-the slot are whole as soon as all ranks have copied, but for what must be converted.
+Gathering runs on a thread of its own on every rank, and on process groups of its own,
+because two threads must not issue collectives on one communicator. What each rank sends is
+decided once, at construction, for every layout; see `plan.py`. If ranks write into their
+source's memory (see `slot_memory.py`), the buckets that lie in the slot are complete as soon
+as all ranks have copied, except for parameters that must be converted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,17 @@ import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
+from torchtitan.grpo.system.device import default_backend
 from torchtitan.grpo.weight_sync.payloads import Payload
-from torchtitan.grpo.weight_sync.plan import BucketPlan, SourcePlan, plan_sources
+from torchtitan.grpo.weight_sync.plan import (
+    ALL_PARAMETERS,
+    BucketPlan,
+    ParameterSelection,
+    SourcePlan,
+    plan_sources,
+)
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
-from torchtitan.grpo.weight_sync.slot_memory import RankSlots
+from torchtitan.grpo.weight_sync.slot_storage import SlotStorage
 
 
 def agree_on_push(
@@ -28,77 +35,74 @@ def agree_on_push(
     adapter: BaseStateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
+    selection: ParameterSelection = ALL_PARAMETERS,
 ) -> PushPlan:
-    """Settles once what each rank sends; collective over all ranks.
+    """Decides what each rank sends; collective over all ranks.
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
-        adapter: Of the model family.
+        adapter: State-dict adapter of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
+        selection: The parameters that are pushed.
     """
-    assemblies = agree_on_assembly(parameters, adapter)
+    assemblies = [a for a in agree_on_assembly(parameters, adapter) if selection.includes(a.name)]
     sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
     layouts = {source.rank: lay_out_slot(source, adapter, wire_dtype) for source in sources}
-    return PushPlan(sources, layouts, wire_dtype)
+    return PushPlan(selection, sources, layouts, wire_dtype)
 
 
 class Gatherer:
     """One rank's part in the gathering. Constructed on all ranks at the same time.
 
     Args:
-        plan: Of all ranks.
-        slots: Where shards are copied to.
-        adapter: Of the model family.
-        backend: Of the gathering groups: that of the snapshots' device.
-        timeout_seconds: Bound of one transfer.
-        device: Where the snapshots lie.
+        plan: What each rank sends.
+        storage: The snapshot slots, as this rank sees them.
+        adapter: State-dict adapter of the model family.
+        timeout_seconds: Maximum duration of one transfer between ranks.
 
     Attributes:
-        own: What this rank is the source of; None where it is none.
+        own: What this rank sends to servers; ``None`` if it is not a source.
     """
 
     def __init__(
         self,
         plan: PushPlan,
-        slots: RankSlots,
+        storage: SlotStorage,
         adapter: BaseStateDictAdapter,
-        *,
-        backend: str,
         timeout_seconds: float,
-        device: torch.device,
     ) -> None:
-        self._adapter, self._device, self._slots = adapter, device, slots
+        device = storage.device
+        self._adapter, self._device, self._storage = adapter, device, storage
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        backend = default_backend(device.type)
         rank = dist.get_rank()
         self.own = plan.source(rank)
         self._layout = plan.layouts.get(rank)
-        # Every rank makes every group; it takes part in those it is a member of.
+        # Every rank must take part in the creation of every group, also as no member of it.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
         for source in plan.sources:
             group = collecting_group(source.members, backend, timeout_seconds, device)
             if rank in source.members:
                 buckets = [bucket.assemblies for bucket in source.buckets]
-                in_place = slots.in_place.get(source.rank, ())
-                collector = Collector(
-                    buckets, plan.wire_dtype, device, group, source.rank, in_place
-                )
+                writers = storage.writers(source.rank)
+                collector = Collector(buckets, plan.wire_dtype, device, group, source.rank, writers)
                 self._collectors.append((source, collector))
 
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
-        """All ranks take part; a source fills its payload, bucket by bucket.
+        """Gathers a version: all ranks take part, and a source fills its payload in order.
 
         Args:
-            slot: Where all ranks have their shards of this version.
+            slot: Slot in which all ranks have their shards of the version.
             shards: This rank's part of each of its parameters.
-            payload: What is filled, on source ranks; None elsewhere.
+            payload: The payload to fill on a source rank; ``None`` on other ranks.
         """
         assert (payload is not None) == (self.own is not None)
         if self._stream is None:
             return self._gather(slot, shards, payload)
-        # Device and stream are a thread's own choice, and this is not the training thread.
+        # Each thread has its own current device and stream, and this is not the training thread.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(self._stream):
             self._gather(slot, shards, payload)
@@ -110,12 +114,12 @@ class Gatherer:
     ) -> None:
         for source, collector in self._collectors:
             if source is not self.own:
-                # Nothing is received, and this is what sends.
+                # Iterating is what sends; nothing is received here.
                 for _ in collector.collect(shards):
                     raise AssertionError("only a source receives")
             else:
                 assert payload is not None
-                others = self._slots.others[slot] if self._slots.others else {}
+                others = self._storage.shards_of_writers(slot)
                 places = self._places_in(payload)
                 self._fill_all(collector.collect(shards, others=others, places=places), payload)
 
@@ -124,13 +128,13 @@ class Gatherer:
         for index, plan in enumerate(self.own.buckets):
             self._fill(plan, whole, payload.buffers[index])
             if self._stream is not None:
-                self._stream.synchronize()  # other threads and streams read it next
+                self._stream.synchronize()  # other threads and streams read the bucket next
             payload.filled(index)
         for name, _ in whole:
             raise AssertionError(f"{name} is in no bucket")
 
     def _places_in(self, payload: Payload) -> dict[str, torch.Tensor]:
-        """Where parameters that travel as they are are put together: in their buckets already."""
+        """Returns where parameters that are not converted are put together: in their buckets."""
         assert self._layout is not None
         if payload.buffers[0].device.type != self._device.type:
             return {}
@@ -146,7 +150,7 @@ class Gatherer:
             for tensor in self._adapter.to_hf({name: full}).values():
                 flat = tensor.contiguous().view(-1).view(torch.uint8)
                 part = buffer[position : position + flat.numel()]
-                if part.data_ptr() != flat.data_ptr():  # else it was put together there
+                if part.data_ptr() != flat.data_ptr():  # otherwise it was put together in place
                     part.copy_(flat)
                 position += flat.numel()
         assert position == plan.num_bytes, (plan.spec.names, position)

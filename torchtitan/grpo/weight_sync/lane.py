@@ -3,10 +3,10 @@
 
 """One server's pushes, through the states of `lane_state.py`.
 
-The newest version wins: a lane that is done takes what is newest then, not what came next.
-A lane waits for its own server alone, each time with a bound, so a slow, stopped or dead
-server delays nobody else. A lost server gets no work until it has been joined anew and has
-confirmed the newest weights.
+The newest version wins: after a push a lane takes the version that is the newest then, and
+skips those between. A lane waits for its own server alone, each time with a timeout, so a
+slow, stopped or dead server delays no other. A lost server gets no work until it has been
+joined again and has confirmed the newest weights.
 """
 
 import asyncio
@@ -15,19 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.weight_sync.connection import Connection, PushReport
-from torchtitan.grpo.weight_sync.disk_versions import VersionNotWritten
 from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
 from torchtitan.grpo.weight_sync.probe import Probes, compare, is_attested
+from torchtitan.grpo.weight_sync.transports.interface import (
+    Connection,
+    NotPrepared,
+    PushReport,
+)
 from torchtitan.grpo.weight_sync.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-# How often an idle lane asks whether the server still serves what was pushed: one that was
-# restarted answers, with other weights.
+# How often an idle lane asks whether the server still serves what was pushed. A server that
+# was restarted answers, but serves other weights.
 _CHECK_SECONDS = 5.0
 _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
-"""What a push may fail with on account of the server; RuntimeError covers torch's own."""
+"""Exceptions that a server may cause in a push. ``RuntimeError`` covers those of torch."""
 
 
 class VersionMismatch(ServerError):
@@ -36,15 +39,14 @@ class VersionMismatch(ServerError):
 
 @dataclass(frozen=True)
 class Attestation:
-    """What a server must prove after a push, besides its own word about its version.
+    """What a server must prove after a push, besides naming the right version.
 
     Attributes:
-        every: Versions divisible by it are attested by log-probabilities; 0 is none.
-        tokens: That are rated.
-        probes: What the trainer expects.
-        tolerance: Largest mean difference.
-        timeout_seconds: How long the trainer may take to say what it expects, and a server
-            to say what it gives.
+        every: Versions divisible by this are attested by log-probabilities; 0 attests none.
+        tokens: Token ids that trainer and server rate.
+        probes: The trainer's log-probabilities of these tokens.
+        tolerance: Largest mean absolute difference.
+        timeout_seconds: How long the trainer, and then the server, may take to rate them.
     """
 
     every: int
@@ -54,20 +56,20 @@ class Attestation:
     timeout_seconds: float
 
     def concerns(self, version: int) -> bool:
-        """Whether ``version`` is attested so."""
+        """Returns whether ``version`` is attested by log-probabilities."""
         return is_attested(version, self.every)
 
 
 @dataclass(frozen=True)
 class LaneSettings:
-    """What all lanes share.
+    """Settings of all lanes.
 
     Attributes:
         push_timeout_seconds: ``weight_sync.push_timeout_seconds``.
         retry_seconds: ``weight_sync.retry_seconds``.
         max_retry_seconds: ``weight_sync.max_retry_seconds``.
         delta: ``weight_sync.delta``.
-        attestation: See there.
+        attestation: What servers must prove after a push.
     """
 
     push_timeout_seconds: float
@@ -79,12 +81,12 @@ class LaneSettings:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told of a lane's changes.
+    """Callbacks for the changes of a lane; called in the leader's event loop.
 
     Attributes:
-        on_change: After each change of what is public in a lane.
-        on_version: (url, version) when the server has confirmed a version.
-        on_lost: (url, reason) when it is lost.
+        on_change: Called after each change of a public attribute of a lane.
+        on_version: Called with URL and version when a server has confirmed a version.
+        on_lost: Called with URL and reason when a server is lost.
     """
 
     on_change: Callable[[], None]
@@ -96,20 +98,21 @@ class Lane:
     """See the module's docstring.
 
     Args:
-        connection: The server.
-        versions: What there is to send.
-        settings: Of all lanes.
-        listeners: Of all lanes.
+        connection: The way to the server.
+        versions: The record of which version is where.
+        settings: Settings of all lanes.
+        listeners: Callbacks of all lanes.
 
     Attributes:
-        state: Where the lane is.
-        version: What the server has confirmed; -1 before that, and while it is lost.
-        num_pushes: Confirmed pushes.
-        num_attested: Of those, attested by log-probabilities.
+        url: Address of the server.
+        state: Current state.
+        num_pushes: Number of confirmed pushes.
+        num_attested: Number of them that were attested by log-probabilities.
         num_failures: How often the server was lost.
-        is_blocked: What is newest could not be written on our side; the server goes on with less.
-        last_error: Of the last loss, or of the last version that could not be sent.
-        last_push: Of the last confirmed push.
+        is_blocked: Whether the trainer could not prepare the newest version. The server
+            continues with an older one.
+        last_error: Reason of the last loss, or why the last version could not be prepared.
+        last_push: Report of the last confirmed push.
     """
 
     def __init__(
@@ -121,7 +124,6 @@ class Lane:
     ) -> None:
         self.url = connection.client.url
         self.state = LaneState.JOINING
-        self.version = -1
         self.num_pushes = self.num_attested = self.num_failures = 0
         self.is_blocked = False
         self.last_error = ""
@@ -129,15 +131,20 @@ class Lane:
         self._connection, self._client = connection, connection.client
         self._versions, self._settings, self._listeners = versions, settings, listeners
         self._backoff = Backoff(settings.retry_seconds, settings.max_retry_seconds)
-        self._base: int | None = None
+        self._server = versions.add_server()
+
+    @property
+    def version(self) -> int:
+        """Version that the server has confirmed; -1 before that, and while it is lost."""
+        return self._server.confirmed
 
     @property
     def is_lost(self) -> bool:
-        """From a loss until the newest weights are confirmed, attempts to rejoin included."""
+        """Whether the server was lost and has not confirmed the newest weights since."""
         return self.num_failures > 0 and self.version < 0
 
     async def run(self) -> None:
-        """Serves the lane until it is cancelled."""
+        """Keeps the server at the newest version until cancelled."""
         while True:
             try:
                 newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
@@ -146,30 +153,30 @@ class Lane:
                 elif self.state is LaneState.READY:
                     await self._check_idle()
             except _LOSSES as error:
-                # Told first, since clearing up may take as long as the server lets it.
+                # Reported first, since recovering may take as long as its timeouts allow.
                 self._lose(error)
                 await self._connection.recover()
                 await asyncio.sleep(self._backoff.seconds_after_failure())
                 self._take(LaneEvent.RETRY_DUE)
 
     def announce(self) -> None:
-        """Says again what the server has confirmed."""
+        """Reports again which version the server has confirmed."""
         if self.version >= 0:
             self._listeners.on_version(self.url, self.version)
 
     async def close(self) -> None:
-        """Leaves the server's groups and closes the client."""
+        """Leaves the server and closes the client."""
         self._keep_as_base(None)
         self._take(LaneEvent.REMOVED)
         await self._connection.close()
         await self._client.close()
 
     async def _bring(self, version: int) -> None:
-        """One version, from the join if need be to the attestation."""
+        """Brings one version to the server: joins if necessary, pushes, attests, confirms."""
         if self.state is LaneState.JOINING:
             await self._connection.join()
             self._take(LaneEvent.JOINED)
-            version = self._versions.newest  # joining may have taken long
+            version = self._versions.newest  # newer ones may have come meanwhile
         with self._versions.sending(version):
             if self.state is LaneState.READY:
                 if not await self._prepare(version):
@@ -182,12 +189,16 @@ class Lane:
         self._confirm(report)
 
     async def _prepare(self, version: int) -> bool:
-        """Whether our side is ready; if not, waits a little: the server goes on with what it has."""
+        """Prepares a version on the trainer's side; returns whether it is ready.
+
+        If it is not, the server continues with the version that it has, and the method waits
+        before the next attempt.
+        """
         try:
             await self._connection.prepare(version)
-        except VersionNotWritten as error:
+        except NotPrepared as error:
             self.is_blocked, self.last_error = True, str(error)
-            logger.warning("%s goes on with version %d: %s", self.url, self.version, error)
+            logger.warning("%s continues with version %d: %s", self.url, self.version, error)
             self._listeners.on_change()
             await asyncio.sleep(self._backoff.seconds_after_failure())
             return False
@@ -195,7 +206,7 @@ class Lane:
         return True
 
     async def _push(self, version: int) -> PushReport:
-        base = self._base if self._base is not None and self._versions.has(self._base) else None
+        base = self._server.base
         timeout_seconds = self._settings.push_timeout_seconds
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -204,11 +215,11 @@ class Lane:
                 with self._versions.sending(base):
                     return await self._connection.push(version, base)
         except TimeoutError as error:
-            if str(error):  # a bound within the push, which says so itself
+            if str(error):  # a timeout within the push, which has a message of its own
                 raise
             raise TimeoutError(
-                f"{self.url} did not take version {version} within weight_sync.push_timeout_seconds "
-                f"= {timeout_seconds:g} (from disk: weight_sync.timeout_seconds)."
+                f"{self.url} must take version {version} within weight_sync.push_timeout_seconds "
+                f"= {timeout_seconds:g} (from disk: weight_sync.timeout_seconds) and did not."
             ) from error
 
     async def _attest(self, version: int) -> None:
@@ -219,11 +230,11 @@ class Lane:
         try:
             expected = await attestation.probes.wait_for(version, attestation.timeout_seconds)
         except TimeoutError as error:
-            # No fault of the server's: it goes on, as with versions that are not attested so.
-            logger.warning("%s serves version %d, by its own word: %s", self.url, version, error)
+            # The server is not to blame. It is trusted, as with versions that are not attested.
+            logger.warning("%s serves version %d, unattested: %s", self.url, version, error)
             return
         if expected is None:
-            return  # the trainer is far ahead: a newer version is on its way
+            return  # the trainer is far ahead, and a newer version will be pushed soon
         served = await self._rated(version)
         try:
             compare(expected, served, attestation.tolerance)
@@ -232,37 +243,40 @@ class Lane:
         self.num_attested += 1
 
     async def _rated(self, version: int) -> list[float]:
-        """The probe tokens' log-probabilities, which wait their turn among what is written."""
+        """Returns the server's log-probabilities of the probe tokens.
+
+        The request waits its turn among those that generate.
+        """
         attestation = self._settings.attestation
         try:
             async with asyncio.timeout(attestation.timeout_seconds):
                 return await self._client.prompt_logprobs(attestation.tokens)
         except TimeoutError as error:
             raise TimeoutError(
-                f"{self.url} did not rate the probe tokens under version {version} within "
-                f"weight_sync.timeout_seconds = {attestation.timeout_seconds:g}: it has too much "
-                "to write, or has stopped."
+                f"{self.url} must rate the probe tokens under version {version} within "
+                f"weight_sync.timeout_seconds = {attestation.timeout_seconds:g} and did not. It is "
+                "overloaded or has stopped."
             ) from error
 
     async def _check_idle(self) -> None:
         if self._client.stops_for != "nothing":
-            # A pause that was given up on a stopped server may have reached it since.
+            # A stopped server may since have received a pause request that was given up.
             await self._client.resume()
         await self._check_version(self.version)
-        # The dispatcher may have lost it on its own account.
+        # The dispatcher may have lost the server for reasons of its own.
         self.announce()
 
     async def _check_version(self, version: int) -> None:
         served = await self._client.version()
         if served != version:
             raise VersionMismatch(
-                f"{self.url} must serve version {version}, it says {served}: it was "
-                "restarted, or somebody else updates it."
+                f"{self.url} must serve version {version}, but it reports {served}. It was "
+                "restarted, or another trainer updates it."
             )
 
     def _confirm(self, report: PushReport) -> None:
         self.num_pushes += 1
-        self.version, self.last_push = report.version, report
+        self._server.confirmed, self.last_push = report.version, report
         self._backoff.reset()
         self._listeners.on_version(self.url, report.version)
         self._take(LaneEvent.ATTESTED)
@@ -277,22 +291,16 @@ class Lane:
         reason = str(error) or type(error).__name__
         self.num_failures += 1
         self.is_blocked, self.last_error = False, reason
-        self.version = -1
-        self._keep_as_base(None)
+        self._server.lose()
         logger.warning("Lost %s while %s: %s", self.url, self.state.value, reason)
         self._listeners.on_lost(self.url, reason)
         is_mismatch = isinstance(error, VersionMismatch)
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)
 
     def _keep_as_base(self, version: int | None) -> None:
-        """The next push may send what has changed since ``version``."""
-        if not (self._settings.delta and self._client.takes_deltas):
-            return
-        if version is not None:
-            self._versions.want_base(version)
-        if self._base is not None:
-            self._versions.release_base(self._base)
-        self._base = version
+        """Lets the next push send only what has changed since ``version``."""
+        if self._settings.delta and self._client.takes_deltas:
+            self._server.keep_as_base(version)
 
     def _take(self, event: LaneEvent) -> None:
         self.state = next_state(self.state, event)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The states of one server's lane, and what leads from one to the next.
+"""The states of one server's lane, and the events that lead from one to the next.
 
              +------------------- newer_version --------------------+
              v                                                      |
@@ -12,22 +12,23 @@
        |                     v                         v                       |
        +------------------ LOST <-----------------------------------------------+
 
-JOINING fails into LOST, too, and every state but CLOSED goes to CLOSED when the server is
-removed. A lane joins when it has a version to send: the first push after a join is a whole
-one, whatever the server says it holds, since it may be another process than before.
+A failure in JOINING leads to LOST as well, and every state but CLOSED leads to CLOSED when
+the server is removed. A lane joins when it has a version to send. The first push after a
+join sends everything, whatever the server says it holds, since the server may be another
+process than before.
 
-What the dispatcher may believe follows from the state:
+What the dispatcher may assume follows from the state:
 
-- It is told a version at ``attested``, never before: the server has answered the commit,
-  and after that named the version itself.
-- It keeps believing the former version while a READY lane's next push is under way, because
-  the server writes under the former one until it commits, and names the version of every
+- It is told of a version at ``attested``, never before: the server has answered the commit,
+  and has named the version itself after that.
+- It keeps assuming the former version while the next push of a READY lane is under way: the
+  server generates with the former one until it commits, and names the version of every
   token.
-- It is told of the loss at ``failed`` and ``version_mismatch``, before the lane clears up
-  behind itself (leaves the groups, lifts the pause). The retry is due after that.
+- It is told of a loss at ``failed`` and ``version_mismatch``, before the lane recovers
+  (leaves the groups, ends the pause). The retry is due after that.
 
-The lane of a READY server goes on asking for its version: one that was restarted answers,
-with other weights, and nothing else would show it where no newer version comes.
+The lane of a READY server keeps asking for its version. A server that was restarted answers
+but serves other weights, and nothing else would reveal that while no newer version comes.
 """
 
 from enum import Enum
@@ -35,15 +36,15 @@ from enum import Enum
 
 class LaneState(Enum):
     JOINING = "joining"
-    """Making process groups with the server."""
+    """The connection to the server is being made."""
     SYNCING = "syncing"
-    """Sending a version, up to the commit's answer."""
+    """A version is being sent, up to the answer to the commit."""
     ATTESTING = "attesting"
-    """Comparing what the server says it serves with what was sent."""
+    """What the server serves is being compared with what was sent."""
     READY = "ready"
     """The server serves an attested version; nothing is under way."""
     LOST = "lost"
-    """Clearing up after a failure, then waiting until it is time to join anew."""
+    """The lane recovers from a failure, then waits until it is time to join again."""
     CLOSED = "closed"
     """The server was removed from the run."""
 
@@ -54,7 +55,7 @@ class LaneEvent(Enum):
     COMMITTED = "committed"
     ATTESTED = "attested"
     FAILED = "failed"
-    """The reason is kept by the lane; what comes next does not depend on it."""
+    """Something failed. The lane keeps the reason; the next state does not depend on it."""
     VERSION_MISMATCH = "version_mismatch"
     RETRY_DUE = "retry_due"
     REMOVED = "removed"
@@ -80,10 +81,10 @@ _NEXT = {
 
 
 def next_state(state: LaneState, event: LaneEvent) -> LaneState:
-    """Where ``event`` leads from ``state``.
+    """Returns the state to which ``event`` leads from ``state``.
 
     Raises:
-        ValueError: Nowhere: it must not happen there.
+        ValueError: If the event must not happen in this state.
     """
     following = _NEXT.get((state, event))
     if following is None:
@@ -95,11 +96,11 @@ def next_state(state: LaneState, event: LaneEvent) -> LaneState:
 
 
 class Backoff:
-    """How long to wait after each of several failures in a row: twice as long each time.
+    """The pause after each of several failures in a row, which doubles each time.
 
     Args:
-        first_seconds: After the first failure.
-        longest_seconds: It grows no further than this.
+        first_seconds: Pause after the first failure.
+        longest_seconds: Longest pause.
     """
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
@@ -112,12 +113,12 @@ class Backoff:
         self.num_failures = 0
 
     def seconds_after_failure(self) -> float:
-        """Counts a failure; returns the pause after it."""
-        # A float reaches no further than 2 to the 1023.
+        """Counts a failure and returns the pause after it."""
+        # Bounded, since a float overflows at 2 to the power of 1024.
         doublings = min(self.num_failures, 64)
         self.num_failures += 1
         return min(self._first_seconds * 2.0**doublings, self._longest_seconds)
 
     def reset(self) -> None:
-        """After a success."""
+        """Makes the next failure the first one again; called after a success."""
         self.num_failures = 0

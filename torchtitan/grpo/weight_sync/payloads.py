@@ -1,22 +1,22 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a source rank sends: versions of its share of the weights, and their buffers.
+"""The buffers of the versions that a source rank sends.
 
-    (free buffers) --take--> filled bucket by bucket --> read by lanes
+    (free buffers) --take--> filled bucket by bucket --> read by senders
           ^                                                  |
-          +-- dropped by the leader, and read by nobody <----+
+          +--- dropped by the leader, no reader is left <----+
 
-Lanes send a bucket as soon as it is filled, while later ones are still being gathered. A
-slow lane may take long over a version while newer ones are gathered, so every version has
-buffers of its own: a snapshot slot that is held for it, or copies. They are used again only
-when the leader has dropped the version and the last thread that reads them has come back,
-however long ago its lane gave it up.
+A bucket is sent as soon as it is filled, while later ones are still being gathered. A slow
+server may still receive a version while newer ones are gathered, so every version has
+buffers of its own: those of a snapshot slot that is held for it, or copies. They are used
+again only when the leader has dropped the version and the last thread that reads them has
+returned, however long ago its lane has given the push up.
 """
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ class Bucket:
     """Some tensors, as they travel.
 
     Attributes:
-        spec: What they are.
+        spec: Description of the tensors.
         payload: [num_bytes] uint8, contiguous.
     """
 
@@ -41,17 +41,24 @@ class Bucket:
 
 
 class PayloadFailed(RuntimeError):
-    """A version was not gathered whole, or is no longer there."""
+    """A version was not gathered completely, or is no longer held."""
 
 
 class Payload:
-    """One version of a source's share; immutable once it is filled.
+    """One version of what a source sends; immutable once it is filled.
 
-    Made on the event loop of the publisher's thread, filled by the gathering thread.
+    A payload is made on the event loop of the publisher's thread and filled by the
+    gathering thread.
+
+    Args:
+        version: Policy version.
+        specs: Descriptions of the buckets.
+        buffers: A uint8 tensor for each bucket.
+        checksum: Whether checksums are added to the descriptions.
 
     Attributes:
-        version: Policy version.
-        buffers: A uint8 tensor for each bucket.
+        version: See above.
+        buffers: See above.
         deltas: Buckets as changes to another version, by that version and their index.
     """
 
@@ -67,7 +74,7 @@ class Payload:
         self._progress = asyncio.Event()
 
     def filled(self, index: int) -> None:
-        """The gathering thread has written the bucket; they come in order."""
+        """Marks a bucket as written; called by the gathering thread, in the order of buckets."""
         if self._checksum:
             self._specs[index] = with_checksums(self._specs[index], self.buffers[index])
         assert index == self._num_filled, (index, self._num_filled)
@@ -75,7 +82,7 @@ class Payload:
         self._loop.call_soon_threadsafe(self._announce)
 
     def fail(self, reason: str) -> None:
-        """What is not yet filled never will be."""
+        """Gives up the buckets that are not filled yet."""
         self._failure = reason
         self._loop.call_soon_threadsafe(self._announce)
 
@@ -84,10 +91,10 @@ class Payload:
         former.set()
 
     async def wait_filled(self, index: int, timeout_seconds: float) -> None:
-        """Waits for a bucket.
+        """Waits until a bucket is filled.
 
         Raises:
-            PayloadFailed: It was not filled, or not in time.
+            PayloadFailed: If gathering failed, or if it took longer than the timeout.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
@@ -100,26 +107,47 @@ class Payload:
             )
 
     def bucket(self, index: int) -> Bucket:
-        """A filled bucket; any thread."""
+        """Returns a filled bucket. Any thread may call this."""
         assert index < self._num_filled, (index, self._num_filled)
         return Bucket(self._specs[index], self.buffers[index])
 
 
 def with_checksums(spec: BucketSpec, payload: torch.Tensor) -> BucketSpec:
-    """The spec with a checksum of each tensor of a bucket that holds them whole."""
+    """Adds the checksum of each tensor to the description of a bucket that holds them whole."""
     parts = payload.split(tensor_bytes(spec.dtypes, spec.shapes))
     return replace(spec, checksums=tuple(tensor_checksum(part) for part in parts))
 
 
+@dataclass
+class _Held:
+    """A version that the pool holds.
+
+    Attributes:
+        payload: Its buckets.
+        is_lent: Whether its buffers belong to a snapshot slot, which the leader releases.
+        num_readers: Number of :meth:`PayloadPool.reading` contexts that are open.
+        is_dropped: Whether no further reader is admitted.
+    """
+
+    payload: Payload
+    is_lent: bool
+    num_readers: int = 0
+    is_dropped: bool = False
+
+
 class PayloadPool:
-    """All versions that a source rank holds; all methods but :meth:`take` for any thread.
+    """The buffers of all versions that a source rank holds.
+
+    The pool decides nothing: the leader's :class:`Versions` has it take and drop versions.
+    Any thread may call any method but :meth:`take`.
 
     Args:
-        specs: Of the source's buckets.
-        sizes: Their bytes.
-        device: Where they lie: the device that weight groups send from.
-        checksum: Add checksums to the buckets' specs.
-        in_slots: For each snapshot slot the buckets that lie in it; None where none do.
+        specs: Descriptions of the source's buckets.
+        sizes: Number of bytes of each bucket.
+        device: Device of the buffers, which is the one that versions are sent from.
+        checksum: Whether checksums are added to the buckets' descriptions.
+        buckets_in_slot: Returns the buckets that lie in a snapshot slot, or ``None``; see
+            :meth:`SlotStorage.buckets`.
     """
 
     def __init__(
@@ -128,37 +156,31 @@ class PayloadPool:
         sizes: Sequence[int],
         device: torch.device,
         checksum: bool,
-        in_slots: Sequence[list[torch.Tensor]] | None = None,
+        buckets_in_slot: Callable[[int], list[torch.Tensor] | None] = lambda slot: None,
     ) -> None:
         self._specs, self._sizes = specs, sizes
         self._device, self._checksum = device, checksum
-        self._in_slots = in_slots
+        self._buckets_in_slot = buckets_in_slot
         self._free: list[list[torch.Tensor]] = []
-        self._payloads: dict[int, Payload] = {}
-        self._readers: dict[int, int] = {}
-        self._dropped: set[int] = set()
-        self._lent: set[int] = set()  # versions whose buffers are a slot's
+        self._held: dict[int, _Held] = {}
         self._lock = threading.Lock()
 
     def take(self, version: int, held_slot: int | None = None) -> Payload:
-        """Buffers for a new version: those in its slot, else used ones, else new ones.
+        """Returns a payload with buffers for a new version, to be filled.
 
-        On the event loop of the publisher's thread.
+        Called on the event loop of the publisher's thread. Buffers of a dropped version are
+        used again if there are any.
 
         Args:
             version: Policy version.
-            held_slot: Its slot, where that is held for as long as the version is: the buckets
-                are sent from there, if they lie there.
+            held_slot: Slot of the version, if that stays untouched for as long as the version
+                is held. Buckets that lie in it are then sent from there.
         """
-        held = None
-        if held_slot is not None and self._in_slots is not None:
-            held = self._in_slots[held_slot]
-        buffers = held if held is not None else self._own_buffers()
+        in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
+        buffers = in_slot if in_slot is not None else self._own_buffers()
         payload = Payload(version, self._specs, buffers, self._checksum)
         with self._lock:
-            self._payloads[version], self._readers[version] = payload, 0
-            if held is not None:
-                self._lent.add(version)
+            self._held[version] = _Held(payload, is_lent=in_slot is not None)
         return payload
 
     def _own_buffers(self) -> list[torch.Tensor]:
@@ -176,35 +198,34 @@ class PayloadPool:
         """Keeps a version's buffers while a thread reads them.
 
         Raises:
-            PayloadFailed: The version has been dropped.
+            PayloadFailed: If the version has been dropped.
         """
         with self._lock:
-            if version not in self._payloads or version in self._dropped:
-                raise PayloadFailed(f"Version {version} is no longer held.")
-            self._readers[version] += 1
+            held = self._held.get(version)
+            if held is None or held.is_dropped:
+                raise PayloadFailed(f"Version {version} is no longer held by this source rank.")
+            held.num_readers += 1
         try:
-            yield self._payloads[version]
+            yield held.payload
         finally:
             with self._lock:
-                self._readers[version] -= 1
-                self._maybe_free(version)
+                held.num_readers -= 1
+                self._maybe_free(held)
 
     def drop(self, version: int) -> None:
-        """Nobody is to begin reading the version any more."""
+        """Admits no further reader of a version, and frees its buffers after the last one."""
         with self._lock:
-            if version in self._payloads:
-                self._dropped.add(version)
-                self._maybe_free(version)
+            held = self._held.get(version)
+            if held is not None:
+                held.is_dropped = True
+                self._maybe_free(held)
 
     def holds(self, version: int) -> bool:
-        """Whether the version still has buffers, for whatever reason."""
-        return version in self._payloads
+        """Returns whether the version still has buffers."""
+        return version in self._held
 
-    def _maybe_free(self, version: int) -> None:
-        if version in self._dropped and not self._readers[version]:
-            payload = self._payloads.pop(version)
-            if version not in self._lent:  # else the leader lets the slot go
-                self._free.append(payload.buffers)
-            self._lent.discard(version)
-            self._dropped.discard(version)
-            del self._readers[version]
+    def _maybe_free(self, held: _Held) -> None:
+        if held.is_dropped and not held.num_readers:
+            del self._held[held.payload.version]
+            if not held.is_lent:
+                self._free.append(held.payload.buffers)

@@ -1,17 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Who puts what together, in which bucket.
+"""Which rank puts which parameters together, and in which buckets they travel.
 
 Pure, and equal on all ranks. A parameter's source is the lowest rank that holds a part of
 it: without pipeline parallelism that is rank 0 for everything, with it the lowest rank of
-each pipeline stage. Every source has a process group with each server and sends what it
-has put together there; every block is sent to its source once, by the lowest rank that
-holds it (see `models/shards.py`), so replicas send nothing.
+each pipeline stage. Every source sends what it has put together to every server. Every
+block is sent to its source once, by the lowest rank that holds it (see
+`models/shards.py`), so replicas send nothing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torchtitan.protocols import BaseStateDictAdapter
@@ -22,13 +23,36 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 @dataclass(frozen=True)
+class ParameterSelection:
+    """A named set of parameters that are pushed together; the same on all ranks.
+
+    Plan, snapshot slots and push contain these parameters and no others.
+
+    Attributes:
+        name: Name of the selection, for reports.
+        patterns: A parameter is selected if its native name matches one of these patterns, in
+            which ``*`` stands for any characters.
+    """
+
+    name: str
+    patterns: tuple[str, ...]
+
+    def includes(self, parameter: str) -> bool:
+        """Returns whether a parameter, given by its native name, is selected."""
+        return any(fnmatchcase(parameter, pattern) for pattern in self.patterns)
+
+
+ALL_PARAMETERS = ParameterSelection("all", ("*",))
+
+
+@dataclass(frozen=True)
 class BucketPlan:
     """One bucket: which native parameters it needs, and what it holds.
 
     Attributes:
         assemblies: How its parameters are put together, in the order of the bytes.
         spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
-        num_bytes_of: Size of what each parameter becomes, by native name.
+        num_bytes_of: Number of bytes of what each parameter becomes, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -37,7 +61,7 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the payload."""
+        """Number of bytes of the payload."""
         return sum(self.num_bytes_of.values())
 
 
@@ -46,9 +70,9 @@ class SourcePlan:
     """What one rank puts together and sends to every server.
 
     Attributes:
-        rank: The source.
+        rank: Rank of the source in the default process group.
         members: The source and all ranks that send it blocks, ascending.
-        buckets: In the order in which they travel.
+        buckets: Its buckets, in the order in which they travel.
     """
 
     rank: int
@@ -57,7 +81,7 @@ class SourcePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one version of this source's share."""
+        """Number of bytes that this source sends of each version."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
@@ -67,7 +91,7 @@ def plan_sources(
     wire_dtype: torch.dtype,
     bucket_bytes: int,
 ) -> list[SourcePlan]:
-    """Cuts the model up by source, then into buckets; ascending by rank."""
+    """Divides parameters among sources, then into buckets; ascending by rank."""
     by_source: dict[int, list[Assembly]] = {}
     for assembly in assemblies:
         by_source.setdefault(source_of(assembly), []).append(assembly)
@@ -82,7 +106,7 @@ def plan_sources(
 
 
 def source_of(assembly: Assembly) -> int:
-    """The rank on which a parameter is put together."""
+    """Returns the rank on which a parameter is put together."""
     return min(piece.rank for piece in assembly.pieces)
 
 
@@ -92,7 +116,7 @@ def plan_buckets(
     wire_dtype: torch.dtype,
     bucket_bytes: int,
 ) -> list[BucketPlan]:
-    """Cuts parameters into buckets of at most ``bucket_bytes``, or of one parameter."""
+    """Divides parameters into buckets of at most ``bucket_bytes``, or of one parameter."""
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
 
     def num_bytes(assembly: Assembly) -> int:

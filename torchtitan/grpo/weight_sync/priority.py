@@ -1,24 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The training thread goes first: for a core, where there are too few, and for the interpreter."""
+"""Lower priority than the training thread's, for cores and for the Python interpreter."""
 
 import contextlib
 import os
 import sys
 
 _NICE = 5
-# Python's own is 5 ms: for so long a busy thread keeps the interpreter from one that wants it.
+# Python's default is 5 ms: a busy thread keeps the interpreter that long from one that waits.
 _SWITCH_SECONDS = 0.0005
 
 
 def yield_to_training() -> None:
-    """The calling thread, and every thread that it starts, gives way to the training thread.
+    """Lowers the priority of the calling thread, and of every thread that it starts.
 
-    As batch work it does not take the core of the thread that wakes it up, and with a higher
-    nice value it gets the smaller share of a core that both want. Both are hints, which Linux
-    alone takes, and which a sandbox may forbid. The interpreter it gives back sooner, as all
-    threads of the process then do.
+    A thread with the scheduling policy for batch work does not preempt the thread that wakes
+    it up, and with a higher nice value it gets the smaller part of a core that both want.
+    Both are hints that only Linux follows, and that a sandbox may forbid. In addition, all
+    threads of the process release the interpreter sooner when another thread waits for it.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
     if not hasattr(os, "SCHED_BATCH"):

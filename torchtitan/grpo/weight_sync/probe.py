@@ -3,9 +3,9 @@
 
 """Attestation by log-probabilities: a server must rate fixed tokens as the trainer does.
 
-Stronger than the server's word about its version, since what is compared was computed from
-the weights. Dropout is off and no token is sampled, so both sides compute the same but for
-rounding.
+This is stronger evidence than the version that the server reports, because the compared
+numbers are computed from the weights. Dropout is off and no token is sampled, so both sides
+compute the same numbers except for rounding.
 """
 
 import asyncio
@@ -21,16 +21,17 @@ _POLL_SECONDS = 0.02
 
 
 def probe_tokens(vocab_size: int, num_tokens: int = 48, seed: int = 20) -> list[int]:
-    """Fixed token ids, the same in every process; [num_tokens].
+    """Returns fixed token ids, the same in every process; [num_tokens].
 
-    Drawn from all of the vocabulary, so that differences in its rows show.
+    They are drawn from the whole vocabulary, so that differences in any of the embedding's
+    rows may show.
 
     Raises:
-        ValueError: There is no token, or nothing to predict.
+        ValueError: If the vocabulary is empty, or if there is no token to predict.
     """
     if vocab_size < 1 or num_tokens < 2:
         raise ValueError(
-            "Probe tokens need a vocabulary of at least 1 and at least 2 tokens, "
+            "Probe tokens need a vocabulary of at least 1 token and a length of at least 2, "
             f"got {vocab_size} and {num_tokens}."
         )
     generator = random.Random(seed)
@@ -38,15 +39,15 @@ def probe_tokens(vocab_size: int, num_tokens: int = 48, seed: int = 20) -> list[
 
 
 def is_attested(version: int, every: int) -> bool:
-    """Whether ``version`` is attested under ``weight_sync.attest_every``."""
+    """Returns whether ``version`` is attested under ``weight_sync.attest_every``."""
     return every > 0 and version % every == 0
 
 
 class Probes:
-    """What the trainer expects of each attested version; safe to use from any thread.
+    """The trainer's log-probabilities of attested versions; safe to use from any thread.
 
     Args:
-        num_kept: The newest this many versions are kept.
+        num_kept: Number of versions that are kept, which are the newest ones.
     """
 
     def __init__(self, num_kept: int = 4) -> None:
@@ -57,11 +58,11 @@ class Probes:
         self._expected: dict[int, tuple[float, ...]] = {}
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
-        """Keeps what ``version`` gives; called by the training thread.
+        """Stores the log-probabilities under ``version``; called by the training thread.
 
         Args:
             version: Policy version.
-            logprobs: Of each probe token but the first, [num_tokens - 1].
+            logprobs: Log-probability of each probe token but the first, [num_tokens - 1].
         """
         with self._changed:
             self._expected[version] = tuple(float(logprob) for logprob in logprobs)
@@ -69,19 +70,19 @@ class Probes:
                 del self._expected[oldest]
 
     def get(self, version: int) -> tuple[float, ...] | None:
-        """What ``version`` gives; None where that is not known yet, or no longer."""
+        """Returns the log-probabilities under ``version``; ``None`` if they are not stored."""
         with self._changed:
             return self._expected.get(version)
 
     async def wait_for(self, version: int, timeout_seconds: float) -> tuple[float, ...] | None:
-        """What ``version`` gives, once the training thread has said so.
+        """Waits until the training thread has stored the log-probabilities under ``version``.
 
         Returns:
-            None where newer ones have taken its place: a lane that is this late is given
-            its next version soon.
+            The log-probabilities, or ``None`` if newer ones have replaced them. A lane that is
+            so late will soon be given its next version.
 
         Raises:
-            TimeoutError: Not in time.
+            TimeoutError: If they are not stored within ``timeout_seconds``.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -90,11 +91,11 @@ class Probes:
                 return expected
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"The trainer's log-probabilities of policy_version {version} were not there "
-                    f"within {timeout_seconds:g} s, so no server can be attested with it "
-                    "(weight_sync.attest_every)."
+                    "The trainer must compute its own log-probabilities of the probe tokens under "
+                    f"policy_version {version} within {timeout_seconds:g} s and did not, so no "
+                    "server can be attested with this version (weight_sync.attest_every)."
                 )
-            # Polled: the training thread must not have to wake up another thread's loop.
+            # Polled, so that the training thread need not wake up another thread's loop.
             await asyncio.sleep(_POLL_SECONDS)
 
     def _is_past(self, version: int) -> bool:
@@ -104,7 +105,7 @@ class Probes:
 
 
 def compare(expected: Sequence[float], served: Sequence[float], tolerance: float) -> None:
-    """Returns when the server's log-probabilities equal the trainer's.
+    """Checks that the server's log-probabilities equal the trainer's.
 
     Args:
         expected: The trainer's, [num_tokens - 1].
@@ -112,11 +113,11 @@ def compare(expected: Sequence[float], served: Sequence[float], tolerance: float
         tolerance: Largest mean absolute difference.
 
     Raises:
-        ServerError: They differ, or are not numbers.
+        ServerError: If they differ, or are not finite.
     """
     if len(expected) != len(served) or not expected:
         raise ServerError(
-            f"The server must give {len(expected)} log-probabilities of the probe tokens, "
+            f"The server must return {len(expected)} log-probabilities of the probe tokens, "
             f"got {len(served)}."
         )
     differences = [abs(e - s) for e, s in zip(expected, served, strict=True)]
@@ -124,16 +125,16 @@ def compare(expected: Sequence[float], served: Sequence[float], tolerance: float
         for position, value in enumerate(values):
             if not math.isfinite(value):
                 raise ServerError(
-                    f"All log-probabilities of the probe tokens must be finite, the {whose}'s "
-                    f"at position {position} is {value}."
+                    "All log-probabilities of the probe tokens must be finite, but the "
+                    f"{whose}'s at position {position} is {value}."
                 )
     mean, largest = sum(differences) / len(differences), max(differences)
     if not mean <= tolerance:
         where = differences.index(largest)
         raise ServerError(
-            f"The server's log-probabilities of the probe tokens must equal the trainer's within "
-            f"{tolerance:g} on average, they differ by {mean:.3g}, at most by {largest:.3g} at "
-            f"position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). It "
-            "does not serve the weights that were sent; or it computes less exactly than "
-            "weight_sync.attest_tolerance allows."
+            "The server's log-probabilities of the probe tokens must equal the trainer's within "
+            f"{tolerance:g} on average, but they differ by {mean:.3g}, at most by {largest:.3g} at "
+            f"position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). Either "
+            "the server does not serve the weights that were sent, or it computes less exactly "
+            "than weight_sync.attest_tolerance allows."
         )

@@ -4,24 +4,26 @@
 """Pushes weights to all servers from background threads.
 
 Every rank has one publisher. The training thread starts the copy of its shards into a slot
-and goes on; threads do the rest:
+and continues; other threads do the rest:
 
     training thread     reserve_slot (rank 0) -> fence -> optimizer step -> publish
-    snapshot-copy       fills the slot (CPU; on CUDA a side stream does)
-    weight-publisher    event loop: on rank 0 the leader and its lanes (`leader.py`,
-                        `lane.py`), elsewhere an agent that does what the leader asks
-    weight-gather       sends this rank's shards to their source rank (word of them, where they
-                        were copied into its memory), or is that itself
+    snapshot-copy       fills the slot on CPU; on CUDA a side stream does
+    weight-publisher    runs an event loop: on rank 0 the leader and its lanes (`leader.py`,
+                        `lane.py`), on other ranks an agent that does what the leader asks
+    weight-gather       sends this rank's shards to their source rank (or notifies it, if they
+                        were copied into its memory); on a source rank receives them
     weight-push-URL     broadcasts to one server, on source ranks
 
-The training thread waits in `fence` alone, for a copy within this process, and in
-`wait_for` where it is asked to wait for servers (the foreground mode, start and end).
+The training thread waits in two places: in `fence` for a copy within this process, and in
+`wait_for` for servers (in the foreground mode, and at the start and the end of a run).
 """
 
 import asyncio
+import functools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -30,8 +32,7 @@ from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
 from torchtitan.grpo.weight_sync.priority import yield_to_training
 from torchtitan.grpo.weight_sync.probe import Probes, is_attested
-from torchtitan.grpo.weight_sync.slot_layout import Shards
-from torchtitan.grpo.weight_sync.slots import SlotTable
+from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 logger = logging.getLogger(__name__)
@@ -40,63 +41,109 @@ _POLL_SECONDS = 0.2
 
 
 class PublisherFailed(RuntimeError):
-    """The publisher's thread ended by an error; the message says which."""
+    """An error has ended the publisher's thread; the message names it."""
 
 
-class FilledSlots:
-    """Which version each slot of this rank holds, or is being filled with."""
+class Publisher(ABC):
+    """What the training thread sees of the weight push.
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._versions: dict[int, int] = {}
+    :class:`WeightPublisher` pushes to servers; :class:`Unpublished` takes its place in runs
+    that have no servers. Methods that are marked with "Leader" are called on rank 0 alone.
 
-    def put(self, slot: int, version: int) -> None:
-        """The training thread is about to start the copy; nobody is woken up."""
-        with self._changed:
-            self._versions[slot] = version
+    Attributes:
+        probes: The trainer's log-probabilities of the probe tokens, by version.
+    """
 
-    def wake(self) -> None:
-        """Lets whoever waits look again."""
-        with self._changed:
-            self._changed.notify_all()
+    probes: Probes
 
-    def wait_for(self, slot: int, version: int, timeout_seconds: float) -> None:
-        """This rank's training thread may be a little behind rank 0's.
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """What has ended this rank's part of the push; ``None`` while it runs."""
+
+    @property
+    @abstractmethod
+    def num_failures(self) -> int:
+        """How often a server was lost."""
+
+    @abstractmethod
+    def is_attested(self, version: int) -> bool:
+        """Returns whether servers will be asked for log-probabilities under ``version``."""
+
+    @abstractmethod
+    def reserve_slot(self) -> int:
+        """Leader: returns the slot for the next version."""
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Orders the optimizer step, which comes next, after the last copy of the parameters."""
+
+    @abstractmethod
+    def publish(self, version: int, slot: int) -> None:
+        """Starts to push the current parameters, after the optimizer step, and returns.
+
+        Args:
+            version: Policy version of the parameters.
+            slot: The slot that the leader reserved for this version, on all ranks.
+        """
+
+    @abstractmethod
+    def wait_for(
+        self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
+    ) -> None:
+        """Leader: waits until the servers serve ``version`` or a newer one.
+
+        Lost servers are not waited for as long as another server is present. A present server
+        is waited for without a timeout here, since its lane has timeouts of its own, unless
+        the version cannot be prepared for it.
+
+        Args:
+            version: Policy version.
+            timeout_seconds: How long there may be no server that could take the version.
+            should_stop: Ends the wait when it returns True.
 
         Raises:
-            TimeoutError: Much.
+            TimeoutError: If no server could take the version for longer than that.
+            PublisherFailed: If the publisher's thread has ended.
         """
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: self._versions.get(slot) == version, timeout_seconds
-            ):
-                raise TimeoutError(
-                    f"This rank must have published version {version} within "
-                    f"{timeout_seconds:g} s of rank 0; slot {slot} holds "
-                    f"{self._versions.get(slot)}."
-                )
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Leader: returns the state of the push, for the step's metrics."""
+
+    @abstractmethod
+    def raise_if_failed(self) -> None:
+        """Raises :class:`PublisherFailed` if this rank's part of the push has ended."""
+
+    @abstractmethod
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Ends the push; what is still under way after the timeout is given up. Idempotent."""
 
 
-class WeightPublisher:
+class WeightPublisher(Publisher):
     """The background push; see the module's docstring.
 
     Args:
-        snapshots: This rank's slots.
-        filled: Which versions they hold.
-        slots: Their states; rank 0's decisions alone count.
-        probes: What the trainer expects servers to answer.
+        snapshots: Copies this rank's shards into slots.
+        slots: Which versions the slots hold; on rank 0 a :class:`SlotTable`.
+        probes: The trainer's log-probabilities of the probe tokens.
         attest_every: ``weight_sync.attest_every``.
-        make_leader: On rank 0, called in the thread's own event loop; given what to call
-            after each change of a lane.
-        follow: Elsewhere: does what the leader asks, until cancelled.
+        make_leader: On rank 0: makes the leader, in the thread's own event loop. The argument
+            is to be called after each change of a lane. ``None`` on other ranks.
+        follow: On other ranks: does what the leader asks, until cancelled.
+
+    Attributes:
+        snapshots: See above.
+        slots: See above.
+        is_leader: Whether this is rank 0.
+        error: What has ended the publisher's thread.
     """
 
     def __init__(
         self,
         *,
         snapshots: Snapshots,
-        filled: FilledSlots,
-        slots: SlotTable,
+        slots: SlotVersions,
         probes: Probes,
         attest_every: int,
         make_leader: Callable[[Callable[[], None]], Leader] | None,
@@ -106,60 +153,32 @@ class WeightPublisher:
         self.is_leader = make_leader is not None
         self.error: BaseException | None = None
         self._attest_every = attest_every
-        self._filled, self._make_leader, self._follow = filled, make_leader, follow
+        self._make_leader, self._follow = make_leader, follow
         self._leader: Leader | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
-        self._published = -1
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
 
     # -- training thread ---------------------------------------------------------------
 
     def reserve_slot(self) -> int:
-        """Leader: the slot that the next version goes into."""
+        assert isinstance(self.slots, SlotTable), "only rank 0 reserves slots"
         return self.slots.reserve()
 
     def fence(self) -> None:
-        """Before the optimizer step: it must not overwrite what is still being copied."""
         self.snapshots.fence()
 
     def publish(self, version: int, slot: int) -> None:
-        """After the optimizer step: starts the copy, hands it over, and returns."""
-
-        def announce() -> None:
-            self._filled.put(slot, version)
-            if self.is_leader:
-                self.slots.filled(slot, version)
-
-        self._published = version
-        self.snapshots.copy_into(slot, announce, self._wake_readers)
-
-    def _wake_readers(self) -> None:
-        self._filled.wake()
-        self.slots.wake()
+        announce = functools.partial(self.slots.filled, slot, version)
+        self.snapshots.copy_into(slot, announce, self.slots.wake)
 
     def is_attested(self, version: int) -> bool:
-        """Whether servers are to be asked for log-probabilities under ``version``."""
         return is_attested(version, self._attest_every)
 
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
-        """Leader: waits until the servers serve ``version`` or something newer.
-
-        Lost servers are not waited for, as long as one that is not lost is there: its lane
-        has bounds of its own, unless the version cannot be written for it.
-
-        Args:
-            version: Policy version.
-            timeout_seconds: How long there may be no server that could take it.
-            should_stop: Ends the wait.
-
-        Raises:
-            TimeoutError: They were, for longer; says why.
-            PublisherFailed: Its thread died.
-        """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while not self._are_served(version) and not should_stop():
@@ -169,23 +188,22 @@ class WeightPublisher:
                 elif time.monotonic() > deadline:
                     raise TimeoutError(
                         f"A server must take policy_version {version}, but for {timeout_seconds:.0f} s "
-                        f"none was there that could: {self._describe_lag(version)}. Check their "
-                        "logs, or raise weight_sync.timeout_seconds."
+                        f"no server was able to: {self._describe_lag(version)}. Check the "
+                        "servers' logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """Leader: one for each server."""
+        """Leader: the lanes, one for each server."""
         return self._leader.lanes if self._leader is not None else []
 
     @property
     def num_failures(self) -> int:
-        """How often a server was lost."""
         return sum(lane.num_failures for lane in self.lanes)
 
     def metrics(self) -> dict[str, float]:
-        """The state of the push, for the step's metrics; on the leader."""
+        assert isinstance(self.slots, SlotTable), "only rank 0 has metrics of the push"
         lanes = self.lanes
         served = [lane.version for lane in lanes if not lane.is_lost]
         reports = [lane.last_push for lane in lanes if lane.last_push is not None]
@@ -204,38 +222,35 @@ class WeightPublisher:
             "push_bytes": float(max((r.num_bytes for r in reports), default=0)),
         }
         for index, lane in enumerate(lanes):
-            for name, value in lane_metrics(lane, self._published).items():
+            for name, value in lane_metrics(lane, self.slots.published).items():
                 totals[f"server{index}/{name}"] = value
         return {f"weight_sync/{name}": value for name, value in totals.items()}
 
     def raise_if_failed(self) -> None:
-        """Raises what ended the publisher's thread, if anything did."""
         error = self.failure
         if error is not None:
             raise PublisherFailed(f"The weight publisher failed: {error}") from error
 
     @property
     def failure(self) -> BaseException | None:
-        """What has ended this rank's part of the push, if anything has."""
         if self.error is None and self._leader is not None:
-            return self._leader.error  # it may still be clearing up
+            return self._leader.error  # set while the leader may still be closing
         return self.error
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the threads; a push under way is given up after the timeout. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             logger.warning(
-                "The weight publisher did not end within %.1f s; it is left to the process's end.",
+                "The weight publisher did not end within %.1f s; it will end with the process.",
                 timeout_seconds,
             )
         try:
             self.snapshots.close(timeout_seconds)
-        except TimeoutError as error:  # others are still to be closed
-            logger.warning("%s It is left to the process's end.", error)
+        except TimeoutError as error:  # not raised, since the caller has more to close
+            logger.warning("%s It will end with the process.", error)
 
     def _are_served(self, version: int) -> bool:
         present = [lane for lane in self.lanes if not lane.is_lost]
@@ -282,11 +297,11 @@ class WeightPublisher:
 
 
 def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
-    """One server's, by name.
+    """Returns the metrics of one server, by name.
 
     Args:
-        lane: The server's.
-        published: The newest version that there is; the lag is against it.
+        lane: The server's lane.
+        published: Newest published version, against which the lag is counted.
     """
     report = lane.last_push
     return {
@@ -300,15 +315,3 @@ def lane_metrics(lane: Lane, published: int) -> dict[str, float]:
         if report
         else 0.0,
     }
-
-
-def read_snapshot(
-    snapshots: Snapshots, filled: FilledSlots, timeout_seconds: float
-) -> Callable[[int, int], Shards]:
-    """What an agent reads its shards with."""
-
-    def read(slot: int, version: int) -> Shards:
-        filled.wait_for(slot, version, timeout_seconds)
-        return snapshots.read(slot)
-
-    return read

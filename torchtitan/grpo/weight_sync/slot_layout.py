@@ -3,11 +3,11 @@
 
 """Where everything lies in a snapshot slot of one source.
 
-    | bucket 0 | bucket 1 | ... | blocks of what must be converted |
+    | bucket 0 | bucket 1 | ... | blocks of parameters that must be converted |
 
-Pure, and equal on all ranks. Ranks copy their shards to where they travel from, so nothing
-is left to gather; only parameters whose bytes the Hugging Face layout changes have blocks
-of their own and are put together from these.
+Pure, and equal on all ranks. Ranks copy their shards right into the buckets that are sent,
+so nothing is left to gather. Only parameters whose bytes differ in the Hugging Face layout
+have blocks of their own, from which they are put together in their buckets.
 """
 
 import math
@@ -19,17 +19,17 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Piece
-from torchtitan.grpo.weight_sync.plan import SourcePlan
+from torchtitan.grpo.weight_sync.plan import ParameterSelection, SourcePlan
 
 Shards = Mapping[str, torch.Tensor]
 """A rank's part of each of the parameters that it sends, by native name."""
 
-_ALIGNMENT = 64  # of buckets and blocks, in bytes: a cache line
+_ALIGNMENT = 64  # bytes at which buckets and blocks are aligned: a cache line
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a whole parameter begins in the bucket of this index, in bytes."""
+    """Where a whole parameter lies: the index of its bucket, and the byte at which it begins."""
 
     shape: tuple[int, ...]
     bucket: int
@@ -41,12 +41,12 @@ class SlotLayout:
     """See the module's docstring.
 
     Attributes:
-        dtype: Of all tensors: the wire dtype.
+        dtype: The wire dtype, which all tensors have.
         assemblies: The source's parameters.
-        buckets: Begin and end of each, in bytes.
-        places: Of the parameters that travel as they are, by native name.
-        blocks: Begin of each block of the others, by native name and rank.
-        num_bytes: Size of a slot.
+        buckets: First byte of each bucket, and the byte after its last.
+        places: Places of the parameters that are not converted, by native name.
+        blocks: First byte of each block of the other parameters, by native name and rank.
+        num_bytes: Number of bytes of a slot.
     """
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class SlotLayout:
     num_bytes: int
 
     def buckets_in(self, slot: torch.Tensor) -> list[torch.Tensor]:
-        """The buckets of a slot, as views.
+        """Returns the buckets of a slot, as views.
 
         Args:
             slot: [num_bytes] uint8.
@@ -65,14 +65,14 @@ class SlotLayout:
         return [slot[begin:end] for begin, end in self.buckets]
 
     def wholes_in(self, buckets: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters that travel as they are, as views of buckets wherever these lie."""
+        """Returns the parameters that are not converted, as views of the given buckets."""
         return {
             name: _view(buckets[place.bucket], place.begin, place.shape, self.dtype)
             for name, place in self.places.items()
         }
 
     def shards_in(self, slot: torch.Tensor, rank: int) -> Shards:
-        """Where a rank copies what it sends, as views of a slot."""
+        """Returns the tensors into which a rank copies its shards, as views of a slot."""
         wholes = self.wholes_in(self.buckets_in(slot))
         return {
             assembly.name: piece.block.of(wholes[assembly.name])
@@ -84,24 +84,31 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """Who sends what, and where it lies meanwhile; the same on every rank.
+    """Which rank sends what, and where it lies before; the same on every rank.
 
     Attributes:
-        sources: Ascending by rank.
-        layouts: Of their slots, by rank.
+        selection: The parameters that are pushed.
+        sources: What each source sends, ascending by rank.
+        layouts: Layout of each source's slots, by rank.
         wire_dtype: Dtype of the snapshots and of the buckets.
     """
 
+    selection: ParameterSelection
     sources: list[SourcePlan]
     layouts: dict[int, SlotLayout]
     wire_dtype: torch.dtype
 
     def source(self, rank: int) -> SourcePlan | None:
-        """What a rank is the source of; None where it is none."""
+        """Returns what a rank sends; ``None`` if it is not a source."""
         return next((source for source in self.sources if source.rank == rank), None)
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of one version, over all sources."""
+        return sum(source.num_bytes for source in self.sources)
+
     def names_from(self, rank: int) -> list[str]:
-        """The parameters of which a rank sends a part."""
+        """Returns the parameters of which a rank contributes a part."""
         return [
             assembly.name
             for layout in self.layouts.values()
@@ -112,11 +119,11 @@ class PushPlan:
 def lay_out_slot(
     source: SourcePlan, adapter: BaseStateDictAdapter, wire_dtype: torch.dtype
 ) -> SlotLayout:
-    """The layout of a source's slots.
+    """Returns the layout of a source's slots.
 
     Args:
-        source: What it sends.
-        adapter: Of the model family.
+        source: What the source sends.
+        adapter: State-dict adapter of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
     """
     end = 0
@@ -139,7 +146,7 @@ def lay_out_slot(
 
 
 def pieces_of(assemblies: Sequence[Assembly], rank: int) -> Iterator[tuple[Assembly, Piece]]:
-    """What a rank sends."""
+    """Yields the pieces that a rank contributes, each with its parameter's assembly."""
     for assembly in assemblies:
         for piece in assembly.pieces:
             if piece.rank == rank:

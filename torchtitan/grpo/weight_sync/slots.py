@@ -6,31 +6,32 @@
     FREE --reserve--> RESERVED --filled--> PENDING --take_newest--> SENDING --release--> FREE
                           ^                   |                        |                  ^
                           +---- reserve ------+                        +-hold-> HELD -release
-                (a waiting snapshot is superseded)
+                (the waiting snapshot is superseded)
 
-Only rank 0 keeps these states; its decisions travel to the other ranks with the batch
-(which slot to fill) and with the publisher's commands (which slot to read). Two slots are
-enough for the newest weights always to find a place: at most one slot is being sent, and
-what merely waits may be overwritten by something newer. Leaving out the new version instead
-could end in a deadlock: a trainer may wait for rollouts of just that version.
+Only rank 0 keeps these states. Its decisions travel to the other ranks with the batch
+(which slot to fill) and with the leader's calls (which slot to read). Two slots are enough
+for the newest weights always to find a place: at most one slot is SENDING, and a slot that
+is merely PENDING may be overwritten by a newer version. Leaving out the newer version
+instead could end in a deadlock, because the trainer may wait for rollouts of that version.
 
-What is SENDING is being gathered, one version at a time. That is one reference, which ends
-when all ranks have read. Where buckets lie in the slots (see `slot_memory.py`), gathering
-copies nothing, and the slot is HELD for as long as servers may be sent the version. Slots
-beyond the two are there for that; when none is to spare, buckets are copied out.
+A slot that is SENDING is being gathered, one version at a time, until all ranks have read
+it. If buckets lie in the slots (see `slot_memory.py`), gathering copies nothing, and the
+slot stays HELD for as long as servers may be sent the version. Slots beyond the two exist
+for that purpose; if too many are HELD, buckets are copied out of the slot instead.
 
-No rank writes a slot that is read or copied into, although copies run on a thread of their
-own, and ranks are ahead of or behind one another:
+No rank writes a slot that is being read or copied into, although copies run on a thread of
+their own, and ranks may be ahead of or behind one another:
 
 - A copy never meets another copy: each rank makes its copies one at a time, in order.
-- A copy never meets a reader. The table never lets a slot be both RESERVED and SENDING or
-  HELD, and a slot turns SENDING, and then HELD, only with the version that it was last
-  reserved for. So every decision to write the slot was made either before that version's,
-  and then that copy was also started before that version's on every rank, which the reader
-  waits for; or after the release, and then all ranks have read and nobody sends it.
+- A copy never meets a reader. A slot is never both RESERVED and SENDING or HELD, and it
+  becomes SENDING, and then HELD, only with the version that it was last reserved for. So
+  each decision to write the slot was made at one of two times. Either it was made before
+  the decision for that version: then its copy was also started earlier on every rank, and
+  the reader waits for the later copy. Or it was made after the release: then all ranks have
+  read the slot and nobody sends from it.
 
-The fence is not needed for this; it keeps the optimizer from overwriting what is being
-copied. A model check of all interleavings stands in the tests.
+The fence is not needed for this. It keeps the optimizer from overwriting parameters that
+are being copied. `test_interleavings.py` checks all interleavings of a model.
 """
 
 import threading
@@ -49,13 +50,13 @@ class SlotState(Enum):
 
 @dataclass(frozen=True)
 class Slots:
-    """The states of all slots; each method returns what they are afterwards.
+    """The states of all slots. Immutable: each method returns the states afterwards.
 
     Attributes:
-        states: Of each slot.
-        versions: That each slot holds, once it is filled; -1 before.
-        max_held: How many may be HELD.
-        num_superseded: Versions that were never taken, because a newer one came.
+        states: State of each slot.
+        versions: Version that each slot was last filled with; -1 before the first.
+        max_held: How many slots may be HELD.
+        num_superseded: Number of versions that were never taken, because a newer one came.
     """
 
     states: tuple[SlotState, ...]
@@ -65,21 +66,21 @@ class Slots:
 
     @classmethod
     def free(cls, num_slots: int, max_held: int = 0) -> Self:
-        """All slots, free: ``num_slots``, and as many again as may be held.
+        """Returns ``num_slots`` free slots, and as many more as may be held.
 
         Raises:
-            ValueError: Fewer than two.
+            ValueError: If ``num_slots`` is below 2.
         """
         if num_slots < 2:
             raise ValueError(
-                f"weight_sync.num_slots must be at least 2 (one being sent, one being "
-                f"filled), got {num_slots}."
+                "weight_sync.num_slots must be at least 2, since one slot is sent while another "
+                f"is filled, got {num_slots}."
             )
         total = num_slots + max_held
         return cls((SlotState.FREE,) * total, (-1,) * total, max_held)
 
     def reserve(self) -> tuple[Self, int]:
-        """Picks the slot for the coming weights: a free one, else the oldest that waits."""
+        """Picks the slot for the coming version: a free one, or else the oldest that waits."""
         free = self._in_state(SlotState.FREE)
         waiting = self._in_state(SlotState.PENDING)
         assert free or waiting, f"one slot is reserved at a time, and one sent: {self}"
@@ -88,15 +89,15 @@ class Slots:
         return (after if free else replace(after, num_superseded=self.num_superseded + 1)), slot
 
     def filled(self, slot: int, version: int) -> Self:
-        """The reserved slot now holds ``version``."""
+        """Marks the reserved slot as filled with ``version``."""
         assert self.states[slot] is SlotState.RESERVED, (slot, self)
         versions = self.versions[:slot] + (version,) + self.versions[slot + 1 :]
         return replace(self._with(slot, SlotState.PENDING), versions=versions)
 
     def take_newest(self) -> tuple[Self, int] | None:
-        """The filled slot with the newest version, now SENDING; None where none is filled.
+        """Makes the filled slot with the newest version SENDING; ``None`` if none is filled.
 
-        Older waiting slots are freed: nobody needs them any more.
+        Slots with older versions that wait are freed, since nobody needs them any more.
         """
         waiting = self._in_state(SlotState.PENDING)
         if not waiting:
@@ -110,16 +111,16 @@ class Slots:
         return replace(after, num_superseded=self.num_superseded + len(waiting) - 1), newest
 
     def can_hold(self) -> bool:
-        """Whether the slot that is SENDING may be held, too."""
+        """Returns whether the slot that is SENDING may become HELD."""
         return len(self._in_state(SlotState.HELD)) < self.max_held
 
     def hold(self, slot: int) -> Self:
-        """All ranks are done with the slot, but servers are sent its version from there."""
+        """Keeps a slot that all ranks have read, because its version is sent from there."""
         assert self.states[slot] is SlotState.SENDING and self.can_hold(), (slot, self)
         return self._with(slot, SlotState.HELD)
 
     def release(self, slot: int) -> Self:
-        """Nobody reads the slot any more."""
+        """Frees a slot that nobody reads any more."""
         assert self.states[slot] in (SlotState.SENDING, SlotState.HELD), (slot, self)
         return self._with(slot, SlotState.FREE)
 
@@ -130,45 +131,87 @@ class Slots:
         return [slot for slot, state in enumerate(self.states) if state is wanted]
 
 
-class SlotTable:
-    """Rank 0's :class:`Slots`; every method is safe to call from any thread.
+class SlotVersions:
+    """Which version each slot of this rank holds, or is being filled with; on every rank.
 
-    The lock is held for a few microseconds at a time, never while somebody waits.
+    The training thread writes it and the gathering thread waits on it. Any thread may call
+    any method. The lock is held for microseconds and never while a thread waits.
+
+    Attributes:
+        published: Newest version that was filled; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.published = -1
+        self._changed = threading.Condition()
+        self._version_in: dict[int, int] = {}
+
+    def filled(self, slot: int, version: int) -> None:
+        """Notes that the copy of ``version`` into ``slot`` is about to be started.
+
+        No thread is woken up: on a busy machine a thread that the training thread wakes takes
+        its core. See :meth:`wake`.
+        """
+        with self._changed:
+            self._version_in[slot] = self.published = version
+
+    def wake(self) -> None:
+        """Lets all threads that wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_filled(self, slot: int, version: int, timeout_seconds: float) -> None:
+        """Waits until this rank's training thread, which may lag rank 0's, has filled a slot.
+
+        Raises:
+            TimeoutError: If the slot does not hold ``version`` within ``timeout_seconds``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._version_in.get(slot) == version, timeout_seconds
+            ):
+                raise TimeoutError(
+                    f"This rank must have published version {version} within "
+                    f"{timeout_seconds:g} s of rank 0; slot {slot} holds version "
+                    f"{self._version_in.get(slot)}. Does its training thread still run?"
+                )
+
+
+class SlotTable(SlotVersions):
+    """The :class:`SlotVersions` of rank 0, with the states of the slots.
+
+    The training thread reserves and fills slots; the leader takes, holds and releases them,
+    through :class:`Versions`.
+
+    Args:
+        num_slots: ``weight_sync.num_slots``.
+        max_held: How many slots there are beyond these, so that as many may be held.
     """
 
     def __init__(self, num_slots: int, max_held: int = 0) -> None:
+        super().__init__()
         self._slots = Slots.free(num_slots, max_held)
-        self._changed = threading.Condition()
 
     @property
     def num_superseded(self) -> int:
-        """Versions that were never sent, because a newer one came."""
+        """Number of versions that were never sent, because a newer one came."""
         return self._slots.num_superseded
 
     def reserve(self) -> int:
-        """Picks the slot for the coming weights: a free one, else the oldest that waits."""
+        """Picks the slot for the coming version: a free one, or else the oldest that waits."""
         with self._changed:
             self._slots, slot = self._slots.reserve()
             return slot
 
     def filled(self, slot: int, version: int) -> None:
-        """The copy of ``version`` into the reserved slot is about to be started.
-
-        Nobody is woken up: on a busy machine a thread that the training thread wakes takes
-        its core. See :meth:`wake`.
-        """
-        with self._changed:
+        with self._changed:  # reentrant
             self._slots = self._slots.filled(slot, version)
-
-    def wake(self) -> None:
-        """Lets whoever waits for a filled slot look again."""
-        with self._changed:
-            self._changed.notify_all()
+            super().filled(slot, version)
 
     def take_newest(self, timeout_seconds: float) -> tuple[int, int] | None:
         """Waits for a filled slot; returns it with its version, now SENDING.
 
-        Older waiting slots are freed: nobody needs them any more. None after the timeout.
+        Slots with older versions that wait are freed. Returns ``None`` after the timeout.
         """
         with self._changed:
             taken = self._changed.wait_for(self._slots_after_taking, timeout_seconds)
@@ -178,17 +221,17 @@ class SlotTable:
             return slot, self._slots.versions[slot]
 
     def can_hold(self) -> bool:
-        """Whether the slot that was taken last may be held once it is gathered."""
+        """Returns whether the slot that was taken last may be held once it is gathered."""
         with self._changed:
             return self._slots.can_hold()
 
     def hold(self, slot: int) -> None:
-        """Servers are sent what was taken from the slot until :meth:`release`."""
+        """Keeps a slot from which servers are sent its version, until :meth:`release`."""
         with self._changed:
             self._slots = self._slots.hold(slot)
 
     def release(self, slot: int) -> None:
-        """Nobody reads the slot any more."""
+        """Frees a slot that nobody reads any more."""
         with self._changed:
             self._slots = self._slots.release(slot)
 

@@ -3,69 +3,40 @@
 
 """Copies of this rank's shards, taken at a step boundary.
 
-The training thread only starts a copy and goes on, cast to wire dtype included:
+The training thread only starts a copy, which includes the cast to the wire dtype:
 
 - On CUDA the copy runs on a side stream, and :meth:`Snapshots.fence` orders the next
   optimizer step after it, on the device alone.
-- On CPU it runs on the thread ``snapshot-copy``, one copy at a time in the order in which
-  they were started, and the fence before the next optimizer step is the only thing that may
-  wait.
+- On CPU it runs on the thread ``snapshot-copy``, which makes one copy at a time in the order
+  in which they were started. Only the fence before the next optimizer step may wait.
 
-So nobody writes a slot that is still copied into, whichever slot comes next, and a step
-without an optimizer step needs no fence. That nobody writes what is still read is the
-business of `slots.py`.
+So a slot is never written by two copies at the same time, and a step without an optimizer
+step needs no fence. `slots.py` ensures that no copy writes a slot that is still read.
 """
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Literal
 
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.weight_sync.priority import yield_to_training
 from torchtitan.grpo.weight_sync.slot_layout import Shards
+from torchtitan.grpo.weight_sync.slots import SlotVersions
 
-Staging = Literal["device", "host"]
 _WAIT_SECONDS = 120.0
-# What the end of a copy wakes up, on all ranks, must not find the training thread still at the
-# boundary, where it would compete for the interpreter and, with few cores, for a core.
+# A copy begins this much later. The threads that its end wakes up, on all ranks, then find the
+# training thread past the step boundary. There they would compete with it for the interpreter
+# and, on few cores, for a core.
 _HEAD_START_SECONDS = 0.003
-# How often a reader asks a device whether it is done; an event has no wait with a bound.
+# How often a reader polls a CUDA event, which has no wait with a timeout.
 _POLL_SECONDS = 0.0005
 
 
 def _nobody() -> None:
-    """Nobody waits."""
-
-
-def device_slots(
-    parameters: Mapping[str, torch.Tensor],
-    names: Collection[str],
-    num_slots: int,
-    wire_dtype: torch.dtype,
-    staging: Staging,
-) -> list[dict[str, torch.Tensor]]:
-    """Slots for shards that lie on a CUDA device.
-
-    Args:
-        parameters: Names and (sharded) parameters of this rank.
-        names: Those that it sends.
-        num_slots: How many slots.
-        wire_dtype: Dtype in which weights travel.
-        staging: In the training device's memory or in pinned host memory.
-    """
-
-    def room_for(source: torch.Tensor) -> torch.Tensor:
-        if staging == "host":
-            # In plain order, whatever the order of the source: see `_StreamCopies.start`.
-            return torch.empty(source.shape, dtype=wire_dtype, pin_memory=True)
-        return torch.empty_like(source, dtype=wire_dtype)
-
-    sources = {name: local_tensor(parameters[name]) for name in names}
-    return [{name: room_for(source) for name, source in sources.items()} for _ in range(num_slots)]
+    """Does nothing, since nobody waits."""
 
 
 class Snapshots:
@@ -73,8 +44,8 @@ class Snapshots:
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
-        slots: Where the copies go, by name, in the wire dtype; what is in none of them is not
-            copied. See `slot_memory.py`, or :func:`device_slots`.
+        slots: For each slot the tensors to copy into, by name; see ``SlotStorage.shards``.
+            Parameters without such a tensor are not copied.
         device: The training device.
     """
 
@@ -97,15 +68,15 @@ class Snapshots:
     ) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
 
-        Between this and the next change of the parameters there must be a :meth:`fence`.
-        Nobody may read the slot any more, or hold on to it.
+        The caller must call :meth:`fence` before the parameters change again, and must ensure
+        that nobody still reads the slot.
 
         Args:
-            slot: Where to.
-            announce: Called here, once :meth:`read` waits for this copy and no longer for a
-                former one: only then may a reader be told of the slot.
-            wake: Called when readers may look: on CPU by the copying thread, once it is
-                done, so that the training thread wakes up no other thread than that.
+            slot: Index of the slot to copy into.
+            announce: Called here, as soon as :meth:`read` waits for this copy and no longer for
+                an earlier one. A reader must not be told of the slot before that.
+            wake: Called when readers may look. On CPU the copying thread calls it at the end
+                of the copy, so that the training thread wakes up no other thread.
         """
         self._copies.start(slot, announce, wake)
 
@@ -113,35 +84,55 @@ class Snapshots:
         """Orders what the training thread does next after all copies that were started.
 
         Args:
-            timeout_seconds: Bound of the wait, which there is on CPU only.
+            timeout_seconds: Maximum duration of the wait. Only on CPU does this method wait.
 
         Raises:
-            RuntimeError: The last copy failed.
-            TimeoutError: It did not end in time.
+            RuntimeError: If the last copy failed.
+            TimeoutError: If the last copy did not end in time.
         """
         self._copies.fence(timeout_seconds)
 
     def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
-        """The slot's shards, once their copy is done; called on the publisher's thread.
+        """Waits for the last copy into a slot and returns the slot's shards.
+
+        Called on the gathering thread.
 
         Raises:
-            RuntimeError: The copy failed.
-            TimeoutError: It did not end in time.
+            RuntimeError: If the copy failed.
+            TimeoutError: If the copy did not end in time.
         """
         self._copies.wait_for(slot, timeout_seconds)
         return self._slots[slot]
 
     def close(self, timeout_seconds: float = 5.0) -> None:
-        """Waits for what is being copied, and ends the thread.
+        """Waits for copies that were started, and ends the copying thread.
 
         Raises:
-            TimeoutError: It did not end in time; it is left to the process's end.
+            TimeoutError: If the thread did not end in time. It will end with the process.
         """
         self._copies.close(timeout_seconds)
 
 
+def snapshot_reader(
+    snapshots: Snapshots, slots: SlotVersions, timeout_seconds: float
+) -> Callable[[int, int], Shards]:
+    """Returns the function with which an agent reads its shards of a version in a slot.
+
+    Args:
+        snapshots: Copies this rank's shards into slots.
+        slots: Which versions the slots of this rank hold.
+        timeout_seconds: How long this rank's training thread may lag rank 0's.
+    """
+
+    def read(slot: int, version: int) -> Shards:
+        slots.wait_filled(slot, version, timeout_seconds)
+        return snapshots.read(slot)
+
+    return read
+
+
 class _Copy:
-    """One copy on the copy thread. ``error`` is what ended it, if something did."""
+    """One copy on the copying thread; ``error`` is the exception that ended it, if any."""
 
     def __init__(self, slot: int, wake: Callable[[], None]) -> None:
         self.slot, self.wake = slot, wake
@@ -149,11 +140,11 @@ class _Copy:
         self.error: BaseException | None = None
 
     def wait(self, who: str, timeout_seconds: float) -> None:
-        # Asked first without a lock: waiting would let another thread have the interpreter.
+        # is_set() comes first because wait() takes a lock, which may release the interpreter.
         if not self.ended.is_set() and not self.ended.wait(timeout_seconds):
             raise TimeoutError(
                 f"{who} needs the copy of the shards into slot {self.slot}, which must end "
-                f"within {timeout_seconds:g} s and has not. Is this host out of memory or of cores?"
+                f"within {timeout_seconds:g} s and has not. Is this host out of memory or cores?"
             )
         if self.error is not None:
             raise RuntimeError(
@@ -165,10 +156,10 @@ class _Copy:
 class _ThreadCopies:
     """Copies on CPU, by a thread.
 
-    What the training thread does here never waits and never lets go of the interpreter,
-    unless there is something to wait for: with another busy thread it would get it back up
-    to 5 ms later. That is why this is no ``ThreadPoolExecutor``, whose ``submit`` takes locks
-    that all executors of the process share.
+    The training thread never waits here and never releases the interpreter, except in a
+    fence whose copy has not ended. If it did while another thread is busy, it would get the
+    interpreter back up to 5 ms later. For that reason this is not a ``ThreadPoolExecutor``,
+    whose ``submit`` takes locks that all executors of the process share.
     """
 
     def __init__(
@@ -179,9 +170,9 @@ class _ThreadCopies:
         self._last_of_slot: list[_Copy | None] = [None] * len(slots)
         self._last: _Copy | None = None
         self._is_closed = False
-        # A thread computes with as many others as torch was last told, by anyone, when the
-        # thread first asked. Asking settles this thread's number, and it is told again below
-        # after the copy thread told its own.
+        # A thread's number of OpenMP threads is fixed when the thread first asks torch for it,
+        # to the number that any thread set last. Asking here fixes the training thread's, and
+        # it is set again below, after the copying thread has set its own.
         num_threads = torch.get_num_threads()
         is_settled = threading.Event()
         self._thread = threading.Thread(
@@ -226,20 +217,20 @@ def _copy_all(
     sources: list[torch.Tensor],
     is_settled: threading.Event,
 ) -> None:
-    # A second team of OpenMP threads beside the training thread's would take its cores; one
-    # thread is enough for a copy that has a whole step's time. Asking makes it stay.
+    # A second team of OpenMP threads would take cores from the training thread's team. One
+    # thread is enough for a copy that has a whole step's time. Asking first fixes the number.
     torch.get_num_threads()
     torch.set_num_threads(1)
     yield_to_training()
     is_settled.set()
-    with torch.no_grad():  # a thread's own setting
+    with torch.no_grad():  # each thread has its own setting
         while (copy := queue.get()) is not None:
             time.sleep(_HEAD_START_SECONDS)
             try:
-                # One call for all, which gives the interpreter back once and not for each.
-                if sources:  # a replica sends nothing
+                # One call for all tensors releases and retakes the interpreter only once.
+                if sources:  # a replica has nothing to copy
                     torch._foreach_copy_(slots[copy.slot], sources)
-            except BaseException as error:  # the thread's boundary: kept for who waits
+            except BaseException as error:  # the thread's boundary: raised to whoever waits
                 copy.error = error
             copy.ended.set()
             copy.wake()
@@ -264,10 +255,10 @@ class _StreamCopies:
             if targets and targets[0].is_cuda:
                 torch._foreach_copy_(targets, self._sources, non_blocking=True)
             else:
-                # With non_blocking torch casts on the source's device, into a temporary of
-                # this stream, and then copies bytes into pinned memory without waiting.
-                # (Without it the cast is made on the host.) It waits after all where the
-                # target is neither pinned nor in plain order.
+                # With non_blocking, torch casts on the source's device, into a temporary of
+                # this stream, and then copies bytes into pinned memory without waiting. Without
+                # it, torch would cast on the host. It also waits if the target is not pinned or
+                # not contiguous.
                 for target, source in zip(targets, self._sources, strict=True):
                     target.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()
@@ -293,4 +284,4 @@ class _StreamCopies:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout_seconds: float) -> None:
-        """Nothing to end: the stream goes with the process."""
+        """Does nothing: the stream ends with the process."""

@@ -1,45 +1,50 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What stands where the publisher does, in a run that has no servers."""
+"""The publisher of a run that has no servers."""
 
 from collections.abc import Callable
 
 from torchtitan.grpo.weight_sync.probe import Probes
+from torchtitan.grpo.weight_sync.publisher import Publisher
 
 
-class Unpublished:
-    """A replayed run's publisher: its weights go nowhere."""
-
-    num_failures = 0
-    failure = None
+class Unpublished(Publisher):
+    """The publisher of a replayed run, whose weights go nowhere."""
 
     def __init__(self) -> None:
         self.probes = Probes()
 
+    @property
+    def failure(self) -> None:
+        return None
+
+    @property
+    def num_failures(self) -> int:
+        return 0
+
     def is_attested(self, version: int) -> bool:
-        """Nobody serves it."""
         return False
 
     def reserve_slot(self) -> int:
         return 0
 
-    def raise_if_failed(self) -> None:
-        """Nothing runs that could fail."""
-
     def fence(self) -> None:
-        """Nothing is being copied."""
+        """Does nothing, since nothing is copied."""
 
     def publish(self, version: int, slot: int) -> None:
-        """Nobody waits for it."""
+        """Does nothing."""
 
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
-        """Nobody has to receive it."""
+        """Returns at once, since no server has to take the version."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def close(self) -> None:
-        """Nothing was started."""
+    def raise_if_failed(self) -> None:
+        """Does nothing, since nothing runs that could fail."""
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Does nothing, since nothing was started."""

@@ -1,49 +1,119 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which versions the source ranks hold, seen from the leader.
+"""The record of which version is where; rank 0 keeps it for the whole run.
 
-    begun --> newest --> held by lanes that send it --> dropped by the sources
+    published -> taken -> begun (the newest) -> sent by lanes -> dropped by the source ranks
+    in a slot    slot SENDING                   slot HELD or FREE     slot FREE
 
-A version is kept while it is the newest or a lane sends it. A version that a lane has sent
-is wanted as the base of a delta, too, but gives way when room is needed: the next push is
-then a whole one. So at most ``max_alive`` versions have buffers, whatever servers do.
+Everything that must know where a version is asks :class:`Versions`, which owns
 
-Belongs to the leader's event loop; no locks.
+- the slots and the versions in them (:class:`SlotTable`, which the training thread shares);
+- which versions have buffers on source ranks, and whether a slot is held for them;
+- which of them are being sent, kept as bases of deltas, or being dropped;
+- what each server has confirmed (:class:`ServerVersions`, one for each lane).
+
+Source ranks (:class:`PayloadPool`) and transports keep buffers and files of a version until
+this record has them dropped; they decide nothing.
+
+A version is kept while it is the newest or a lane sends it. A version that a server has
+confirmed is wanted as the base of its next delta as well, but a base is dropped when room
+is needed; the next push to that server then sends everything. So at most ``max_alive``
+versions have buffers, whatever servers do.
+
+Threads: the training thread reaches nothing here but the slot table, whose lock is held for
+microseconds. All the rest belongs to the leader's event loop and has no locks. Any thread
+may read :attr:`ServerVersions.confirmed` and :attr:`Versions.num_alive`.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torchtitan.grpo.weight_sync.slots import SlotTable
+
+
+@dataclass(eq=False)
+class _Version:
+    """A version that has buffers on source ranks.
+
+    Attributes:
+        number: Policy version.
+        held_slot: Slot from which it is sent, if one is held for it.
+        num_sending: Number of pushes that send it, or changes to it.
+        num_bases: Number of servers that want it as the base of their next delta.
+        dropping: Runs while it is being dropped.
+    """
+
+    number: int
+    held_slot: int | None = None
+    num_sending: int = 0
+    num_bases: int = 0
+    dropping: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class TakenSlot:
+    """A slot whose version is to be gathered.
+
+    Attributes:
+        slot: Index of the slot.
+        version: The version in it.
+        is_held: Whether the slot is held until the version is dropped.
+    """
+
+    slot: int
+    version: int
+    is_held: bool
 
 
 class Versions:
     """See the module's docstring.
 
     Args:
-        max_alive: How many may have buffers at once, at least 2.
-        drop: Makes all sources let go of a version; returns when its buffers are free.
+        slots: The slots, which the training thread fills.
+        max_alive: How many versions may have buffers at once, at least 2.
+        drop: Makes all source ranks and the transport let go of a version; returns when its
+            buffers are free.
+
+    Attributes:
+        newest: Newest version that was begun; -1 before the first.
+        max_alive: See above; it may be changed.
     """
 
-    def __init__(self, max_alive: int, drop: Callable[[int], Awaitable[None]]) -> None:
+    def __init__(
+        self, slots: SlotTable, max_alive: int, drop: Callable[[int], Awaitable[None]]
+    ) -> None:
         self.max_alive = max_alive
         self.newest = -1
-        self._drop = drop
-        self._alive: set[int] = set()
-        self._sending: Counter[int] = Counter()
-        self._bases: Counter[int] = Counter()
-        self._dropping: dict[int, asyncio.Task[None]] = {}
+        self._slots, self._drop = slots, drop
+        self._alive: dict[int, _Version] = {}
         self._changed = asyncio.Condition()
         self._error: Exception | None = None
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="weight-slots")
 
     @property
     def num_alive(self) -> int:
-        """Versions that have buffers, those that are being dropped included."""
+        """Number of versions that have buffers, including those that are being dropped."""
         return len(self._alive)
 
+    # -- from a slot to the source ranks -------------------------------------------------
+
+    async def take_newest(self, timeout_seconds: float) -> TakenSlot | None:
+        """Takes the filled slot with the newest version, once a further one may be begun.
+
+        Returns ``None`` if there is no room for a version, or no version, before the timeout.
+        """
+        if not await self.room(timeout_seconds):
+            return None
+        loop = asyncio.get_running_loop()
+        taken = await loop.run_in_executor(self._waiting, self._slots.take_newest, timeout_seconds)
+        return None if taken is None else TakenSlot(*taken, is_held=self._slots.can_hold())
+
     async def room(self, timeout_seconds: float) -> bool:
-        """Whether a further version may be begun, waiting for that if need be."""
+        """Waits until a further version may be begun; returns whether it may."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -55,81 +125,143 @@ class Versions:
     def _has_room(self) -> bool:
         if len(self._alive) < self.max_alive:
             return True
-        # The oldest of those that are only bases give way; some may be on their way out.
-        for version in sorted(self._alive - self._dropping.keys()):
-            if len(self._alive) - len(self._dropping) < self.max_alive:
+        # The oldest versions that are only bases are dropped, until enough are on their way out.
+        kept = sorted(number for number, version in self._alive.items() if not version.dropping)
+        num_kept = len(kept)
+        for version in (self._alive[number] for number in kept):
+            if num_kept < self.max_alive:
                 break
-            if version != self.newest and not self._sending[version]:
+            if version.number != self.newest and not version.num_sending:
                 self._start_dropping(version)
+                num_kept -= 1
         return False
 
-    async def begin(self, version: int) -> None:
-        """The sources have begun to gather a version; it is the newest."""
+    async def begin(self, number: int) -> None:
+        """Makes a version the newest: the source ranks have begun to gather it."""
         async with self._changed:
-            former, self.newest = self.newest, version
-            self._alive.add(version)
-            self._maybe_drop(former)
+            former, self.newest = self._alive.get(self.newest), number
+            self._alive[number] = _Version(number)
+            if former is not None:
+                self._maybe_drop(former)
             self._changed.notify_all()
 
-    async def newer_than(self, version: int, timeout_seconds: float) -> int | None:
-        """Waits for something newer than ``version``; None after the timeout."""
+    def gathered(self, taken: TakenSlot) -> None:
+        """Holds or releases the slot of the newest version, which all ranks have read."""
+        if taken.is_held:
+            self._slots.hold(taken.slot)
+            self._alive[taken.version].held_slot = taken.slot
+        else:
+            self._slots.release(taken.slot)
+
+    # -- from the source ranks to the servers --------------------------------------------
+
+    def add_server(self) -> "ServerVersions":
+        """Returns the record of a server that has confirmed nothing yet."""
+        return ServerVersions(self)
+
+    async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
+        """Waits for a version newer than ``number``; returns the newest, or ``None``."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
-                    await self._changed.wait_for(lambda: self.newest > version)
+                    await self._changed.wait_for(lambda: self.newest > number)
             except TimeoutError:
                 return None
         return self.newest
 
     @contextmanager
-    def sending(self, version: int) -> Iterator[None]:
-        """Keeps a version while it is sent."""
-        self._sending[version] += 1
+    def sending(self, number: int) -> Iterator[None]:
+        """Keeps a version while it, or changes to it, are sent."""
+        version = self._alive[number]
+        version.num_sending += 1
         try:
             yield
         finally:
-            self._sending[version] -= 1
+            version.num_sending -= 1
             self._maybe_drop(version)
 
-    def has(self, version: int) -> bool:
-        """Whether a version can still be read."""
-        return version in self._alive and version not in self._dropping
+    def has(self, number: int) -> bool:
+        """Returns whether a version can still be read."""
+        version = self._alive.get(number)
+        return version is not None and version.dropping is None
 
-    def want_base(self, version: int) -> None:
-        """A lane would like to send changes to this version next."""
-        self._bases[version] += 1
+    def want_base(self, number: int) -> None:
+        """Notes that a server's next delta should be against this version."""
+        self._alive[number].num_bases += 1
 
-    def release_base(self, version: int) -> None:
-        """Undoes one :meth:`want_base`."""
-        self._bases[version] -= 1
-        self._maybe_drop(version)
+    def release_base(self, number: int) -> None:
+        """Undoes one :meth:`want_base`, also of a version that has been dropped since."""
+        version = self._alive.get(number)
+        if version is not None:
+            version.num_bases -= 1
+            self._maybe_drop(version)
 
-    async def close(self) -> None:
-        """Gives up what is being dropped."""
-        for task in self._dropping.values():
-            task.cancel()
-        await asyncio.gather(*self._dropping.values(), return_exceptions=True)
-
-    def _maybe_drop(self, version: int) -> None:
-        is_wanted = version == self.newest or self._sending[version] or self._bases[version]
-        if not is_wanted and self.has(version):
-            self._start_dropping(version)
-
-    def _start_dropping(self, version: int) -> None:
-        self._dropping[version] = asyncio.create_task(self._finish_dropping(version))
+    # -- dropping ------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises what kept a version from being dropped: its place would be lost for good."""
+        """Raises what kept a version from being dropped: its buffers would be lost for good."""
         if self._error is not None:
             raise self._error
 
-    async def _finish_dropping(self, version: int) -> None:
+    async def close(self) -> None:
+        """Ends the waits, and gives up what is being dropped."""
+        tasks = [version.dropping for version in self._alive.values() if version.dropping]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+
+    def _maybe_drop(self, version: _Version) -> None:
+        is_wanted = version.number == self.newest or version.num_sending or version.num_bases
+        if not is_wanted and self.has(version.number):
+            self._start_dropping(version)
+
+    def _start_dropping(self, version: _Version) -> None:
+        version.dropping = asyncio.create_task(self._finish_dropping(version))
+
+    async def _finish_dropping(self, version: _Version) -> None:
         try:
-            await self._drop(version)
+            await self._drop(version.number)
+            if version.held_slot is not None:
+                self._slots.release(version.held_slot)
         except Exception as error:  # the task's boundary: the leader raises it
             self._error = error
             return
         async with self._changed:
-            self._alive.discard(version)
-            del self._dropping[version]
+            del self._alive[version.number]
             self._changed.notify_all()
+
+
+class ServerVersions:
+    """What one server serves, and what its next delta may be against; a lane's record.
+
+    Args:
+        versions: The record that this one belongs to.
+
+    Attributes:
+        confirmed: Version that the server has confirmed; -1 before that, and while it is lost.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self.confirmed = -1
+        self._versions = versions
+        self._base: int | None = None
+
+    @property
+    def base(self) -> int | None:
+        """Version that changes may be sent against; ``None`` if everything must be sent."""
+        has_base = self._base is not None and self._versions.has(self._base)
+        return self._base if has_base else None
+
+    def keep_as_base(self, number: int | None) -> None:
+        """Asks for a version, instead of the former one, to be kept as the base."""
+        if number is not None:
+            self._versions.want_base(number)
+        if self._base is not None:
+            self._versions.release_base(self._base)
+        self._base = number
+
+    def lose(self) -> None:
+        """Notes that nothing is known any more of what the server serves."""
+        self.confirmed = -1
+        self.keep_as_base(None)

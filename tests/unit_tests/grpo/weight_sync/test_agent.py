@@ -6,16 +6,17 @@
 import asyncio
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync import agent as agent_module
-from torchtitan.grpo.weight_sync.agent import LocalAgent
-from torchtitan.grpo.weight_sync.group_end import GroupSettings
+from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadFailed, PayloadPool
+from torchtitan.grpo.weight_sync.transports import disk_transport
+from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
+from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender, encode_delta
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -26,8 +27,6 @@ SPECS = [BucketSpec((name,), ("float32",), ((NUMEL,),)) for name in ("a", "b")]
 
 class FillingGatherer:
     """Fills buckets with what the snapshot holds: one rank gathers nothing from others."""
-
-    own = SimpleNamespace(buckets=SPECS)
 
     def gather(self, slot: int, shards: dict[str, torch.Tensor], payload: Payload) -> None:
         for index, spec in enumerate(SPECS):
@@ -45,26 +44,30 @@ def snapshot(version: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def make_agent(read: Any = lambda slot, version: snapshot(version)) -> LocalAgent:
+def make_hands(
+    read: Any = lambda slot, version: snapshot(version),
+) -> tuple[Agent, GroupSender, DiskSender]:
+    """An agent and the senders of both transports, of one source rank."""
     gatherer: Any = FillingGatherer()
     pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=True)
-    return LocalAgent(0, gatherer, read, pool, GroupSettings("auto", "gloo", 5.0, CPU))
+    group = GroupSender(0, pool, GroupSettings("auto", "gloo", 5.0, CPU))
+    return Agent(0, gatherer, read, pool), group, DiskSender(0, pool, len(SPECS), 5.0)
 
 
 def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
     async def body() -> None:
-        agent = make_agent()
-        assert agent.num_buckets == 2
+        agent, sender, _ = make_hands()
         for version in (3, 4):
             await agent.gather(0, version, False)
-        whole = await agent.prepare(4, 1, None)
+        whole = await sender.prepare(4, 1, None)
         assert (whole.names, whole.num_changed, whole.base_version) == (("b",), None, None)
         assert whole.checksums is not None
-        delta = await agent.prepare(4, 1, 3)
+        delta = await sender.prepare(4, 1, 3)
         assert (delta.num_changed, delta.base_version) == ((1,), 3)
         # Of the whole tensor, once the changes are in it.
         assert delta.checksums == whole.checksums
         await agent.close()
+        await sender.close()
 
     asyncio.run(body())
 
@@ -73,10 +76,9 @@ def test_a_version_is_sent_from_its_slot_only_while_that_is_held():
     in_slots = [[torch.zeros(4 * NUMEL, dtype=torch.uint8) for _ in SPECS] for _ in range(2)]
 
     async def body() -> None:
-        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, False, in_slots)
-        settings, gatherer = GroupSettings("auto", "gloo", 5.0, CPU), FillingGatherer()
-        read: Any = lambda slot, version: snapshot(version)  # noqa: E731
-        agent = LocalAgent(0, gatherer, read, pool, settings)  # pyright: ignore
+        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, False, in_slots.__getitem__)
+        gatherer: Any = FillingGatherer()
+        agent = Agent(0, gatherer, lambda slot, version: snapshot(version), pool)
         await agent.gather(1, 3, True)
         await agent.gather(0, 4, False)
         with pool.reading(3) as held, pool.reading(4) as copied:
@@ -94,7 +96,7 @@ def test_a_delta_makes_the_new_bucket_of_the_old_one():
             payload = pool.take(version)
             FillingGatherer().gather(0, snapshot(version), payload)
         with pool.reading(3) as old, pool.reading(9) as new:
-            bucket = agent_module.encode_delta(new, old, 0)
+            bucket = encode_delta(new, old, 0)
             spec = bucket.spec
             assert spec.num_changed == (6,)
             held = old.bucket(0).payload.clone()
@@ -113,20 +115,21 @@ def test_what_was_dropped_or_could_not_be_gathered_says_so():
                 tensors["b"][7] = float("nan")
             return tensors
 
-        agent = make_agent(read)
+        agent, sender, _ = make_hands(read)
         await agent.gather(0, 1, False)
         with pytest.raises(RuntimeError, match="rank 3 is gone"):
             await agent.gather(0, 2, False)
-        assert (await agent.prepare(2, 0, None)).names == ("a",)
+        assert (await sender.prepare(2, 0, None)).names == ("a",)
         with pytest.raises(PayloadFailed, match=r"Bucket 1 .* rank 3 is gone"):
-            await agent.prepare(2, 1, None)
+            await sender.prepare(2, 1, None)
         await agent.drop(1)
         with pytest.raises(PayloadFailed, match="Version 1 is no longer held"):
-            await agent.prepare(1, 0, None)
+            await sender.prepare(1, 0, None)
         with pytest.raises(RuntimeError, match="no group with http://server: open one first"):
-            await agent.send("http://server", 2, 0, None)
-        await agent.leave("http://server")
+            await sender.send("http://server", 2, 0, None)
+        await sender.leave("http://server")
         await agent.close()
+        await sender.close()
 
     asyncio.run(body())
 
@@ -135,19 +138,19 @@ def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
     monkeypatch, tmp_path
 ):
     begun, may_end = threading.Event(), threading.Event()
-    write_part = agent_module.write_part
+    write_part = disk_transport.write_part
 
     def slow_write(directory: Path, rank: int, buckets: Any) -> None:
         begun.set()
         assert may_end.wait(30)
         write_part(directory, rank, buckets)
 
-    monkeypatch.setattr(agent_module, "write_part", slow_write)
+    monkeypatch.setattr(disk_transport, "write_part", slow_write)
 
     async def body() -> None:
-        agent = make_agent()
+        agent, _, sender = make_hands()
         await agent.gather(0, 1, False)
-        writing = asyncio.create_task(agent.write(1, str(tmp_path)))
+        writing = asyncio.create_task(sender.write(1, str(tmp_path)))
         await asyncio.to_thread(begun.wait, 30)
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
@@ -158,5 +161,6 @@ def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
         await dropping
         assert (tmp_path / "model-rank00000.safetensors").is_file()
         await agent.close()
+        await sender.close()
 
     asyncio.run(body())

@@ -3,13 +3,21 @@
 
 """The leader calls another rank's agent as if it were its own."""
 
+from torchtitan.grpo.weight_sync.agent import Agent
+from torchtitan.grpo.weight_sync.channel import operations_of
+from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
+
+NOTHING = type(None)
+
 
 def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ranks):
     leader, follower = run_ranks("channel_ranks", 2)
     assert leader["prepared"]
     assert leader["opened"]
     assert leader["gathering_waits"]
-    assert leader["join"] == ["AgentFailed", "rank 1: RuntimeError: http://server did not come"]
+    assert leader["join"] == ["CallFailed", "rank 1: RuntimeError: http://server did not come"]
     kind, message = leader["write"]
     assert kind == "OSError"
     assert message.startswith("rank 1: OSError: [Errno 28] No space left on device")
@@ -23,4 +31,20 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
         ["drop", 5],
         ["send", "http://server", 7, 0, None],
         ["leave", "http://server"],
+        ["close"],
     ]
+
+
+def test_the_remote_form_of_an_object_has_its_operations_and_their_results():
+    assert operations_of(Agent) == {"wait_copied": NOTHING, "gather": NOTHING, "drop": NOTHING}
+    assert operations_of(DiskSender) == {"write": NOTHING}
+    assert operations_of(GroupSender) == {
+        "prepare": BucketSpec,
+        "open": WeightGroupInfo,
+        "join": NOTHING,
+        "send": NOTHING,
+        "leave": NOTHING,
+    }
+    # A rank offers the operations of its agent and of its sender under one table of names.
+    for sender in (DiskSender, GroupSender):
+        assert not operations_of(Agent).keys() & operations_of(sender).keys()

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.weight_sync.connection import PushReport
 from torchtitan.grpo.weight_sync.lane import Attestation, Lane, LaneSettings, Listeners
 from torchtitan.grpo.weight_sync.probe import Probes
+from torchtitan.grpo.weight_sync.slots import SlotTable
+from torchtitan.grpo.weight_sync.transports.interface import PushReport
 from torchtitan.grpo.weight_sync.versions import Versions
 
 VERSION = 4
@@ -46,7 +47,7 @@ class Way:
     async def join(self) -> None: ...
 
     async def push(self, version: int, base: int | None) -> PushReport:
-        return PushReport(version, 1, 0.1, 0.1, 0.0)
+        return PushReport(version, "all", 1, 0.1, 0.1, 0.0)
 
     async def recover(self) -> None: ...
 
@@ -57,7 +58,7 @@ def attested(expected: list[float] | None, served: list[float] | None) -> tuple[
     async def drop(version: int) -> None: ...
 
     async def body() -> tuple[Lane, str]:
-        probes, versions = Probes(), Versions(2, drop)
+        probes, versions = Probes(), Versions(SlotTable(2), 2, drop)
         if expected is not None:
             probes.put(VERSION, expected)
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -98,12 +99,12 @@ def test_a_trainer_that_is_late_costs_no_server(caplog):
     with caplog.at_level(logging.WARNING):
         lane, said = attested(None, [-1.0, -2.0])
     assert (said, lane.num_attested, lane.num_failures) == (f"serves {VERSION}", 0, 0)
-    assert f"http://a serves version {VERSION}, by its own word" in caplog.text
+    assert f"http://a serves version {VERSION}, unattested" in caplog.text
 
 
 def test_a_server_that_does_not_rate_tokens_in_time_is_lost():
     lane, said = attested([-1.0, -2.0], None)
-    assert "http://a did not rate the probe tokens" in said
+    assert "http://a must rate the probe tokens" in said
     assert "weight_sync.timeout_seconds = 0.05" in said
     assert lane.num_attested == 0
 

@@ -20,8 +20,6 @@ SECONDS = 30
 class Rank:
     """An agent that has copied its shards when the test says so."""
 
-    num_buckets = 0
-
     def __init__(self, rank: int, calls: list[tuple[int, str, int]]) -> None:
         self.rank, self._calls = rank, calls
         self.asked, self.copied = asyncio.Event(), asyncio.Event()
@@ -41,16 +39,24 @@ class Rank:
         self._calls.append((self.rank, "drop", version))
 
 
+class NoTransport(Any):
+    """Keeps nothing of a version."""
+
+    async def forget(self, version: int) -> None: ...
+
+
 class Rig:
     """A leader without servers, and two ranks; slot 0 holds version 7."""
 
-    def __init__(self, max_held: int = 0) -> None:
+    def __init__(self, max_held: int = 0, num_sources: int = 0) -> None:
         self.calls: list[tuple[int, str, int]] = []
         self.ranks: list[Any] = [Rank(rank, self.calls) for rank in range(2)]
         self.slots = SlotTable(2, max_held)
         self.slots.filled(self.slots.reserve(), 7)
         self.ending = False
-        parts = LeaderParts(self.ranks, _no_connection, None, _listen, _nothing)
+        parts = LeaderParts(
+            self.ranks, self.ranks[:num_sources], NoTransport(), _no_server, _listen, _nothing
+        )
         listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None)
         settings: Any = SimpleNamespace(delta=False)
         self.leader = Leader(self.slots, parts, settings, listeners, 0, [], lambda: None)
@@ -61,7 +67,7 @@ class Rig:
         await asyncio.wait_for(self.running, SECONDS)
 
 
-def _no_connection(server: object) -> Any:
+def _no_server(server: object) -> Any:
     raise AssertionError("there are no servers")
 
 
@@ -96,8 +102,7 @@ def test_no_rank_gathers_and_no_server_gets_a_version_before_all_ranks_have_copi
 
 def test_a_slot_that_is_sent_from_is_free_again_once_its_version_is_dropped():
     async def body() -> None:
-        rig = Rig(max_held=1)
-        rig.ranks[0].num_buckets = 1
+        rig = Rig(max_held=1, num_sources=1)
         for rank in rig.ranks:
             rank.copied.set()
         await wait_until(lambda: not rig.slots.can_hold())

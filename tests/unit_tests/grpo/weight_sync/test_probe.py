@@ -89,5 +89,5 @@ def test_what_is_not_finite_never_passes(value, whose):
 
 @pytest.mark.parametrize("served", [[], [-1.0], [-1.0, -2.0, -3.0]])
 def test_another_number_of_logprobs_is_refused(served):
-    with pytest.raises(ServerError, match=f"must give 2 .* got {len(served)}"):
+    with pytest.raises(ServerError, match=f"must return 2 .* got {len(served)}"):
         compare([-1.0, -2.0], served, 1.0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.weight_sync.snapshot import Snapshots, device_slots
+from torchtitan.grpo.weight_sync.slot_storage import DeviceSlots, PinnedHostSlots
+from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
 CPU = torch.device("cpu")
 SECONDS = 30.0
@@ -203,8 +204,11 @@ def test_on_cuda_the_fence_orders_the_next_change_after_the_copy(staging, dtype)
         "large": torch.zeros(4096, 4096, device=device),
         "turned": torch.zeros(5, 7, device=device).T,
     }
-    slots = device_slots(parameters, list(parameters), 2, dtype, staging)
-    snapshots = Snapshots(parameters, slots, device)
+    if staging == "device":
+        storage = DeviceSlots(parameters, list(parameters), 2, dtype, device)
+    else:
+        storage = PinnedHostSlots(parameters, list(parameters), 2, dtype)
+    snapshots = Snapshots(parameters, storage.shards, device)
     for step in range(6):
         snapshots.fence()
         for parameter in parameters.values():

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.versions import Versions
 
 
@@ -18,9 +19,13 @@ class Sources:
         await self.may_finish.wait()
 
 
+def new_versions(max_alive: int, sources: Sources) -> Versions:
+    return Versions(SlotTable(2), max_alive, sources.drop)
+
+
 def test_a_lane_is_given_the_newest_version_and_waits_for_newer_ones():
     async def body():
-        versions = Versions(5, Sources().drop)
+        versions = new_versions(5, Sources())
         assert await versions.newer_than(-1, 0.01) is None
         waiting = asyncio.create_task(versions.newer_than(2, 10))
         for version in (1, 2, 3):
@@ -35,7 +40,7 @@ def test_a_lane_is_given_the_newest_version_and_waits_for_newer_ones():
 def test_a_version_is_dropped_when_it_is_not_the_newest_and_nobody_sends_it():
     async def body():
         sources = Sources()
-        versions = Versions(5, sources.drop)
+        versions = new_versions(5, sources)
         await versions.begin(1)
         with versions.sending(1):
             await versions.begin(2)
@@ -54,7 +59,7 @@ def test_there_is_no_room_until_a_dropped_versions_buffers_are_free():
     async def body():
         sources = Sources()
         sources.may_finish.clear()  # a broadcast that was given up still reads it
-        versions = Versions(2, sources.drop)
+        versions = new_versions(2, sources)
         await versions.begin(1)
         await versions.begin(2)
         assert not await versions.room(0.01)
@@ -70,7 +75,7 @@ def test_there_is_no_room_until_a_dropped_versions_buffers_are_free():
 def test_a_base_is_kept_while_there_is_room_and_gives_way_when_there_is_not():
     async def body():
         sources = Sources()
-        versions = Versions(3, sources.drop)
+        versions = new_versions(3, sources)
         for version in (1, 2):
             await versions.begin(version)
             versions.want_base(version)
@@ -90,7 +95,7 @@ def test_a_base_is_kept_while_there_is_room_and_gives_way_when_there_is_not():
 def test_what_is_being_sent_never_gives_way():
     async def body():
         sources = Sources()
-        versions = Versions(2, sources.drop)
+        versions = new_versions(2, sources)
         await versions.begin(1)
         with versions.sending(1):
             await versions.begin(2)

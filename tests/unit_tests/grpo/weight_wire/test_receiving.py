@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from torchtitan.grpo.weight_sync.group_end import GroupEnd, GroupSettings
+from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 
 SERVER = """
 import json, os, sys, threading, time

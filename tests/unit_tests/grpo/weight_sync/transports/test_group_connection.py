@@ -6,7 +6,7 @@
 import asyncio
 from typing import Any
 
-from torchtitan.grpo.weight_sync.connection import GroupConnection
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupConnection
 
 
 class Server:
@@ -32,7 +32,7 @@ class Server:
 def test_a_server_is_told_to_go_on_though_recovering_was_cancelled():
     async def body() -> None:
         server: Any = Server()
-        connection = GroupConnection(server, [], timeout_seconds=60.0)
+        connection = GroupConnection(server, [], {}, "all", timeout_seconds=60.0)
         await connection.close()
         assert server.told == []  # it was never joined
         await connection.join()

@@ -3,9 +3,7 @@
 
 """A source rank's end of the process group with one server.
 
-Collectives run on one thread of the group's own, for a broadcast waits for the server.
-Whatever fails takes the group down, since a collective that one side has given up cannot
-be completed.
+A broadcast waits for the server, so each group has a thread of its own for its collectives.
 """
 
 import asyncio
@@ -28,22 +26,22 @@ from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 T = TypeVar("T")
 
-# How long leaving waits for a broadcast to notice that the server has left.
+# How long leaving a group waits for a broadcast to notice that the server has left.
 _GRACE_SECONDS = 2.0
-# NCCL's watchdog ends the whole process at a group's timeout. It must not come before the
-# requests that end a failed push in order, each of which has a bound of its own.
+# NCCL's watchdog ends the whole process at a group's timeout. So the group's timeout is this
+# many times as long as the requests that end a failed push in an orderly way may take.
 _NCCL_PATIENCE = 5
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What all groups with servers share.
+    """Settings of all groups with servers.
 
     Attributes:
         master_address: ``weight_sync.master_address``.
         backend: ``gloo`` or ``nccl``.
-        timeout_seconds: Bound of the rendezvous, and of each bucket.
-        device: Where payloads are broadcast from. CPU for gloo.
+        timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
+        device: Device from which payloads are broadcast; the CPU for gloo.
         deltas: ``weight_sync.delta``.
     """
 
@@ -55,14 +53,15 @@ class GroupSettings:
 
 
 class GroupEnd:
-    """This rank's end; it is rank 0 of the group, the server's workers follow.
+    """This rank's end. It is rank 0 of the group; the server's workers are the other ranks.
 
     Args:
-        server_url: The server.
+        server_url: Address of the server.
         world_size: 1 plus the number of the server's workers.
+        settings: Settings of all groups.
 
     Attributes:
-        info: What the server must be told, to join.
+        info: What the server must be told in order to join.
     """
 
     def __init__(self, server_url: str, world_size: int, settings: GroupSettings) -> None:
@@ -90,7 +89,7 @@ class GroupEnd:
         )
 
     async def join(self) -> None:
-        """Returns when the server's workers have joined, too."""
+        """Joins the group; returns when the server's workers have joined as well."""
         self._group = await self._on_thread(self._create)
 
     def _create(self) -> dist.ProcessGroup:
@@ -106,7 +105,7 @@ class GroupEnd:
             info.timeout_seconds * patience,
             store=self._store,
         )
-        if self._is_left:  # while the server was waited for
+        if self._is_left:  # leave() was called while the server was waited for
             destroy_weight_group(group)
             raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
         return group
@@ -115,15 +114,15 @@ class GroupEnd:
         """Broadcasts one payload.
 
         Args:
-            read: Calls its argument with the payload, and keeps that alive meanwhile. It
-                runs on the group's thread, maybe beyond this call if that is cancelled.
+            read: Calls its argument with the payload, and keeps the payload alive meanwhile.
+                It runs on the group's thread, and continues there if this call is cancelled.
         """
         number, self._num_queued = self._num_queued, self._num_queued + 1
         await self._on_thread(functools.partial(self._send, number, read))
 
     def _send(self, number: int, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
-        # One that was given up before its turn leaves a gap. Whatever comes after it would be
-        # taken for it by the server, which gloo ends the process for.
+        # A broadcast that was given up before its turn leaves a gap. The server would take the
+        # next broadcast for it, and gloo ends the server's process if their sizes differ.
         if number != self._num_sent:
             raise RuntimeError(
                 f"Broadcast {number} in group {self.info.group_name} must follow broadcast "
@@ -137,11 +136,12 @@ class GroupEnd:
             raise RuntimeError(f"Group {self.info.group_name} has not been joined, or was left.")
         payload = payload.to(self._settings.device)
         dist.broadcast(payload, src=0, group=self._group)
-        if payload.is_cuda:  # enqueued only; the payload is the caller's again when we return
+        if payload.is_cuda:
+            # The broadcast is only queued, and the caller may reuse the payload when this returns.
             torch.cuda.current_stream(payload.device).synchronize()
 
     async def leave(self) -> None:
-        """Takes the group down; never waits longer than a short grace. Idempotent."""
+        """Takes the group down, within a few seconds whatever the server does. Idempotent."""
         if self._is_left:
             return
         self._is_left = True
@@ -149,8 +149,8 @@ class GroupEnd:
         if group is not None:
             destroy_weight_group(group)
         del group
-        # A gloo broadcast cannot be interrupted: it ends with the server's sockets, or at
-        # the group's timeout. Nobody waits for that longer than this.
+        # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
+        # the group's timeout. It is not waited for any longer than the grace period.
         idle = asyncio.wrap_future(self._thread.submit(lambda: None))
         done, _ = await asyncio.wait({idle}, timeout=_GRACE_SECONDS)
         self._thread.shutdown(wait=bool(done), cancel_futures=True)
@@ -160,24 +160,24 @@ class GroupEnd:
 
 
 def route_address(setting: str, server_url: str) -> str:
-    """Resolves ``weight_sync.master_address``: this host's address on the way to a server."""
+    """Resolves ``weight_sync.master_address``: this host's address on the route to a server."""
     if setting != "auto":
         return setting
     url = urlsplit(server_url)
     host, port = url.hostname or "127.0.0.1", url.port or 80
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    # Connecting a datagram socket sends nothing; it only asks for the route.
+    # Connecting a datagram socket sends nothing; the kernel only looks up the route.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return probe.getsockname()[0]
 
 
 def _listening_store(address: str, world_size: int, timeout_seconds: float) -> dist.TCPStore:
-    """A store on a free port of ``address``, and of no other interface.
+    """Returns a store that listens on a free port of ``address``, and on no other interface.
 
     Raises:
-        ValueError: ``address`` is not one of this host.
-        OSError: Something else is wrong, such as too many open files.
+        ValueError: If ``address`` is not one of this host.
+        OSError: If something else is wrong, such as too many open files.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -201,5 +201,5 @@ def _listening_store(address: str, world_size: int, timeout_seconds: float) -> d
 
 
 def _use_device(device: torch.device) -> None:
-    if device.type == "cuda":  # the current device is a thread's own
+    if device.type == "cuda":  # each thread has its own current device
         torch.cuda.set_device(device)

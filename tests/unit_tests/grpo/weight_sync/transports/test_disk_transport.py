@@ -6,13 +6,19 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.disk import VersionDirectories, write_part
-from torchtitan.grpo.weight_sync.disk_versions import DiskVersions, VersionNotWritten
 from torchtitan.grpo.weight_sync.payloads import Bucket
+from torchtitan.grpo.weight_sync.transports.disk_transport import (
+    DiskTransport,
+    VersionDirectories,
+    write_part,
+)
+from torchtitan.grpo.weight_sync.transports.interface import NotPrepared
 from torchtitan.grpo.weight_wire.buckets import read_safetensors
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -27,7 +33,7 @@ def make_bucket(*names: str) -> Bucket:
 
 
 class Writer:
-    """A source rank's agent, which writes when it is let."""
+    """A source rank's sender, which writes when it is allowed to."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -45,13 +51,23 @@ class Writer:
         self.num_written += 1
 
 
-def make_versions(folder: Path, writers: list[Writer]) -> DiskVersions:
+def make_transport(
+    folder: Path, writers: list[Writer], timeout_seconds: float = 10.0
+) -> DiskTransport:
     source = folder / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
     (source / "model.safetensors.index.json").write_text("{}")
-    directories = VersionDirectories(folder / "versions", source)
-    return DiskVersions(directories, writers, 52)  # pyright: ignore[reportArgumentType]
+    plan: Any = SimpleNamespace(num_bytes=52)
+    senders: Any = writers
+    transport = DiskTransport(
+        plan,
+        lambda: VersionDirectories(folder / "versions", source),
+        timeout_seconds,
+        torch.device("cpu"),
+    )
+    transport.lead(senders)
+    return transport
 
 
 def names_in(folder: Path) -> set[str]:
@@ -61,8 +77,8 @@ def names_in(folder: Path) -> set[str]:
 def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(2)]
-        versions = make_versions(tmp_path, writers)
-        path, num_bytes = await versions.written(4, 10)
+        transport = make_transport(tmp_path, writers)
+        path, num_bytes = await transport.written(4)
         assert num_bytes == 52
         assert path == tmp_path / "versions" / "version-4"
         assert names_in(path) == {
@@ -86,21 +102,22 @@ def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
 def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path):
     async def body() -> None:
         writer = Writer(0)
-        versions = make_versions(tmp_path, [writer])
+        transport = make_transport(tmp_path, [writer])
         writer.may_write.clear()
-        asking = [asyncio.create_task(versions.written(1, 10)) for _ in range(3)]
+        asking = [asyncio.create_task(transport.written(1)) for _ in range(3)]
         async with asyncio.timeout(30):
             while not (tmp_path / "versions/version-1.partial").exists():
                 await asyncio.sleep(0.01)
-        with pytest.raises(VersionNotWritten, match=r"longer than weight_sync\.timeout"):
-            await versions.written(1, 0.01)
+        with pytest.raises(NotPrepared, match=r"longer than weight_sync\.timeout"):
+            transport._timeout_seconds = 0.01
+            await transport.written(1)
         # Nobody sees a directory that is not whole.
         assert names_in(tmp_path / "versions") == {"version-1.partial"}
         writer.may_write.set()
         assert len({path for path, _ in await asyncio.gather(*asking)}) == 1
         assert writer.num_written == 1
-        await versions.remove(1)
-        await versions.remove(1)
+        await transport.forget(1)
+        await transport.forget(1)
         assert names_in(tmp_path / "versions") == set()
 
     asyncio.run(body())
@@ -109,12 +126,12 @@ def test_a_version_is_written_once_for_all_who_ask_and_removed_for_good(tmp_path
 def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(1)]
-        versions = make_versions(tmp_path, writers)
+        transport = make_transport(tmp_path, writers)
         writers[1].may_write.clear()
-        asking = asyncio.create_task(versions.written(1, 10))
+        asking = asyncio.create_task(transport.written(1))
         while not writers[0].num_written:
             await asyncio.sleep(0.01)
-        removing = asyncio.create_task(versions.remove(1))
+        removing = asyncio.create_task(transport.forget(1))
         asking.cancel()
         writers[1].may_write.set()
         await removing
@@ -126,18 +143,18 @@ def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
 def test_what_one_source_cannot_write_is_tried_anew_once_the_others_are_done(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(1)]
-        versions = make_versions(tmp_path, writers)
+        transport = make_transport(tmp_path, writers)
         writers[0].error = OSError(28, "No space left on device")
         writers[1].may_write.clear()
-        asking = asyncio.create_task(versions.written(1, 10))
+        asking = asyncio.create_task(transport.written(1))
         await asyncio.sleep(0.05)
         assert not asking.done(), "the directory still belongs to a writer"
         writers[1].may_write.set()
-        with pytest.raises(VersionNotWritten, match="No space left"):
+        with pytest.raises(NotPrepared, match="No space left"):
             await asking
         assert names_in(tmp_path / "versions") == set()
         writers[0].error = None
-        path, _ = await versions.written(1, 10)
+        path, _ = await transport.written(1)
         assert set(read_safetensors(str(path))) == {"a0", "b0", "a1", "b1"}
 
     asyncio.run(body())
@@ -151,12 +168,12 @@ def test_a_part_that_cannot_be_written_is_an_os_error(tmp_path):
 
 def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
     async def body() -> None:
-        versions = make_versions(tmp_path, [Writer(0), Writer(1)])
-        path, _ = await versions.written(1, 10)
+        transport = make_transport(tmp_path, [Writer(0), Writer(1)])
+        path, _ = await transport.written(1)
         (path / "model-rank00001.safetensors").unlink()
         with pytest.raises(ValueError, match=r"must name the tensors beside it; \['a1', 'b1'\]"):
             read_safetensors(str(path))
-        path, _ = await versions.written(2, 10)
+        path, _ = await transport.written(2)
         file = path / "model-rank00000.safetensors"
         damaged = bytearray(file.read_bytes())
         damaged[-1] ^= 1
@@ -169,8 +186,8 @@ def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
 
 def test_tensors_read_are_copies_of_the_file(tmp_path):
     async def body() -> None:
-        versions = make_versions(tmp_path, [Writer(0)])
-        path, _ = await versions.written(1, 10)
+        transport = make_transport(tmp_path, [Writer(0)])
+        path, _ = await transport.written(1)
         tensors = read_safetensors(str(path))
         before = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
         file = path / "model-rank00000.safetensors"
@@ -192,7 +209,7 @@ def test_a_predecessors_versions_are_removed_and_nothing_else(tmp_path):
 def test_a_directory_belongs_to_one_run_at_a_time(tmp_path):
     root = tmp_path / "versions"
     first = VersionDirectories(root, tmp_path)
-    with pytest.raises(ValueError, match="must be of this run alone, and another one has held"):
+    with pytest.raises(ValueError, match="must be used by one run at a time, and another run has"):
         VersionDirectories(root, tmp_path, lock_seconds=0.2)
     first.close()
     first.close()

@@ -1,0 +1,113 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Where snapshot slots lie: the interface, and slots that only their own rank sees.
+
+A slot holds one version. Each rank copies its shards into it, and source ranks send the
+version from it or gather from it:
+
+    SharedHostSlots    memory of the source that the ranks of its host share (`slot_memory.py`)
+    DeviceSlots        memory of the training device
+    PinnedHostSlots    pinned host memory beside a training device
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.weight_sync.slot_layout import Shards
+
+
+class SlotStorage(ABC):
+    """All slots, as one rank sees them.
+
+    Attributes:
+        device: Device of the memory.
+        shards: For each slot, the tensors into which this rank copies its shards, by native
+            name and in the wire dtype.
+    """
+
+    device: torch.device
+    shards: Sequence[Mapping[str, torch.Tensor]]
+
+    @abstractmethod
+    def buckets(self, slot: int) -> list[torch.Tensor] | None:
+        """Returns the buckets of this source that lie in a slot, to be sent from there.
+
+        ``None`` means that they do not, so that each version needs buffers of its own.
+        """
+
+    @abstractmethod
+    def writers(self, source: int) -> Collection[int]:
+        """Returns the ranks other than ``source`` that copy right into its slots."""
+
+    @abstractmethod
+    def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
+        """Returns, on a source, the shards that other ranks copied into its slot, by rank."""
+
+
+class _OwnSlots(SlotStorage):
+    """Slots that no other rank reaches: every rank sends its shards to the source."""
+
+    def __init__(self, device: torch.device, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        self.device, self.shards = device, shards
+
+    def buckets(self, slot: int) -> None:
+        return None
+
+    def writers(self, source: int) -> Collection[int]:
+        return ()
+
+    def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
+        return {}
+
+
+class DeviceSlots(_OwnSlots):
+    """Slots in the memory of the training device.
+
+    Args:
+        parameters: Names and (sharded) parameters of this rank.
+        names: Names of the parameters of which this rank contributes a part.
+        num_slots: Number of slots.
+        wire_dtype: Dtype in which weights travel.
+        device: The training device.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        num_slots: int,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        sources = {name: local_tensor(parameters[name]) for name in names}
+        shards = [
+            {name: torch.empty_like(source, dtype=wire_dtype) for name, source in sources.items()}
+            for _ in range(num_slots)
+        ]
+        super().__init__(device, shards)
+
+
+class PinnedHostSlots(_OwnSlots):
+    """Slots in pinned host memory; for the arguments see :class:`DeviceSlots`."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        num_slots: int,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        shapes = {name: local_tensor(parameters[name]).shape for name in names}
+        # Contiguous, whatever the strides of the source: see `_StreamCopies.start`.
+        shards = [
+            {
+                name: torch.empty(shape, dtype=wire_dtype, pin_memory=True)
+                for name, shape in shapes.items()
+            }
+            for _ in range(num_slots)
+        ]
+        super().__init__(torch.device("cpu"), shards)

@@ -1,0 +1,90 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The ways in which versions travel to servers: one row for each ``weight_sync.transport``.
+
+To add a transport, implement the classes of `interface.py` in a file of its own, add a
+function here that makes it from the configuration, and name the new value in
+``WeightSync.transport``.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.device import gpus_for_servers
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan
+from torchtitan.grpo.weight_sync.transports.disk_transport import (
+    DiskTransport,
+    VersionDirectories,
+)
+from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
+from torchtitan.grpo.weight_sync.transports.group_transport import GroupTransport
+from torchtitan.grpo.weight_sync.transports.interface import Transport
+
+
+def make_transport(config: JobConfig, plan: PushPlan, device: torch.device) -> Transport[Any]:
+    """Makes the transport that ``weight_sync.transport`` names; called on every rank.
+
+    Args:
+        config: The checked configuration.
+        plan: What each source rank sends.
+        device: The training device.
+    """
+    return _MAKERS[config.weight_sync.transport](config, plan, device)
+
+
+def _make_group_transport(
+    config: JobConfig, plan: PushPlan, device: torch.device
+) -> GroupTransport:
+    sync, backend = config.weight_sync, group_backend(config, device.type)
+    # The configured address is one of rank 0's host. Sources on other hosts find their own.
+    is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    settings = GroupSettings(
+        master_address=sync.master_address if is_on_first_host else "auto",
+        backend=backend,
+        timeout_seconds=sync.timeout_seconds,
+        device=_payload_device(config, device),
+        deltas=sync.delta,
+    )
+    return GroupTransport(plan, settings)
+
+
+def _make_disk_transport(config: JobConfig, plan: PushPlan, device: torch.device) -> DiskTransport:
+    sync = config.weight_sync
+    assert sync.disk_path is not None
+    root, model = Path(sync.disk_path), Path(config.model.hf_assets_path)
+    return DiskTransport(
+        plan,
+        lambda: VersionDirectories(root, model),
+        sync.timeout_seconds,
+        _payload_device(config, device),
+    )
+
+
+def group_backend(config: JobConfig, device_type: str) -> str:
+    """Resolves ``weight_sync.backend``; see its description."""
+    if config.weight_sync.backend != "auto":
+        return config.weight_sync.backend
+    if device_type == "cpu" or config.inference.device == "cpu":
+        return "gloo"
+    # Launched servers share the trainer's GPUs unless there are some to spare, and NCCL
+    # refuses two ranks on one GPU.
+    _, are_their_own = gpus_for_servers()
+    return "gloo" if config.inference.launch and not are_their_own else "nccl"
+
+
+def _payload_device(config: JobConfig, device: torch.device) -> torch.device:
+    is_nccl = group_backend(config, device.type) == "nccl"
+    return device if is_nccl else torch.device("cpu")
+
+
+_MAKERS: dict[str, Callable[[JobConfig, PushPlan, torch.device], Transport[Any]]] = {
+    "group": _make_group_transport,
+    "disk": _make_disk_transport,
+}

@@ -1,0 +1,330 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Versions sent over process groups, one between each source rank and each server.
+
+One push:
+
+    consumes        a version that the source ranks hold, bucket by bucket
+    produces        a committed policy version on one server
+    waits for       that server and the gathering, each time with a timeout
+    unblocked by    the server's answer, its death, or the timeout
+
+A collective that one side has given up cannot be completed. So whatever fails takes down
+all groups with the server: it must be joined again, and then pushed to again.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.weight_sync.channel import operation
+from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan
+from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
+from torchtitan.grpo.weight_sync.transports.interface import (
+    Connection,
+    PushReport,
+    Sender,
+    Transport,
+)
+from torchtitan.grpo.weight_wire import sparse
+from torchtitan.grpo.weight_wire.buckets import bucket_bytes
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
+
+logger = logging.getLogger(__name__)
+
+# When the trainer's side fails, how long the server's own error, which says more, is awaited.
+_GRACE_SECONDS = 2.0
+# Number of buckets that the server is told of while it receives another one.
+_NUM_AHEAD = 1
+
+
+class GroupSender(Sender):
+    """Broadcasts a source rank's buckets, over a group of its own with each server.
+
+    Args:
+        rank: Rank of the current process in the default process group.
+        pool: The versions that this rank holds.
+        settings: Settings of all groups.
+    """
+
+    def __init__(self, rank: int, pool: PayloadPool, settings: GroupSettings) -> None:
+        super().__init__(rank, pool)
+        self._settings = settings
+        self._ends: dict[str, GroupEnd] = {}
+        # Deltas take long to encode and wait for nobody.
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="weight-encode")
+
+    @operation
+    async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
+        """Waits until a bucket is gathered and returns its description.
+
+        Args:
+            version: Policy version.
+            index: Index of the bucket among those of this rank.
+            base: Version against which the bucket is encoded as a delta; ``None`` leaves the
+                bucket whole.
+        """
+        with self.pool.reading(version) as payload:
+            await payload.wait_filled(index, self._settings.timeout_seconds)
+            if base is None:
+                return payload.bucket(index).spec
+            encode = functools.partial(self._encode, version, index, base)
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
+
+    def _encode(self, version: int, index: int, base: int) -> BucketSpec:
+        with ExitStack() as stack:
+            new, old = (stack.enter_context(self.pool.reading(v)) for v in (version, base))
+            delta = new.deltas.get((base, index))
+            if delta is None:
+                delta = new.deltas[base, index] = encode_delta(new, old, index)
+        return delta.spec
+
+    @operation
+    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
+        """Makes a group with a server, which nobody has joined yet.
+
+        A former group with the same server is taken down first.
+        """
+        await self.leave(server_url)
+        end = self._ends[server_url] = GroupEnd(server_url, world_size, self._settings)
+        return end.info
+
+    @operation
+    async def join(self, server_url: str) -> None:
+        """Joins the group with a server; returns when the server has joined as well."""
+        await self._end(server_url).join()
+
+    @operation
+    async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
+        """Broadcasts a bucket that :meth:`prepare` has returned, over the group with a server."""
+
+        def read(broadcast: Callable[[torch.Tensor], None]) -> None:
+            with self.pool.reading(version) as payload:
+                bucket = payload.bucket(index) if base is None else payload.deltas[base, index]
+                broadcast(bucket.payload)
+
+        await self._end(server_url).send(read)
+
+    @operation
+    async def leave(self, server_url: str) -> None:
+        """Takes down the group with a server. Does nothing if there is none."""
+        end = self._ends.pop(server_url, None)
+        if end is not None:
+            await end.leave()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.leave(url) for url in list(self._ends)))
+        self._encoding.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, server_url: str) -> GroupEnd:
+        if server_url not in self._ends:
+            raise RuntimeError(f"Rank {self.rank} has no group with {server_url}: open one first.")
+        return self._ends[server_url]
+
+
+def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
+    """Returns a bucket as changes to the same bucket of an older version."""
+    current, previous = new.bucket(index), old.bucket(index)
+    spec = current.spec
+    itemsize = getattr(torch, spec.dtypes[0]).itemsize
+    numels = [torch.Size(shape).numel() for shape in spec.shapes]
+    payload, num_changed = sparse.encode(previous.payload, current.payload, numels, itemsize)
+    return Bucket(replace(spec, num_changed=num_changed, base_version=old.version), payload)
+
+
+class GroupTransport(Transport[GroupSender]):
+    """See the module's docstring.
+
+    Args:
+        plan: What each source rank sends.
+        settings: Settings of all groups.
+    """
+
+    sender_type = GroupSender
+
+    def __init__(self, plan: PushPlan, settings: GroupSettings) -> None:
+        self._plan, self._settings = plan, settings
+        self._senders: Sequence[GroupSender] = ()
+        self.payload_device = settings.device
+
+    def describe(self) -> str:
+        return f"over {self._settings.backend}"
+
+    def make_sender(self, rank: int, pool: PayloadPool) -> GroupSender:
+        return GroupSender(rank, pool, self._settings)
+
+    def lead(self, senders: Sequence[GroupSender]) -> None:
+        self._senders = senders
+
+    def connect(self, client: InferenceClient) -> "GroupConnection":
+        return GroupConnection(
+            client,
+            self._senders,
+            {source.rank: len(source.buckets) for source in self._plan.sources},
+            self._plan.selection.name,
+            self._settings.timeout_seconds,
+        )
+
+
+class GroupConnection(Connection):
+    """The groups of all source ranks with one server.
+
+    Args:
+        client: The server.
+        senders: Those of the source ranks, in the order in which they send.
+        num_buckets: Number of buckets that each source rank sends, by rank.
+        selection: Name of the parameters that are pushed.
+        timeout_seconds: Maximum duration of a join, and of the transfer of each bucket.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        senders: Sequence[GroupSender],
+        num_buckets: Mapping[int, int],
+        selection: str,
+        timeout_seconds: float,
+    ) -> None:
+        super().__init__(client)
+        self._senders, self._num_buckets = senders, num_buckets
+        self._selection, self._timeout_seconds = selection, timeout_seconds
+        self._group_of: dict[int, str] = {}
+        # Whether the server may hold a group, an update or a pause of this connection.
+        self._is_known = False
+
+    async def join(self) -> None:
+        self._is_known = True
+        # A predecessor that was killed may have left an update open or the server paused.
+        await self.client.leave_weight_groups()
+        await self.client.resume()
+        world_size = 1 + await self.client.num_workers()
+        for sender in self._senders:
+            info = await sender.open(self.client.url, world_size)
+            self._group_of[sender.rank] = info.group_name
+            await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))
+
+    async def prepare(self, version: int) -> None:
+        """Does nothing: each bucket is gathered while earlier buckets are being sent.
+
+        A rank that fails to gather ends the run.
+        """
+
+    async def push(self, version: int, base: int | None) -> PushReport:
+        client = self.client
+        if not self._group_of:
+            raise RuntimeError(f"Not in a weight group with {client.url}: join before push.")
+        # The first bucket must be ready before the server is stopped for it.
+        await self._senders[0].prepare(version, 0, base)
+        started = time.monotonic()
+        stopped = started
+        if client.stops_for == "transfer":
+            await client.pause()
+        await client.begin_update()
+        sending = time.monotonic()
+        num_bytes = await self._transfer(version, base)
+        sent = time.monotonic()
+        if client.stops_for == "commit":
+            stopped = sent
+            await client.pause()
+        stood_still = await client.commit_update(version)
+        if client.stops_for != "nothing":
+            await client.resume()
+            stood_still = time.monotonic() - stopped
+        done = time.monotonic()
+        return PushReport(
+            version, self._selection, num_bytes, done - started, sent - sending, stood_still
+        )
+
+    async def _transfer(self, version: int, base: int | None) -> int:
+        """Sends all buckets and returns the number of their bytes.
+
+        While one bucket is sent, the server is already told of the next, so that it need not
+        wait for a request between the two. Broadcasts and requests are both made in the order
+        of the buckets.
+        """
+        buckets = [(s, i) for s in self._senders for i in range(self._num_buckets[s.rank])]
+        num_bytes = 0
+        under_way: deque[asyncio.Task[None]] = deque()
+        try:
+            for position, (sender, index) in enumerate(buckets):
+                spec = await sender.prepare(version, index, base)
+                num_bytes += bucket_bytes(spec)
+                if len(under_way) > _NUM_AHEAD:
+                    await under_way.popleft()
+                exchange = self._beside(
+                    sender.send(self.client.url, version, index, base),
+                    self._receive(sender, spec, position + 1 == len(buckets), version),
+                )
+                under_way.append(asyncio.create_task(exchange))
+            while under_way:
+                await under_way.popleft()
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+        return num_bytes
+
+    async def _receive(
+        self, sender: GroupSender, spec: BucketSpec, last: bool, version: int
+    ) -> None:
+        await self.client.receive_bucket(
+            spec, group_name=self._group_of[sender.rank], last=last, version=version
+        )
+
+    async def recover(self) -> None:
+        # Both sides at the same time: the server's end closes the sockets on which a gloo
+        # broadcast of this side waits, and this side aborts NCCL communicators, whose
+        # watchdog would end the process otherwise.
+        _, taken_down = await asyncio.gather(
+            self.release_server(self._timeout_seconds), self._take_down(), return_exceptions=True
+        )
+        if isinstance(taken_down, Exception):
+            # The communicator is broken; nothing of it needs to be kept.
+            logger.warning("Leaving the groups with %s: %s", self.client.url, taken_down)
+        self._is_known = False
+
+    async def close(self) -> None:
+        if self._is_known:  # also after a recovery that was cancelled
+            await self.recover()
+
+    async def _beside(self, ours, theirs) -> None:
+        """Runs this side's part of a collective and the request for the server's together.
+
+        Raises the first failure: when the server refuses, this side would wait in vain.
+        Neither may outlast the timeout by more than the control request's own.
+        """
+        tasks = own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if own.done() and own.exception() is not None and not other.done():
+                # The server's own error explains more, if it comes soon.
+                await asyncio.wait({other}, timeout=_GRACE_SECONDS)
+            if other.done():
+                other.result()
+            own.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_retrieve)
+
+    async def _take_down(self) -> None:
+        """Leaves the groups on this side. Does nothing if there are none."""
+        self._group_of.clear()
+        await asyncio.gather(*(sender.leave(self.client.url) for sender in self._senders))
+
+
+def _retrieve(task: asyncio.Future) -> None:
+    # Marks an error that came second as seen, so that asyncio does not log it.
+    if not task.cancelled():
+        task.exception()
