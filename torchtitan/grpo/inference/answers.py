@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What every server's answer must satisfy before it becomes a :class:`Generation`.
+"""Checks that every server's answer must pass before it becomes a :class:`Generation`.
 
-A wrong count or a missing version would train on tokens that were never sampled that
-way, so nothing is repaired here: an answer is exact, or it is refused.
+A wrong count or a missing version would train the policy on tokens that were not sampled in that
+way. An answer is therefore never repaired: it is exact, or it is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,20 +18,21 @@ from torchtitan.grpo.types import FinishReason, GenerateRequest, Generation, Ver
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 UNPUSHED_VERSION = -1
-"""Version of tokens that a server wrote before its first push (it calls it ``default``).
-Older than any pushed version, so the staleness bound leaves such tokens out."""
+"""Version of tokens that a server sampled before the first push to it. It is lower than every
+pushed version, so the staleness bound excludes such tokens from training."""
 
 UNPUSHED_LABEL = "default"
+"""Version label of a server before the first push to it."""
 
 UPDATING_LABEL = "updating"
-"""Version label that a server carries while an update is loading. Nothing is sampled
-then, so a token under this label means that the update broke off half-way."""
+"""Version label of a server while it loads an update. No token is sampled during the load, so a
+token with this label means that the update failed half-way."""
 
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What taking an answer apart may raise where it is not of the expected shape."""
+"""Exceptions that reading an answer may raise if it does not have the expected form."""
 
 _VERSION_DIGITS = 18
-# Of a logprob that should be 0, in whatever precision a server computes it.
+# How far above 0 rounding may put a logprob of 0, in any precision that a server computes in.
 _ROUNDING = 1e-3
 _LOWEST_LOGPROB = float(np.finfo(np.float32).min)
 _ANSWER_BYTES = 2**20
@@ -39,25 +40,26 @@ _ANSWER_BYTES_PER_TOKEN = 1024
 
 
 def parse_version(label: Any, source: str) -> int:
-    """A policy version from a server's version label.
+    """Returns the policy version that a server's version label stands for.
 
     Raises:
-        ServerError: The label is not a version; ``source`` begins the message.
+        ServerError: If the label is not a version. ``source`` begins the message.
     """
     if label == UNPUSHED_LABEL:
         return UNPUSHED_VERSION
-    # int() would take 3.7, True and " 3" as well.
+    # int() would accept 3.7, True and " 3" as well.
     version = version_or_none(label) if type(label) in (str, int) else None
     if version is None:
         raise ServerError(
-            f"{source}: the weight version is {label!r:.80}, not the number of a training step: "
-            "an update broke off half-way, or someone else updates this server. Push again."
+            f"{source}: the weight version must be the number of a training step, got "
+            f"{label!r:.80}. An update broke off half-way, or another program updates this "
+            "server. Push the weights again."
         )
     return version
 
 
 def version_or_none(label: Any) -> int | None:
-    """The version behind a label; None before the first push and amid a broken update."""
+    """Returns the version of a label, or ``None`` before the first push and during an update."""
     text = str(label)
     return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else None
 
@@ -65,13 +67,13 @@ def version_or_none(label: Any) -> int | None:
 def version_segments(
     spans: Iterable[Sequence[Any]], num_tokens: int, source: str
 ) -> tuple[VersionSegment, ...]:
-    """Segments from ``(label, start, end)`` spans over ``num_tokens`` tokens.
+    """Returns the segments of ``(label, start, end)`` spans over ``num_tokens`` tokens.
 
-    Empty spans are left out (a version may pass without writing a token), neighbours of
-    one version are joined.
+    Empty spans are left out, because a version may be replaced before it has sampled a token.
+    Adjacent spans of one version are joined.
 
     Raises:
-        ServerError: The spans have gaps, overlap, or do not cover the completion.
+        ServerError: If the spans have gaps, overlap, or do not cover the completion.
     """
     segments: list[VersionSegment] = []
     position, has_gap = 0, False
@@ -112,22 +114,22 @@ def checked_generation(
     finish_reason: Any,
     spans: Iterable[Sequence[Any]],
 ) -> Generation:
-    """A generation from the parts of an answer, verified.
+    """Verifies the parts of an answer and returns them as a generation.
 
     Args:
-        source: URL and route, begins every message.
-        request: What was asked.
-        sent_id: The request's id as the server knows it.
-        answered_id: The id that the answer bears.
-        num_prompt_tokens: Of the prompt that the server says it continued.
+        source: URL and route, which begin every error message.
+        request: The request that was sent.
+        sent_id: Id of the request as the server knows it.
+        answered_id: Id in the answer.
+        num_prompt_tokens: Number of prompt tokens that the answer states.
         token_ids: Sampled tokens.
-        logprobs: Of each sampled token, its logprob and its id once more.
-        num_completion_tokens: The count that the server states.
-        finish_reason: As the server calls it.
+        logprobs: Logprob and token id of each sampled token.
+        num_completion_tokens: Number of sampled tokens that the answer states.
+        finish_reason: Finish reason in the answer.
         spans: ``(version label, start, end)`` over the tokens.
 
     Raises:
-        ServerError: Something does not hold.
+        ServerError: If the parts contradict the request or each other.
     """
     _require_own_answer(source, request, sent_id, answered_id, num_prompt_tokens)
     num_tokens = len(token_ids)
@@ -160,7 +162,7 @@ def checked_generation(
 
 
 def max_answer_bytes(request: GenerateRequest) -> int:
-    """More than any answer to ``request`` has: what is longer need not be read to its end."""
+    """Returns a bound that no correct answer to ``request`` reaches, in bytes."""
     num_tokens = len(request.prompt_ids) + request.max_new_tokens
     return _ANSWER_BYTES + _ANSWER_BYTES_PER_TOKEN * num_tokens
 
@@ -168,15 +170,15 @@ def max_answer_bytes(request: GenerateRequest) -> int:
 def checked_prompt_logprobs(
     source: str, token_ids: Sequence[int], entries: Sequence[tuple[float | None, int]]
 ) -> list[float]:
-    """Logprobs of all prompt tokens but the first, which follows nothing.
+    """Returns the logprobs of all prompt tokens but the first, which has no context.
 
     Args:
-        source: URL and route, begins every message.
+        source: URL and route, which begin every error message.
         token_ids: The prompt that was sent.
-        entries: Of each prompt token, the first included, its logprob and its id.
+        entries: Logprob and id of each prompt token, the first included.
 
     Raises:
-        ServerError: They are of other tokens, or not finite.
+        ServerError: If the ids are not those that were sent, or a logprob is not finite.
     """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(f"{source}: prompt logprobs must be of the {len(token_ids)} tokens sent.")
@@ -186,10 +188,10 @@ def checked_prompt_logprobs(
 
 
 def as_object(body: Any, source: str) -> dict[str, Any]:
-    """The answer, which must be a JSON object.
+    """Returns the answer, which must be a JSON object.
 
     Raises:
-        ServerError: It is not; ``source`` begins the message.
+        ServerError: If it is not. ``source`` begins the message.
     """
     if not isinstance(body, dict):
         raise ServerError(f"{source} must answer a JSON object, got {excerpt(body)}")
@@ -199,10 +201,10 @@ def as_object(body: Any, source: str) -> dict[str, Any]:
 def joined_group(
     groups: Mapping[str, WeightGroupInfo], group_name: str, url: str
 ) -> WeightGroupInfo:
-    """The group of that name.
+    """Returns the group of that name.
 
     Raises:
-        ServerError: The server has not joined it.
+        ServerError: If the server has not joined it.
     """
     if group_name not in groups:
         raise ServerError(f"{url} has not joined weight group {group_name}; join before pushing.")
@@ -214,14 +216,14 @@ def _require_own_answer(
 ) -> None:
     if answered_id != sent_id:
         raise ServerError(
-            f"{source}: request {sent_id} must be answered under its own id, the answer bears "
-            f"{answered_id!r:.80}. Servers, and proxies before them, must not mix up answers, "
-            "nor give requests ids of their own (X-Request-Id)."
+            f"{source}: request {sent_id} must be answered under its own id, got "
+            f"{answered_id!r:.80}. Neither the server nor a proxy in front of it may exchange "
+            "answers or replace request ids (X-Request-Id)."
         )
     if num_prompt_tokens != len(request.prompt_ids):
         raise ServerError(
             f"{source}: request {sent_id} was sent with {len(request.prompt_ids)} prompt tokens, "
-            f"the answer continues {num_prompt_tokens!r:.80}. The server must not cut prompts."
+            f"but the answer states {num_prompt_tokens!r:.80}. The server must not cut prompts."
         )
 
 
@@ -229,12 +231,12 @@ def _as_ids(token_ids: Sequence[int], source: str) -> np.ndarray:
     most = np.iinfo(np.int32).max
     if not all(type(token) is int and 0 <= token <= most for token in token_ids):
         raise ServerError(
-            f"{source}: token ids must be int32 and not negative, got {token_ids!s:.300}."
+            f"{source}: token ids must be integers in [0, 2**31) (int32), got {token_ids!s:.300}."
         )
     return np.array(token_ids, np.int32)
 
 
 def _require_logprobs(values: Sequence[Any], what: str) -> None:
-    # Compared before they are converted: no number is too large for this, and NaN fails it.
+    # Python compares integers of any size, and the comparison is false for NaN.
     if not all(type(v) in (float, int) and _LOWEST_LOGPROB <= v <= _ROUNDING for v in values):
         raise ServerError(f"{what} must be finite and not above 0, got {values!s:.300}.")

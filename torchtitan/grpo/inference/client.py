@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The interface behind which every kind of inference server stands.
+"""The interface that every kind of inference server implements.
 
-Generation is used by the rollout process, everything else by the weight pusher; both
-are asyncio code. A client holds one HTTP session and belongs to the event loop that it
-was first used in.
+The rollout process uses it to sample completions, and the trainer's weight synchronisation uses
+the rest of it. Both call it from asyncio code. A client holds one HTTP session, which belongs to
+the event loop of its first request.
 """
 
 from abc import ABC, abstractmethod
@@ -17,21 +17,20 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 
 class ServerError(RuntimeError):
-    """A server answered with an error, with nonsense, or not at all.
+    """A server answered with an error, with a wrong answer, or not at all.
 
-    The message names the server's URL, the route, what was expected and what came.
+    The message names the server's URL and route, what was expected, and what was received.
     """
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """How busy a server is, by its own word.
+    """How busy a server reports to be.
 
     Attributes:
-        running: Requests that are being written.
-        waiting: Requests that wait for room.
-        kv_use: Part of its memory for keys and values that is taken, in [0, 1]; None where
-            the server does not tell.
+        running: Number of requests in its batch.
+        waiting: Number of requests in its queue.
+        kv_use: Used part of its KV cache, in [0, 1]; ``None`` if the server does not report it.
     """
 
     running: int
@@ -60,9 +59,10 @@ class Capabilities:
 class InferenceClient(ABC):
     """One inference server.
 
-    Every method raises :class:`ServerError` when the server cannot do what was asked,
-    and none waits longer than the timeout given at construction. ``generate`` and
-    ``prompt_logprobs``, which wait their turn on the server, have a longer one.
+    Every method raises :class:`ServerError` if the server cannot do what it was asked, or does
+    not answer within the control timeout that was given at construction. :meth:`generate` and
+    :meth:`prompt_logprobs`, which wait in the server's queue, have a longer timeout, and so have
+    methods that receive or read weights.
 
     Attributes:
         url: Base URL of the server.
@@ -90,91 +90,96 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Samples one completion. Aborts the request on the server when cancelled."""
+        """Samples one completion. If the call is cancelled, aborts the request on the server."""
 
     @abstractmethod
     async def abort(self, request_id: str | None) -> None:
-        """Aborts one request, or all of them where ``request_id`` is None."""
+        """Aborts one request, or all requests if ``request_id`` is ``None``."""
 
     @abstractmethod
     async def health(self) -> None:
-        """Returns when the server is up (it may be paused); raises otherwise."""
+        """Returns if the server is up, even if it is paused; raises otherwise."""
 
     @abstractmethod
     async def version(self) -> int | None:
-        """The policy version the server says it serves; None before the first push."""
+        """Returns the policy version that the server reports, or ``None`` before the first push."""
 
     @abstractmethod
     async def load(self) -> ServerLoad:
-        """How busy the server is, whoever keeps it so. Asked about once a second."""
+        """Returns how busy the server is with all of its clients' requests."""
 
     @abstractmethod
     async def num_workers(self) -> int:
-        """Number of processes of the server that hold weights (TP x PP)."""
+        """Returns the number of the server's processes that hold weights (TP x PP)."""
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stops generation; running requests are kept and continue after :meth:`resume`."""
+        """Stops generation. Running requests are kept and continue after :meth:`resume`."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Continues generation. Harmless when the server is not paused."""
+        """Continues generation. Does nothing if the server is not paused."""
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
-        """Makes the server join; returns when the rendezvous is complete.
+        """Makes the server join a process group; returns when all members have joined.
 
-        The trainer must join at the same time, from another thread or task. A server may
-        be in several groups: one for each rank that sends weights.
+        The trainer must join at the same time, from another thread or task. A server may be in
+        several groups, one for each rank that sends weights.
         """
 
     @abstractmethod
     async def leave_weight_groups(self) -> None:
-        """Drops an open update and makes the server forget its groups.
+        """Drops an open update and makes the server leave its groups.
 
-        Harmless when it has none. A broadcast that the server waits for ends.
+        Does nothing if there are none. A broadcast that the server waits for is ended.
         """
 
     @abstractmethod
     async def begin_update(self) -> None:
-        """Opens a weight update, after closing one that was left open."""
+        """Opens a weight update. An update that was left open is dropped first."""
 
     @abstractmethod
     async def receive_bucket(
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
-        """Makes the server receive one broadcast, over one of its groups.
+        """Makes the server receive one broadcast over one of its groups.
 
-        Returns when the server has taken the bucket, or is certain to: what it finds wrong
-        after that, it says at the commit. The trainer broadcasts at the same time.
+        The trainer must broadcast at the same time. Returns when the server has received the
+        bucket or has accepted to receive it. A server that finds the bucket damaged later
+        refuses the commit.
 
         Args:
-            bucket: What will be broadcast.
-            group_name: Which of the groups; see :class:`WeightGroupInfo`.
+            bucket: Description of the bytes that will be broadcast.
+            group_name: Name of the group; see :class:`WeightGroupInfo`.
             last: True for the last bucket of the update.
             version: Policy version of the update.
         """
 
     @abstractmethod
     async def commit_update(self, version: int) -> float:
-        """Makes the server serve what it was sent; returns the seconds it stood still.
+        """Makes the server serve the weights that it received.
 
-        Caches of the old weights are thrown away. Returns 0 where the server cannot tell;
-        it must then have been paused by the caller.
+        Caches that were computed with the old weights are dropped.
+
+        Returns:
+            Seconds for which generation stopped, or 0 if the server does not report them. Such
+            a server must be paused by the caller.
         """
 
     @abstractmethod
     async def update_from_disk(self, path: str, version: int) -> float:
-        """Makes the server serve the safetensors files of a directory, as a whole update.
+        """Makes the server read and serve the safetensors files of a directory.
 
-        Returns what :meth:`commit_update` returns.
+        This is an update by itself. Returns what :meth:`commit_update` returns.
         """
 
     @abstractmethod
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of each token but the first, given those before it.
+        """Returns the log-probability of each token but the first, given those before it.
 
-        At temperature 1, under the weights served now; [len(token_ids) - 1].
+        The list has ``len(token_ids) - 1`` entries, at temperature 1, under the weights that are
+        served now.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""JSON over HTTP with keys, timeouts and errors that name the server and the route."""
+"""JSON over HTTP, with keys, timeouts and errors that name the server and the route."""
 
 import asyncio
 import json
@@ -23,10 +23,10 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class RouteError(ServerError):
-    """A route answered with a status that its caller did not accept.
+    """A route did not answer, or answered with a status that its caller does not accept.
 
     Attributes:
-        status: The HTTP status; None where no answer came.
+        status: HTTP status; ``None`` if there was no answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -40,7 +40,7 @@ class Answer:
 
     Attributes:
         status: HTTP status.
-        body: The parsed JSON; the text itself where it is not JSON; None where empty.
+        body: Parsed JSON, the text itself if it is not JSON, or ``None`` if it is empty.
     """
 
     status: int
@@ -48,18 +48,20 @@ class Answer:
 
 
 class HttpConnection:
-    """One server's base URL, keys and session.
+    """Base URL, keys and HTTP session of one server.
 
     The session belongs to the event loop of the first request.
 
     Args:
         url: Base URL, ``http://host:port``.
-        api_key: Bearer key of generation routes, and of control routes without their own.
+        api_key: Bearer key of generation routes, and of control routes if ``admin_key`` is
+            ``None``.
         admin_key: Bearer key of control routes.
-        timeout_seconds: Bound of a request that names no other.
-        idle_seconds: How long a connection is kept for the next request; 0 opens one for
-            each. Servers close idle ones after some seconds, and what is just being written
-            to one is lost: stay well below that. After an internal error none is kept.
+        timeout_seconds: Maximum duration of a request that does not set its own.
+        idle_seconds: How long an idle TCP connection is kept for the next request; 0 opens one
+            for each request. Servers close idle connections after some seconds and lose a
+            request that arrives at that moment, so this must be well below the server's limit.
+            No connection is kept after an internal error of the server.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class HttpConnection:
         self._turn = asyncio.Lock()
 
     async def get(self, route: str, **options: Any) -> Answer:
-        """GETs a control route, see :meth:`request`."""
+        """Sends a GET request to a control route; see :meth:`request`."""
         return await self.request("GET", route, **options)
 
     async def post(self, route: str, body: Any = None, **options: Any) -> Answer:
-        """POSTs JSON to a control route, see :meth:`request`."""
+        """Sends JSON in a POST request to a control route; see :meth:`request`."""
         return await self.request("POST", route, body, **options)
 
     async def request(
@@ -98,26 +100,47 @@ class HttpConnection:
         max_bytes: int = _MAX_ANSWER_BYTES,
         accept: Collection[int] = (),
     ) -> Answer:
-        """Makes one request.
+        """Sends one request and returns the answer.
 
         Args:
             method: HTTP method.
             route: Path and query, beginning with a slash.
-            body: Sent as JSON; None sends no body.
-            scope: Which key is presented.
-            timeout_seconds: Bound of the whole exchange; None is the connection's own.
-            max_bytes: A longer answer is not read to its end.
-            accept: Statuses that are answers to the caller, besides 2xx.
+            body: Value that is sent as JSON; ``None`` sends no body.
+            scope: Which of the two keys is sent.
+            timeout_seconds: Maximum duration of the whole exchange; ``None`` is the
+                connection's own.
+            max_bytes: Maximum length of the answer. The rest of a longer one is not read.
+            accept: Statuses besides 2xx that are returned instead of raised.
 
         Raises:
-            RouteError: No answer in time, no connection, another status, or an answer that is
-                too long or no UTF-8.
+            RouteError: If there is no connection or no answer in time, if the status is another
+                one, or if the answer is too long or not UTF-8.
         """
         timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        key = self._keys[scope]
+        subject = f"{method} {self.url}{route}"
+        status, content = await self._exchange(
+            method, route, body, self._keys[scope], timeout, max_bytes
+        )
+        if content is None:
+            raise RouteError(
+                f"{subject} must be answered with at most {max_bytes} bytes, and the answer is "
+                "longer."
+            )
+        if not 200 <= status < 300 and status not in accept:
+            text = content.decode(errors="replace")
+            raise RouteError(_status_message(subject, status, text), status)
+        try:
+            return Answer(status, _parse(content.decode()))
+        except UnicodeDecodeError as error:
+            raise RouteError(f"{subject} must be answered in UTF-8: {error}", status) from error
+
+    async def _exchange(
+        self, method: str, route: str, body: Any, key: str | None, timeout: float, max_bytes: int
+    ) -> tuple[int, bytes | None]:
+        """Returns status and answer; see :func:`_read` for the answer."""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # One a turn of the event loop: a thousand that begin at once, at the start of a run or
-        # when a server is lost, would together keep it from all else for a good while.
+        # Only one request begins in each turn of the event loop. A thousand that begin at once,
+        # at the start of a run or when a server is lost, would block everything else meanwhile.
         async with self._turn:
             await asyncio.sleep(0)
         try:
@@ -131,13 +154,11 @@ class HttpConnection:
                     timeout=aiohttp.ClientTimeout(total=timeout),
                 ) as response,
             ):
-                status = response.status
-                if status >= 500 and session is self._session:
-                    # The server may be about to close the connection, which looks idle by
-                    # then (uvicorn does, after telling of an error): what is written to it
-                    # next would be lost.
+                if response.status >= 500 and session is self._session:
+                    # The server may be about to close this connection (uvicorn does so after an
+                    # internal error), and the next request on it would be lost.
                     self._session = None
-                content = await _read(response, max_bytes)
+                return response.status, await _read(response, max_bytes)
         except TimeoutError as error:
             raise RouteError(
                 f"{method} {self.url}{route} was not answered within {timeout:.1f} s."
@@ -147,23 +168,9 @@ class HttpConnection:
                 f"{method} {self.url}{route} failed: {type(error).__name__}: {error}. "
                 "Is the server up, and is its URL right?"
             ) from error
-        if content is None:
-            raise RouteError(
-                f"{method} {self.url}{route} must be answered with at most {max_bytes} bytes, "
-                "and the answer is longer."
-            )
-        if not 200 <= status < 300 and status not in accept:
-            text = content.decode(errors="replace")
-            raise RouteError(_status_message(method, self.url + route, status, text), status)
-        try:
-            return Answer(status, _parse(content.decode()))
-        except UnicodeDecodeError as error:
-            raise RouteError(
-                f"{method} {self.url}{route} must be answered in UTF-8: {error}", status
-            ) from error
 
     async def close(self) -> None:
-        """Closes all connections; a later request opens a new one."""
+        """Closes all connections. A later request opens a new one."""
         sessions = {self._session, *self._num_using} - {None}
         self._session = None
         for session in sessions:
@@ -172,7 +179,7 @@ class HttpConnection:
 
     @asynccontextmanager
     async def _used_session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """The session; one that has been replaced is closed by its last request."""
+        """Yields the session. A session that was replaced is closed after its last request."""
         session = self._open_session()
         self._num_using[session] += 1
         try:
@@ -186,26 +193,26 @@ class HttpConnection:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The number of requests in flight is the dispatcher's business: no limit here.
-            # Connections are not kept unless asked for: what is written to one that the server
-            # is just closing is lost, and a completion that is lost is made twice.
+            # No limit: the dispatcher bounds the number of requests in flight. By default,
+            # connections are not kept: a request on one that the server is just closing is
+            # lost, and its completion would have to be sampled again.
             kept: dict[str, Any] = {"force_close": True}
             if self._idle_seconds:
                 kept = {"keepalive_timeout": self._idle_seconds}
             connector = aiohttp.TCPConnector(limit=0, **kept)
-            # No proxy from the environment either: servers are addressed directly.
+            # trust_env=False: servers are reached directly, not through a proxy.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session
 
 
 def excerpt(value: Any) -> str:
-    """The beginning of an answer, for an error message."""
+    """Returns the beginning of an answer, for an error message."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
-    """The whole answer; None where it is longer than ``max_bytes``."""
+    """Returns the whole answer, or ``None`` if it is longer than ``max_bytes``."""
     chunks, size = [], 0
     async for chunk in response.content.iter_any():
         size += len(chunk)
@@ -220,15 +227,15 @@ def _parse(text: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # the latter where brackets are nested very deeply
+    except (ValueError, RecursionError):  # RecursionError: brackets are nested very deeply
         return text
 
 
-def _status_message(method: str, address: str, status: int, text: str) -> str:
+def _status_message(subject: str, status: int, text: str) -> str:
     hint = ""
     if status in (401, 403):
         hint = (
             " Check inference.api_key and inference.admin_key"
             f" ({API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE})."
         )
-    return f"{method} {address} answered {status}: {excerpt(text)}{hint}"
+    return f"{subject} answered {status}: {excerpt(text)}{hint}"

@@ -13,6 +13,9 @@ It speaks SGLang's HTTP dialect, so one client serves both. Files in reading ord
     weights.py   the parameters by name
     updates.py   update sessions: staging (weight_wire/staging.py), and the one commit
     generate_json.py  JSON of /generate, both ways
+    update_json.py  JSON of a weight update
+    responses.py  JSON requests and answers
+    daemon_thread.py  blocking calls, each on a thread of its own
     auth.py      which key a route needs
     server.py    the HTTP routes
 """

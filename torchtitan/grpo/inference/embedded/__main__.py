@@ -27,7 +27,7 @@ from torchtitan.grpo.inference.embedded.model import (
     load_tokenizer,
     read_eos_ids,
 )
-from torchtitan.grpo.inference.embedded.server import EmbeddedServer, write_port_file
+from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
@@ -134,6 +134,14 @@ async def serve(arguments: argparse.Namespace) -> None:
     await asyncio.get_running_loop().run_in_executor(None, server.engine.close, 1.0)
     server.updater.close()
     await runner.cleanup()
+
+
+def write_port_file(path: str, port: int) -> None:
+    """Writes the port, whole or not at all, for whoever started us on port 0."""
+    partial = f"{path}.partial"
+    with open(partial, "w") as file:
+        file.write(f"{port}\n")
+    os.replace(partial, path)
 
 
 def main() -> None:

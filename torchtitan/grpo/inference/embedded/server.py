@@ -12,15 +12,14 @@ its end when its client has gone; a generation is aborted.
 import asyncio
 import json
 import logging
-import os
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from torchtitan.grpo.inference.embedded.auth import AuthLevel, is_allowed
+from torchtitan.grpo.inference.embedded.daemon_thread import run_in_thread
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
 from torchtitan.grpo.inference.embedded.generate_json import (
     GenerateBody,
@@ -31,10 +30,11 @@ from torchtitan.grpo.inference.embedded.generate_json import (
     stop_ids_of,
 )
 from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.responses import error_response, json_body, success
+from torchtitan.grpo.inference.embedded.update_json import parse_chunk
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.weight_wire.staging import StagingError
-from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 logger = logging.getLogger(__name__)
 
@@ -42,35 +42,7 @@ DIALECT_VERSION = "0.5.23"
 """The SGLang version whose routes and shapes these are."""
 
 _MAX_BODY_BYTES = 64 * 1024 * 1024
-_T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-async def run_in_thread(name: str, function: Callable[[], _T]) -> _T:
-    """Runs ``function`` on a daemon thread: one that hangs cannot keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def target() -> None:
-        result, caught = None, None
-        try:
-            result = function()
-        except BaseException as error:
-            # The boundary of the thread; raised again where it is awaited.
-            caught = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, caught)
-
-    threading.Thread(target=target, name=f"embedded-{name}", daemon=True).start()
-    return await future
 
 
 class EmbeddedServer:
@@ -142,13 +114,13 @@ class EmbeddedServer:
         async def guarded(request: web.Request) -> web.StreamResponse:
             authorization = request.headers.get("Authorization")
             if not is_allowed(level, authorization, self._api_key, self._admin_api_key):
-                return _error(401, "Unauthorized: send 'Authorization: Bearer KEY'.")
+                return error_response(401, "Unauthorized: send 'Authorization: Bearer KEY'.")
             try:
                 return await handler(request)
             except (ValueError, UpdateError, StagingError) as error:
-                return _error(400, str(error))
+                return error_response(400, str(error))
             except EngineError as error:
-                return _error(500, str(error))
+                return error_response(500, str(error))
 
         return guarded
 
@@ -159,7 +131,7 @@ class EmbeddedServer:
         self._loop.call_soon_threadsafe(_tell_listeners, events)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        body = parse_generate(await _json_body(http), self._facts)
+        body = parse_generate(await json_body(http), self._facts)
         async with self._submitted(body) as (requests, news):
             if body.stream:
                 return await self._stream(http, body, requests, news)
@@ -243,25 +215,25 @@ class EmbeddedServer:
         )
 
     async def _abort_request(self, http: web.Request) -> web.Response:
-        body = await _json_body(http)
+        body = await json_body(http)
         rid = body_field(body, "rid", str, "")
         if not rid and not body_field(body, "abort_all", bool, False):
             raise ValueError("abort_request needs a rid (a prefix), or abort_all: true.")
         prefix = None if body.get("abort_all") else rid
         count = await asyncio.wrap_future(self.engine.abort(prefix))
-        return _success(f"Aborted {count} requests.", num_aborted=count)
+        return success(f"Aborted {count} requests.", num_aborted=count)
 
     # -- state ------------------------------------------------------------------------
 
     async def _health(self, http: web.Request) -> web.Response:
         if self.engine.is_alive:
-            return _success("Healthy.")
-        return _error(503, f"The engine is not running: {self.engine.failure!r}.")
+            return success("Healthy.")
+        return error_response(503, f"The engine is not running: {self.engine.failure!r}.")
 
     async def _ready(self, http: web.Request) -> web.Response:
         if not self.engine.is_alive or self.engine.pause_mode is not None:
-            return _error(503, "The engine is paused or has ended.")
-        return _success("Ready.")
+            return error_response(503, "The engine is paused or has ended.")
+        return success("Ready.")
 
     async def _model_info(self, http: web.Request) -> web.Response:
         return web.json_response({**self._info, "weight_version": self.engine.version})
@@ -306,17 +278,17 @@ class EmbeddedServer:
         )
 
     async def _weights_checker(self, http: web.Request) -> web.Response:
-        body = await _json_body(http)
+        body = await json_body(http)
         if body_field(body, "action", str, "checksum") != "checksum":
             raise ValueError("weights_checker knows the action 'checksum' only.")
         # On the engine's thread: no swap can fall between two parameters.
         checksums = await asyncio.wrap_future(self.engine.run(self._table.checksums))
-        return _success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
+        return success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
 
     # -- control ----------------------------------------------------------------------
 
     async def _pause(self, http: web.Request) -> web.Response:
-        mode = body_field(await _json_body(http), "mode", str, "abort")
+        mode = body_field(await json_body(http), "mode", str, "abort")
         if mode not in ("abort", "retract", "in_place"):
             raise ValueError(f"mode must be abort, retract or in_place, got {mode!r}.")
         await asyncio.wrap_future(self.engine.pause(mode))
@@ -332,7 +304,7 @@ class EmbeddedServer:
         return web.Response(text="Cache flushed.\n")
 
     async def _init_group(self, http: web.Request) -> web.Response:
-        body = await _json_body(http)
+        body = await json_body(http)
         arguments = {
             "master_address": body_field(body, "master_address", str),
             "master_port": body_field(body, "master_port", int),
@@ -342,125 +314,58 @@ class EmbeddedServer:
             "backend": body_field(body, "backend", str, "nccl"),
         }
         await run_in_thread("join-group", lambda: self.updater.init_group(**arguments))
-        return _success("Joined the group.")
+        return success("Joined the group.")
 
     async def _destroy_group(self, http: web.Request) -> web.Response:
-        name = body_field(await _json_body(http), "group_name", str, "weight_update_group")
+        name = body_field(await json_body(http), "group_name", str, "weight_update_group")
         await run_in_thread("leave-group", lambda: self.updater.destroy_group(name))
-        return _success("Left the group.")
+        return success("Left the group.")
 
     async def _leave_groups(self, http: web.Request) -> web.Response:
         await run_in_thread("leave-groups", self.updater.leave_all)
-        return _success("Left all groups; an open update was dropped.")
+        return success("Left all groups; an open update was dropped.")
 
     async def _begin_update(self, http: web.Request) -> web.Response:
         self.updater.begin()
-        return _success("Weight update begun.")
+        return success("Weight update begun.")
 
     async def _receive(self, http: web.Request) -> web.Response:
         try:
-            bucket, arguments = _parse_chunk(await _json_body(http))
+            bucket, arguments = parse_chunk(await json_body(http))
         except ValueError as error:
             self.updater.fail(str(error))
             raise
         arrived = self.updater.announce(bucket, **arguments)
         # Shielded, and so received to its end when its client has gone.
         await asyncio.shield(asyncio.wrap_future(arrived))
-        return _success("Succeeded to receive the weights; end_weight_update serves them.")
+        return success("Succeeded to receive the weights; end_weight_update serves them.")
 
     async def _load_from_disk(self, http: web.Request) -> web.Response:
-        body = await _json_body(http)
+        body = await json_body(http)
         path = body_field(body, "model_path", str)
         version = body_field(body, "weight_version", str, None)
         abort_all = body_field(body, "abort_all_requests", bool, False)
         seconds = await run_in_thread(
             "load", lambda: self.updater.load_from_disk(path, version, abort_all)
         )
-        return _success(
+        return success(
             "Succeeded to update the weights.", num_paused_requests=0, swap_seconds=seconds
         )
 
     async def _end_update(self, http: web.Request) -> web.Response:
-        version = body_field(await _json_body(http), "weight_version", str, None)
+        version = body_field(await json_body(http), "weight_version", str, None)
         message, seconds = await run_in_thread("commit", lambda: self.updater.end(version))
-        return _success(message, swap_seconds=seconds)
+        return success(message, swap_seconds=seconds)
 
     async def _update_version(self, http: web.Request) -> web.Response:
-        body = await _json_body(http)
+        body = await json_body(http)
         version = body_field(body, "new_version", str)
         if body_field(body, "abort_all_requests", bool, True):
             await asyncio.wrap_future(self.engine.abort(None, "Aborted by update_weight_version."))
         await asyncio.wrap_future(self.engine.set_version(version))
-        return _success(f"Weight version updated to {version}", new_version=version)
+        return success(f"Weight version updated to {version}", new_version=version)
 
 
 def _tell_listeners(events: Events) -> None:
     for request, num_tokens, finished in events:
         request.listener(num_tokens, finished)
-
-
-def _parse_chunk(body: Mapping[str, Any]) -> tuple[BucketSpec, dict[str, Any]]:
-    """What a chunk holds, and the further arguments of the updater's ``receive``."""
-    load_format = body.get("load_format")
-    if load_format not in (None, "flattened_bucket"):
-        raise ValueError(f"load_format must be null or 'flattened_bucket', got {load_format!r}.")
-    names, dtypes, shapes = (body_field(body, key, list) for key in ("names", "dtypes", "shapes"))
-    if not all(type(entry) is str for entry in (*names, *dtypes)):
-        raise ValueError("names and dtypes must be lists of strings.")
-    if not all(type(s) is list and all(type(dim) is int for dim in s) for s in shapes):
-        raise ValueError("shapes must be a list of lists of integers.")
-    checksums, num_changed = (_integers(body, key) for key in ("checksums", "num_changed"))
-    if num_changed is not None and load_format is None:
-        raise ValueError("num_changed needs load_format 'flattened_bucket'.")
-    bucket = BucketSpec(
-        tuple(names),
-        tuple(dtypes),
-        tuple(tuple(s) for s in shapes),
-        checksums,
-        num_changed,
-        body_field(body, "base_version", int, None),
-    )
-    return bucket, {
-        "group_name": body_field(body, "group_name", str, "weight_update_group"),
-        "flattened": load_format is not None,
-        "sequence": body_field(body, "sequence", int, None),
-        "version": body_field(body, "weight_version", str, None),
-        "abort_all": body_field(body, "abort_all_requests", bool, False),
-    }
-
-
-def _integers(body: Mapping[str, Any], key: str) -> tuple[int, ...] | None:
-    values = body_field(body, key, list, None)
-    if values is not None and not all(type(value) is int for value in values):
-        raise ValueError(f"{key} must be a list of integers.")
-    return None if values is None else tuple(values)
-
-
-async def _json_body(http: web.Request) -> dict[str, Any]:
-    text = await http.text()
-    try:
-        body = json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"The body must be JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise ValueError(f"The body must be a JSON object, got {type(body).__name__}.")
-    return body
-
-
-def _success(message: str, **more: Any) -> web.Response:
-    return web.json_response({"success": True, "message": message, **more})
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response(
-        {"success": False, "message": message, "error": {"message": message, "code": status}},
-        status=status,
-    )
-
-
-def write_port_file(path: str, port: int) -> None:
-    """Writes the port, whole or not at all, for whoever started us on port 0."""
-    partial = f"{path}.partial"
-    with open(partial, "w") as file:
-        file.write(f"{port}\n")
-    os.replace(partial, path)

@@ -209,6 +209,37 @@ def test_new_weights_in_flight_renew_the_cache_and_start_a_segment(pause: Any) -
         torch.testing.assert_close(served_logprobs[cut:], after[cut:], atol=1e-4, rtol=0)
 
 
+def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
+    """One slot: a second request waits, before its first token and after it was sent back."""
+    with harness(make_model("qwen3", seed=1), max_slots=1) as h:
+        running = h.submit([11, 12], stream=True, max_new_tokens=250)
+        h.wait_for_tokens(running, 3)
+        waiting = h.submit([5], max_new_tokens=2)
+        h.engine.pause("retract").result(TIMEOUT)
+        swap_to(h, make_model("qwen3", seed=2), "v2")
+        swap_to(h, make_model("qwen3", seed=3), "v3")  # the running request waits by now
+        assert h.engine.num_waiting == 2
+        h.engine.resume().result(TIMEOUT)
+        h.engine.abort("request-1").result(TIMEOUT)
+        h.finish([running, waiting])
+    assert waiting.segments == [("v3", 0)]
+    assert [version for version, _ in running.segments] == ["default", "v3"]
+
+
+def test_prompt_logprobs_are_of_each_token_given_those_before_it() -> None:
+    model = make_model("qwen3", seed=4)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with harness(model) as h:
+        found = h.engine.run(lambda: h.runner.prompt_logprobs(prompt)).result(TIMEOUT)
+        # A later token does not change what those before it were given.
+        shorter = h.engine.run(lambda: h.runner.prompt_logprobs(prompt[:5])).result(TIMEOUT)
+        request = Request("all", prompt[:1], SamplingParams(), frozenset(), False, lambda *_: None)
+        request.output_ids = prompt[1:]
+        expected = reference_logprobs(model, request)
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[:4], shorter, atol=1e-4, rtol=0)
+
+
 def test_in_place_goes_on_over_the_old_cache() -> None:
     new = make_model("qwen3", seed=2)
     with harness(make_model("qwen3", seed=1)) as h:

@@ -134,3 +134,21 @@ def test_the_table_casts_to_the_model_and_knows_tied_names() -> None:
     torch.testing.assert_close(module["a"].weight.data, new.float(), rtol=0, atol=0)
     torch.testing.assert_close(module["b"](torch.ones(3)), new.float().sum(1))
     assert table.checksums() == {n: tensor_sha256(new.float()) for n in ("a.weight", "b.weight")}
+
+
+def test_the_base_of_a_delta_is_a_copy_of_what_is_served() -> None:
+    module = torch.nn.Linear(3, 2, bias=False)
+    table, served = WeightTable(module), module.weight.detach().clone()
+    base = table.in_wire_dtype("weight", torch.float32)  # the model's own dtype: no cast
+    base.fill_(7.0)
+    torch.testing.assert_close(module.weight.detach(), served, rtol=0, atol=0)
+
+
+def test_tensors_at_odd_places_of_a_bucket_are_aligned_and_exact() -> None:
+    tensors = [torch.arange(3, dtype=torch.bfloat16), torch.arange(5.0), torch.arange(4.0)]
+    flat = torch.cat([t.view(torch.uint8) for t in tensors])
+    shapes = tuple(tuple(t.shape) for t in tensors)
+    bucket = BucketSpec(("a", "b", "c"), ("bfloat16", "float32", "float32"), shapes)
+    for original, received in zip(tensors, split_bucket(flat, bucket), strict=True):
+        assert received.data_ptr() % 64 == 0
+        torch.testing.assert_close(received, original, rtol=0, atol=0)

@@ -1,0 +1,316 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The updates of one vLLM worker: real staging and files, a model that loads in plain torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
+from torchtitan.grpo.weight_wire import sparse
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.staging import StagingError
+
+CPU = torch.device("cpu")
+OLD = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.arange(4.0)}
+NEW = {"a.weight": OLD["a.weight"] + 10, "b.weight": OLD["b.weight"] - 10}
+
+
+class TorchModel:
+    """A model whose load replaces the weights of its names, and takes them off before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.served = {name: tensor.clone() for name, tensor in OLD.items()}
+        self.former: dict[str, torch.Tensor] = {}
+        self.fail_at: str | None = None
+        self.calls: list[str] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self.served.values())
+
+    def checkpoint_folder(self) -> str:
+        return str(self.folder)
+
+    def begin_load(self) -> None:
+        self.calls.append("begin_load")
+        self.former, self.served = self.served, {}
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == self.fail_at:
+                raise RuntimeError(f"{name} cannot be loaded")
+            self.served[name] = tensor.clone()
+
+    def finish_load(self) -> None:
+        self.calls.append("finish_load")
+        assert self.served.keys() == self.former.keys()
+
+    def restore(self) -> None:
+        self.calls.append("restore")
+        self.served = {**self.former, **self.served}
+
+
+class SentBytes:
+    """A weight group whose broadcasts are the payloads that the test has queued."""
+
+    name = "group"
+
+    def __init__(self) -> None:
+        self.payloads: list[torch.Tensor] = []
+        self.was_left = False
+
+    def buffer_device(self, model_device: torch.device) -> torch.device:
+        return model_device
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.payloads.pop(0))
+
+    def leave(self) -> None:
+        self.was_left = True
+
+
+class Worker:
+    """One worker that has joined a group and keeps versions for deltas."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(OLD, folder / "model.safetensors")
+        self.model = TorchModel(folder)
+        self.group = SentBytes()
+        self.updates = WorkerUpdates(self.model, CPU)
+        self.updates._groups["group"] = self.group  # type: ignore[assignment]
+        self.updates._timeout_seconds = 30.0
+        self.updates._keeps = True
+
+    def request(self, action: Any, **options: Any) -> None:
+        self.updates.update(UpdateRequest(action, **options))
+
+    def stage(self, payload: torch.Tensor, weights: Mapping[str, torch.Tensor], **delta: Any):
+        self.group.payloads.append(payload)
+        self.request("stage", group_name="group", sequence=0, **describe(weights), **delta)
+
+    def push(self, weights: Mapping[str, torch.Tensor], version: str) -> None:
+        self.updates.begin()
+        self.stage(flat(weights), weights)
+        self.request("verify", version=version)
+        self.updates.finish()
+
+    def stage_delta(
+        self, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], base: int
+    ) -> None:
+        numels = [tensor.numel() for tensor in old.values()]
+        payload, num_changed = sparse.encode(flat(old), flat(new), numels, 4)
+        self.stage(payload, new, num_changed=list(num_changed), base_version=base)
+
+
+def flat(weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in weights.values()])
+
+
+def describe(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        "names": list(weights),
+        "dtypes": ["float32"] * len(weights),
+        "shapes": [list(t.shape) for t in weights.values()],
+        "checksums": [tensor_checksum(t) for t in weights.values()],
+    }
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path / "model")
+
+
+def assert_serves(worker: Worker, weights: Mapping[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(worker.model.served, dict(weights), rtol=0, atol=0)
+
+
+def changed(weights: Mapping[str, torch.Tensor], name: str, value: float) -> dict[str, Any]:
+    """The weights with one element changed."""
+    new = {n: t.clone() for n, t in weights.items()}
+    new[name].view(-1)[1] = value
+    return new
+
+
+def test_the_model_is_not_touched_before_the_update_is_finished(worker: Worker) -> None:
+    worker.updates.begin()
+    worker.stage(flat(NEW), NEW)
+    worker.request("verify", version="1")
+    assert worker.model.calls == []
+    assert_serves(worker, OLD)
+    worker.updates.finish()
+    assert worker.model.calls == ["begin_load", "finish_load"]
+    assert_serves(worker, NEW)
+
+
+def test_an_update_that_was_not_verified_cannot_be_finished(worker: Worker) -> None:
+    worker.updates.begin()
+    worker.stage(flat(NEW), NEW)
+    with pytest.raises(RuntimeError, match="Nothing was received and verified"):
+        worker.updates.finish()
+    assert_serves(worker, OLD)
+
+
+def test_damaged_bytes_are_found_by_verify_and_the_old_weights_stay(worker: Worker) -> None:
+    worker.updates.begin()
+    worker.stage(flat(changed(NEW, "b.weight", 0.5)), NEW)
+    with pytest.raises(StagingError, match=r"b\.weight must have checksum"):
+        worker.request("verify", version="1")
+    assert worker.model.calls == []
+    assert_serves(worker, OLD)
+
+
+def test_a_delta_is_applied_to_what_was_kept_and_tensors_without_changes_are_loaded(
+    worker: Worker,
+) -> None:
+    worker.push(NEW, "1")
+    newer = changed(NEW, "b.weight", 7.0)
+    worker.updates.begin()
+    worker.stage_delta(NEW, newer, base=1)
+    worker.request("verify", version="2")
+    worker.updates.finish()
+    assert_serves(worker, newer)
+
+
+def test_a_dropped_delta_leaves_its_base_as_it_was(worker: Worker) -> None:
+    worker.push(NEW, "1")
+    newer = changed(NEW, "b.weight", 7.0)
+    worker.updates.begin()
+    worker.stage_delta(NEW, newer, base=1)
+    worker.request("verify", version="2")
+    worker.request("abandon")
+    assert_serves(worker, NEW)
+    # Against the same base, and with another change: its checksums hold for a clean base alone.
+    other = changed(NEW, "a.weight", -7.0)
+    worker.updates.begin()
+    worker.stage_delta(NEW, other, base=1)
+    worker.request("verify", version="3")
+    worker.updates.finish()
+    assert_serves(worker, other)
+
+
+@pytest.mark.parametrize("base", [0, 2])
+def test_a_delta_against_another_version_than_the_kept_one_is_refused(
+    worker: Worker, base: int
+) -> None:
+    worker.push(NEW, "1")
+    worker.updates.begin()
+    with pytest.raises(ValueError, match=rf"base_version {base}, kept is 1"):
+        worker.stage_delta(NEW, changed(NEW, "b.weight", 7.0), base=base)
+
+
+def test_a_load_that_fails_gives_layers_their_old_weights_and_keeps_no_base(
+    worker: Worker,
+) -> None:
+    worker.push(NEW, "1")
+    worker.model.fail_at = "b.weight"
+    worker.updates.begin()
+    worker.stage(flat(OLD), OLD)
+    worker.request("verify", version="2")
+    with pytest.raises(RuntimeError, match="cannot be loaded"):
+        worker.updates.finish()
+    worker.request("abandon")
+    assert worker.model.calls[-1] == "restore"
+    assert_serves(worker, {"a.weight": OLD["a.weight"], "b.weight": NEW["b.weight"]})
+    # What is served is a mixture, so no delta may build on the version that was kept.
+    worker.updates.begin()
+    with pytest.raises(ValueError, match=r"base_version 1, kept is None"):
+        worker.stage_delta(NEW, changed(NEW, "b.weight", 7.0), base=1)
+
+
+def test_what_was_verified_in_an_abandoned_update_is_not_loaded_by_the_next(
+    worker: Worker,
+) -> None:
+    worker.updates.begin()
+    worker.stage(flat(NEW), NEW)
+    worker.request("verify", version="1")
+    worker.updates.begin()
+    with pytest.raises(RuntimeError, match="Nothing was received and verified"):
+        worker.updates.finish()
+    assert_serves(worker, OLD)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ["a.weight", "c.weight"]}, r"no parameter named c\.weight"),
+        ({"shapes": [[3, 2], [4]]}, r"a\.weight must have shape \(2, 3\), got \(3, 2\)"),
+        ({"dtypes": ["float32", "int8"]}, r"dtypes must be among .* got \['int8'\]"),
+        ({"dtypes": ["float32"]}, "of one length"),
+        ({"group_name": "other"}, "No weight group is called 'other'"),
+    ],
+)
+def test_wrong_weights_are_refused_before_they_are_received(
+    worker: Worker, change: dict[str, Any], message: str
+) -> None:
+    worker.updates.begin()
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        worker.request("stage", **{"group_name": "group", "sequence": 0, **describe(NEW), **change})
+    # The refusal has ended the update: what else arrives for it is not loaded.
+    with pytest.raises(RuntimeError, match="No weight update is open"):
+        worker.request("verify", version="1")
+
+
+def test_a_direct_update_loads_each_bucket_as_it_comes(worker: Worker) -> None:
+    halves = [{name: tensor} for name, tensor in NEW.items()]
+    worker.updates.begin()
+    for half in halves:
+        options = {"group_name": "group", **describe(half)}
+        worker.request("check", **options)
+        worker.group.payloads.append(flat(half))
+        worker.request("receive", **options)
+    worker.updates.finish()
+    assert worker.model.calls == ["begin_load", "finish_load"]
+    assert_serves(worker, NEW)
+
+
+def test_a_direct_update_that_breaks_off_leaves_no_layer_without_weights(worker: Worker) -> None:
+    half = {"a.weight": NEW["a.weight"]}
+    worker.updates.begin()
+    worker.group.payloads.append(flat(half))
+    worker.request("receive", group_name="group", **describe(half))
+    worker.request("abandon")
+    assert_serves(worker, {**OLD, **half})
+
+
+def test_a_directory_is_staged_and_served_as_a_version_that_deltas_build_on(
+    worker: Worker, tmp_path: Path
+) -> None:
+    save_file(NEW, tmp_path / "pushed.safetensors")
+    worker.updates.begin()
+    worker.request("disk", path=str(tmp_path))
+    worker.request("verify", version="5")
+    worker.updates.finish()
+    assert_serves(worker, NEW)
+    newer = changed(NEW, "a.weight", 3.0)
+    worker.updates.begin()
+    worker.stage_delta(NEW, newer, base=5)
+    worker.request("verify", version="6")
+    worker.updates.finish()
+    assert_serves(worker, newer)
+
+
+def test_leaving_leaves_every_group_and_drops_the_update(worker: Worker) -> None:
+    worker.updates.begin()
+    worker.stage(flat(NEW), NEW)
+    worker.updates.leave()
+    assert worker.group.was_left
+    with pytest.raises(RuntimeError, match="No weight update is open"):
+        worker.request("verify", version="1")
+
+
+def test_every_action_needs_an_open_update(worker: Worker) -> None:
+    actions: list[Callable[[], None]] = [
+        lambda: worker.stage(flat(NEW), NEW),
+        lambda: worker.request("verify", version="1"),
+        lambda: worker.request("disk", path=str(worker.model.folder)),
+    ]
+    for act in actions:
+        with pytest.raises(RuntimeError, match="No weight update is open"):
+            act()
