@@ -1,72 +1,89 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Writes docs/configuration.md from the docstrings in `torchtitan/grpo/config/`.
+"""Writes docs/configuration.md from the tables in `torchtitan/grpo/config/`.
 
 usage: python scripts/make_configuration_doc.py [--check]
-With --check nothing is written; the exit status is 1 where the page is out of date.
+With --check nothing is written, and the exit status is 1 if the page is out of date.
 """
 
-import ast
 import sys
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from torchtitan.grpo import config
+from torchtitan.grpo.config.bounds import bounds_of
+from torchtitan.grpo.config.field_docs import field_docs
+from torchtitan.grpo.job_config import JobConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SOURCE = REPOSITORY / "torchtitan/grpo/config"
-TABLES = (
-    "grpo", "prompts", "rollout", "inference", "weight_sync", "reward", "evaluation", "observe",
-)  # fmt: skip
 TARGET = REPOSITORY / "docs/configuration.md"
 
 HEAD = """# Configuration
 
-A run is configured by a TOML file, `--job.config_file X.toml`; every key can be overridden on the
-command line as `--table.key value`. Command line over TOML over defaults. Besides the tables below
-there are [torchtitan's own](https://github.com/pytorch/torchtitan): `[job]`, `[model]`,
-`[training]`, `[optimizer]`, `[lr_scheduler]`, `[parallelism]`, `[checkpoint]`, `[metrics]`,
+A run is configured by a TOML file, `--job.config_file X.toml`. Every key can be overridden on the
+command line as `--table.key value`. The command line takes precedence over the file, and the file
+over the defaults. Besides the tables below there are
+[torchtitan's own](https://github.com/pytorch/torchtitan): `[job]`, `[model]`, `[training]`,
+`[optimizer]`, `[lr_scheduler]`, `[parallelism]`, `[checkpoint]`, `[metrics]`,
 `[activation_checkpoint]`, `[compile]`, `[comm]`, `[profiling]`, `[debug]`.
 
-`--dry-run` prints the resolved configuration and the planned layout and exits;
-`torchtitan-grpo check-config X.toml` does the same without torchrun. A misspelt key names the
-nearest valid one, and contradictions are refused before any process group exists.
+`--dry-run` prints the resolved configuration and the planned layout, and exits.
+`torchtitan-grpo check-config X.toml` does the same without torchrun. A misspelt key is refused with
+the nearest valid one, a value outside of its valid range with the range, and settings that
+contradict each other with the keys of both, all before any process group exists.
 
 `model.hf_assets_path` names a Hugging Face directory (config.json, tokenizer.json, safetensors);
-the architecture and all sizes are read from it. Upstream's `[model]` name and flavor are not used.
+the architecture and all sizes are read from it. Torchtitan's `model.name` and `model.flavor` are not
+used.
+
+In the column "valid", a value with a meaning of its own stands in front of that meaning: "at least 1,
+or 0 (off)". No entry means that any value of the type is valid as far as the key alone is concerned.
 
 This page is made by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config/`.
 """
 
 
-def text_of(node: ast.stmt) -> str | None:
-    """The docstring that stands as a statement of its own under a field."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        value = node.value.value
-        return " ".join(value.split()) if isinstance(value, str) else None
-    return None
+def page() -> str:
+    """Returns the whole page."""
+    tables = [f.type for f in fields(JobConfig) if f.type in vars(config).values()]
+    return "\n".join([HEAD, *map(section, tables)])
 
 
-def table_of(cls: ast.ClassDef) -> str:
-    """One TOML table as a section."""
-    docstring = ast.get_docstring(cls) or ""
-    lines = [f"## {docstring.splitlines()[0].replace('``', '`')}", ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for field, below in zip(cls.body, [*cls.body[1:], ast.Pass()], strict=True):
-        if not isinstance(field, ast.AnnAssign):
-            continue
-        meaning = (text_of(below) or "").replace("``", "`").replace("|", "\\|")
-        default = ast.unparse(field.value) if field.value is not None else ""
-        default = default.replace("field(default_factory=list)", "[]")
-        default = default.replace("field(default_factory=dict)", "{}")
-        kind = ast.unparse(field.annotation).replace("|", "\\|")
-        lines.append(f"| `{ast.unparse(field.target)}` | `{kind}` | `{default}` | {meaning} |")
+def section(table: Any) -> str:
+    """Returns one TOML table as a section."""
+    assert is_dataclass(table)
+    summary = (table.__doc__ or "").splitlines()[0]
+    bounds, docs = bounds_of(table), field_docs(table)  # pyright: ignore[reportArgumentType]
+    lines = [f"## {in_markdown(summary)}", ""]
+    lines += ["| key | type | default | valid | meaning |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{f.name}` | `{in_markdown(type_name(f.type))}` | `{default_of(f)}` "
+        f"| {in_markdown(str(bounds.get(f.name, '')))} | {in_markdown(docs[f.name])} |"
+        for f in fields(table)
+    ]
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """The whole page."""
-    trees = [ast.parse((SOURCE / f"{name}.py").read_text()) for name in TABLES]
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    return "\n".join([HEAD, *map(table_of, classes)])
+def type_name(annotation: Any) -> str:
+    """Returns a type as it is written in the source."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    name = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else ""
+    return name or str(annotation).replace("typing.", "")
+
+
+def default_of(field: Field) -> str:
+    """Returns a field's default as it is written in Python."""
+    if field.default_factory is not MISSING:
+        return repr(field.default_factory())
+    return repr(field.default)
+
+
+def in_markdown(text: str) -> str:
+    """Returns a docstring in the form that a table of Markdown takes."""
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 def main() -> int:

@@ -4,27 +4,31 @@
 """The ``[evaluation]`` table: scoring of held-out prompts during a run."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from torchtitan.grpo.config.bounds import at_least
 
 
 @dataclass
 class Evaluation:
-    """``[evaluation]``: held-out prompts, decoded greedily."""
+    """``[evaluation]``: held-out prompts, whose completions are sampled greedily and scored."""
 
     path: str | None = None
-    """Held-out prompts, in the form of ``prompts.path``; None evaluates nothing."""
+    """Held-out prompts, in the same form as ``prompts.path``. None evaluates nothing."""
 
     name: str | None = None
-    """Configuration of a Hugging Face data set that has several; not used for JSONL."""
+    """Configuration of a Hugging Face data set that has several. Not used for files."""
 
     split: str = "test"
-    """Split of a Hugging Face data set; not used for JSONL."""
+    """Split of a Hugging Face data set. Not used for files."""
 
-    num_prompts: int = 256
-    """The first this many rows are used; 0 is all."""
+    num_prompts: Annotated[int, at_least(1).or_value(0, "all rows")] = 256
+    """Number of rows to evaluate, counted from the beginning of the set."""
 
     function: str = "exact_match"
-    """Reward function whose mean is reported as ``evaluation/score``."""
+    """Reward function, named as in ``reward.functions``, whose mean is reported as
+    ``evaluation/score``."""
 
-    interval: int = 0
-    """Evaluate every this many steps, besides before the first and after the last; 0 is
-    only those two."""
+    interval: Annotated[int, at_least(1).or_value(0, "only at the start and the end")] = 0
+    """Number of steps between two evaluations. The run also evaluates before its first and after
+    its last step."""

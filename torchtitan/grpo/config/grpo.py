@@ -4,189 +4,211 @@
 """The ``[grpo]`` table: the algorithm."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchtitan.grpo.config.bounds import above, at_least
 
 
 @dataclass
 class GRPO:
-    """``[grpo]``: the algorithm. Formulas, papers and choices are in docs/losses.md.
+    """``[grpo]``: the algorithm. docs/losses.md has the formulas, the papers and advice.
 
-    A step is one batch: ``num_minibatches * num_epochs`` optimizer steps, then one step of the
-    learning-rate schedulers, one push of weights and one new policy version. ``training.steps``
-    and all intervals count these.
+    A step trains on one batch. It takes ``num_minibatches * num_epochs`` optimizer steps, then
+    one step of the learning-rate schedulers, and pushes the weights to the servers as one new
+    policy version. ``training.steps`` and all intervals count these steps, not optimizer steps.
     """
 
-    group_size: int = 8
-    """Rollouts per prompt, at least 1. Advantages relative to the group need 2;
-    ``advantage = "batch_norm"`` does not."""
+    group_size: Annotated[int, at_least(1)] = 8
+    """Number of rollouts for each prompt. Advantages that compare the rollouts of a group need at
+    least 2; ``advantage = "batch_norm"`` works with 1."""
 
-    prompts_per_step: int = 16
-    """Prompt groups in one step, at least 1. The global batch is
-    ``prompts_per_step * group_size`` rollouts."""
+    prompts_per_step: Annotated[int, at_least(1)] = 16
+    """Number of prompt groups in one step. The global batch holds ``prompts_per_step *
+    group_size`` rollouts."""
 
-    num_minibatches: int = 1
-    """Optimizer steps into which a batch is cut, by whole prompt groups; at most
-    ``prompts_per_step``. ``training.steps``, schedulers (``lr_scheduler.warmup_steps``) and
-    policy versions count batches, not these."""
+    num_minibatches: Annotated[int, at_least(1)] = 1
+    """Number of minibatches into which a batch is cut, with one optimizer step each. Prompt groups
+    stay whole, so it cannot exceed ``prompts_per_step``. ``training.steps``, the learning-rate
+    schedulers (``lr_scheduler.warmup_steps``) and policy versions count batches, not
+    minibatches."""
 
-    num_epochs: int = 1
-    """Times that a batch is gone through. With more than one optimizer step a batch
-    (``num_minibatches * num_epochs``) and ``old_policy = "step_start"``, the proximal
-    logprobs are computed anew before the first of them."""
+    num_epochs: Annotated[int, at_least(1)] = 1
+    """Number of times that each batch is trained on. If a batch takes more than one optimizer step
+    (``num_minibatches * num_epochs``) and ``old_policy = "step_start"``, the trainer computes the
+    log-probabilities of the old policy in a forward pass before the first of them."""
 
     advantage: Literal["group_norm", "group_mean", "leave_one_out", "batch_norm"] = "group_norm"
-    """What a reward is compared to. ``group_norm``: GRPO, the group's mean and standard
-    deviation. ``group_mean``: Dr.GRPO, the mean alone. ``leave_one_out``: RLOO, the mean
-    of the group's other samples. ``batch_norm``: REINFORCE++-baseline, the group's mean,
-    then the standard deviation of the whole batch."""
+    """How rewards become advantages. ``group_norm`` (GRPO) subtracts the mean of the group and
+    divides by its standard deviation. ``group_mean`` (Dr.GRPO) subtracts the mean only.
+    ``leave_one_out`` (RLOO) subtracts the mean of the group's other rollouts. ``batch_norm``
+    (REINFORCE++-baseline) subtracts the mean of the group and divides by the standard deviation
+    of the whole batch."""
 
     advantage_std: Literal["sample", "population"] = "sample"
-    """Divisor of the standard deviation: N - 1, or N."""
+    """Whether the variance of N rewards is divided by N - 1 (``sample``) or by N
+    (``population``)."""
 
-    advantage_eps: float = 1e-4
-    """Added to the standard deviation before dividing by it, above 0."""
+    advantage_eps: Annotated[float, above(0)] = 1e-4
+    """Number added to the standard deviation before rewards are divided by it."""
 
-    advantage_length_power: float = 0.0
-    """Advantages are multiplied by ``(mean completion length / completion length) **
-    power``; 0 is off, 1 lets every completion weigh the same under a token mean."""
+    advantage_length_power: Annotated[float, at_least(0)] = 0.0
+    """Advantages are multiplied by ``(mean completion length / completion length) ** power``. With
+    0 they stay as they are. With 1 all completions have the same weight under
+    ``aggregation = "token_mean"``, however long they are."""
 
     filter_zero_advantage: bool = False
-    """Leave out groups whose rewards are all equal (DAPO's dynamic sampling): they carry
-    no gradient, and would only dilute the mean. Not with a KL penalty in the reward
-    (``kl_in``), which tells the samples of such a group apart."""
+    """Leave out groups in which all rewards are equal: they have no gradient and only dilute the
+    mean over tokens. The batch then has fewer groups; ``rollout.dynamic_sampling`` replaces them
+    instead. Cannot be combined with a KL penalty in the reward (``kl_in``), which makes the
+    rewards of such a group differ."""
 
-    reward_positive_scale: float = 1.0
-    """Factor of rewards above 0, at least 0."""
+    reward_positive_scale: Annotated[float, at_least(0)] = 1.0
+    """Factor by which rewards above 0 are multiplied."""
 
-    reward_negative_scale: float = 1.0
-    """Factor of rewards below 0, at least 0."""
+    reward_negative_scale: Annotated[float, at_least(0)] = 1.0
+    """Factor by which rewards below 0 are multiplied."""
 
-    overlong_buffer: int = 0
-    """DAPO's soft overlong penalty: it grows from 0 to ``overlong_penalty`` over the last
-    this many tokens before ``rollout.max_new_tokens``; 0 is off."""
+    overlong_buffer: Annotated[int, at_least(1).or_value(0, "no penalty")] = 0
+    """Length, in tokens, of DAPO's soft overlong penalty. Over the last ``overlong_buffer`` tokens
+    before ``rollout.max_new_tokens``, the penalty grows linearly from 0 to
+    ``overlong_penalty``."""
 
-    overlong_penalty: float = 1.0
-    """Taken from the reward of a completion of full length, at least 0."""
+    overlong_penalty: Annotated[float, at_least(0)] = 1.0
+    """Penalty that is subtracted from the reward of a completion of ``rollout.max_new_tokens``
+    tokens. Used with ``overlong_buffer``."""
 
     policy_loss: str = "clip"
-    """``clip``: the clipped surrogate; ``gspo``: the same with one ratio a sequence;
-    ``cispo``: the clipped ratio as a constant weight; ``reinforce``: no ratio. Or a
-    function of yours, ``package.module:function`` or ``path/to/file.py:function``."""
+    """Loss of each token. ``clip`` is the clipped surrogate with one ratio per token. ``gspo`` is
+    the clipped surrogate with one ratio per sequence. ``cispo`` weights the log-probability by the
+    clipped ratio, held constant. ``reinforce`` uses no ratio. A function of your own is named
+    ``package.module:function`` or ``path/to/file.py:function``."""
 
-    clip_low: float = 0.2
-    """The ratio's floor is ``1 - clip_low``, in [0, 1)."""
+    clip_low: Annotated[float, at_least(0).below(1)] = 0.2
+    """Ratios below ``1 - clip_low`` are clipped."""
 
-    clip_high: float = 0.2
-    """The ratio's ceiling is ``1 + clip_high``, above 0. DAPO uses 0.28, GSPO 4e-4."""
+    clip_high: Annotated[float, above(0)] = 0.2
+    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, GSPO 4e-4."""
 
-    dual_clip: float = 0.0
-    """Where the advantage is negative, the objective is at least this many times it
-    (dual-clip PPO); above 1, or 0 for off. With ``clip`` and ``gspo``."""
+    dual_clip: Annotated[float, above(1).or_value(0, "off")] = 0.0
+    """Dual-clip PPO: for a token with a negative advantage A, the loss is at most
+    ``-dual_clip * A``, however large the ratio is. Used with ``policy_loss`` ``clip`` and
+    ``gspo``."""
 
     cispo_two_sided: bool = False
-    """CISPO's weight is also held above ``1 - clip_low``. The paper bounds it from above
-    alone."""
+    """Also clip the weight of ``policy_loss = "cispo"`` from below, at ``1 - clip_low``. The paper
+    clips it from above only."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    """From tokens to one number. ``token_mean``: over the trained tokens of the global
-    batch. ``sequence_mean``: over sequences, of each one's token mean.
-    ``constant_length``: Dr.GRPO, token sums over ``aggregation_length``, then a mean
-    over sequences."""
+    """How the losses of tokens become one number. ``token_mean`` is the mean over all trained
+    tokens of the global batch. ``sequence_mean`` is the mean over sequences of each sequence's
+    mean over tokens. ``constant_length`` (Dr.GRPO) divides each sequence's sum over tokens by
+    ``aggregation_length`` and takes the mean over sequences."""
 
-    aggregation_length: int = 0
-    """Divisor of ``constant_length``; 0 is ``rollout.max_new_tokens``."""
+    aggregation_length: Annotated[int, at_least(1).or_value(0, "rollout.max_new_tokens")] = 0
+    """Divisor, in tokens, of ``aggregation = "constant_length"``."""
 
     old_policy: Literal["step_start", "sampling"] = "step_start"
-    """What the ratio is taken against. ``step_start``: the policy before the batch's
-    first optimizer step (decoupled PPO); the gap to the sampling-time policy is then
-    left to ``mismatch_correction``. ``sampling``: the recorded sampling-time logprobs
-    themselves, with no further weight."""
+    """The policy against which the ratio is taken. ``step_start`` (decoupled PPO) is the policy
+    before the first optimizer step of the batch; ``mismatch_correction`` then accounts for the
+    difference between it and the policy that sampled the tokens. ``sampling`` takes the
+    log-probabilities that the servers recorded, and applies no further correction."""
 
     mismatch_correction: Literal["none", "truncate", "mask"] = "truncate"
-    """Weight between the step's first policy and the sampling-time policy. ``truncate``
-    (TIS): the ratio, held inside its bounds. ``mask`` (MIS): the ratio, and 0 outside of
-    them. Used with ``old_policy = "step_start"``."""
+    """Importance weight between the policy before the batch's first optimizer step and the policy
+    that sampled the tokens. ``truncate`` (TIS) clamps the importance ratio to
+    [``importance_floor``, ``importance_cap``]. ``mask`` (MIS) takes the ratio inside these bounds
+    and 0 outside of them. ``none`` applies no weight. Used with
+    ``old_policy = "step_start"``."""
 
     mismatch_level: Literal["token", "sequence", "geometric"] = "token"
-    """What that ratio is of: each token; the product over the sequence's trained tokens;
-    their geometric mean."""
+    """What the importance ratio is computed from: each token alone (``token``), the product over
+    the trained tokens of the sequence (``sequence``), or their geometric mean
+    (``geometric``)."""
 
-    importance_cap: float = 2.0
-    """Upper bound of that ratio, above 0."""
+    importance_cap: Annotated[float, above(0)] = 2.0
+    """Upper bound of the importance ratio of ``mismatch_correction``."""
 
-    importance_floor: float = 0.0
-    """Lower bound of that ratio, at least 0 and below ``importance_cap``; 0 is none."""
+    importance_floor: Annotated[float, at_least(0)] = 0.0
+    """Lower bound of the importance ratio of ``mismatch_correction``, below ``importance_cap``. 0
+    bounds nothing."""
 
-    mismatch_veto: float = 0.0
-    """A sequence is left out when any of its trained tokens has a ratio below this; 0 is
-    off. 1e-4 catches tokens that the trainer could hardly have sampled."""
+    mismatch_veto: Annotated[float, above(0).below(1).or_value(0, "off")] = 0.0
+    """Leave out each sequence that has a trained token whose importance ratio is below this. 1e-4
+    finds tokens that the trainer's policy would hardly ever sample."""
 
-    kl_coef: float = 0.0
-    """Weight of the KL penalty against the reference model, at least 0; 0 builds no
-    reference."""
+    kl_coef: Annotated[float, at_least(0)] = 0.0
+    """Weight of the KL penalty against the reference model. With 0 no reference model is
+    built."""
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimate of the KL from sampled tokens."""
+    """Estimator of the KL divergence from sampled tokens. With d = log-probability under the
+    policy minus that under the reference: ``k1`` is d, ``k2`` is d² / 2, ``k3`` is
+    exp(-d) - 1 + d, and ``abs`` is |d|."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the penalty goes: a term of the loss, or taken from each sequence's reward
-    before advantages are computed."""
+    """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each
+    sequence before advantages are computed."""
 
     ref_model_path: str | None = None
-    """Hugging Face directory of the reference model; None is ``model.hf_assets_path``.
-    Used where ``kl_coef`` is above 0."""
+    """Hugging Face directory of the reference model. None takes ``model.hf_assets_path``. Used
+    with ``kl_coef`` above 0."""
 
-    ref_model_ema: float = 0.0
-    """After each step the reference becomes ``ema * reference + (1 - ema) * policy``, in
-    [0, 1); 0 keeps it as it is."""
+    ref_model_ema: Annotated[float, at_least(0).below(1)] = 0.0
+    """After each step the reference model becomes ``ema * reference + (1 - ema) * policy``. With 0
+    it is never updated."""
 
     ref_model_offload: bool = False
-    """Keep the reference's shards in host memory between uses. Nothing changes on CPU."""
+    """Keep the shards of the reference model in host memory while they are not used. Has no effect
+    on CPU."""
 
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus, at least 0."""
+    entropy_coef: Annotated[float, at_least(0)] = 0.0
+    """Weight of the entropy bonus in the loss."""
 
     log_entropy: bool = True
-    """Compute the policy's mean entropy for the metrics also where ``entropy_coef`` is
-    0. It costs one more pass over the logits of each chunk."""
+    """Compute the mean entropy of the policy for the metrics even if ``entropy_coef`` is 0. It
+    costs one more pass over the logits."""
 
     ptx_path: str | None = None
-    """Supervised mix-in: a ``.jsonl`` file with a ``completion`` in each row and, where
-    there is one, a ``prompt``, both strings. None mixes nothing in. It needs
-    ``rollout.temperature = 1``: the trainer scores every token at that temperature."""
+    """A ``.jsonl`` file with supervised examples that are mixed into each batch. Each row holds a
+    string ``completion`` and may hold a string ``prompt``. None mixes nothing in. Needs
+    ``rollout.temperature = 1``, because the trainer scores all tokens at that temperature."""
 
-    ptx_coef: float = 1.0
-    """Weight of the mean negative log-likelihood of the mixed-in completion tokens."""
+    ptx_coef: Annotated[float, at_least(0)] = 1.0
+    """Weight of the supervised loss, the mean negative log-likelihood of the completion tokens of
+    ``ptx_path``."""
 
-    ptx_per_step: int = 8
-    """Mixed-in rows a step, at least ``num_minibatches``."""
+    ptx_per_step: Annotated[int, at_least(1)] = 8
+    """Number of supervised examples in each step, at least one for each of
+    ``num_minibatches``."""
 
-    logprob_chunk_tokens: int = 256
-    """Tokens whose logits exist at a time; [tokens, vocabulary] is never whole in memory.
-    At least 1."""
+    logprob_chunk_tokens: Annotated[int, at_least(1)] = 256
+    """Number of tokens whose logits are computed at once, so that logits of shape
+    [tokens, vocabulary] are never in memory as a whole."""
 
     logprob_keep_logits: bool = True
-    """Take the memory of the output weight's gradient in the forward pass already, and keep
-    in it as many logits as fit, which the backward pass then does not compute again. The peak
-    of a microbatch stays as it is, but the memory is held once for each microbatch that is
-    between its forward and its backward pass. Where the last pipeline stage has several
-    of them (``parallelism.pipeline_parallel_schedule`` is GPipe or InterleavedZeroBubble)
-    nothing is kept, whatever this says."""
+    """Allocate the gradient of the output layer's weight already in the forward pass, and keep in
+    its memory as many logits as fit, so that the backward pass does not compute them again. The
+    peak memory of a microbatch stays the same, but each microbatch holds this memory between its
+    forward and its backward pass. Therefore nothing is kept, whatever this says, under a pipeline
+    schedule whose last stage holds several microbatches at once (GPipe,
+    InterleavedZeroBubble)."""
 
     async_weight_update: bool = True
-    """Push weights on a background thread while the next step runs. False pushes in the
-    foreground, between two steps."""
+    """Push weights to the servers on a background thread while the next step runs. False makes the
+    trainer wait for each push between two steps."""
 
     packed_attention: Literal["auto", "sdpa", "flex"] = "auto"
-    """How attention is kept inside each sequence of a packed row: ``sdpa`` with a dense
-    mask (quadratic memory in ``training.seq_len``), or compiled FlexAttention (CUDA
-    only). ``auto``: flex on CUDA from 2,048 tokens a row on, sdpa otherwise."""
+    """How attention is confined to each sequence of a packed row. ``sdpa`` uses a dense mask, whose
+    memory grows with the square of ``training.seq_len``. ``flex`` uses compiled FlexAttention and
+    needs CUDA. ``auto`` takes ``flex`` on CUDA if rows have at least 2,048 tokens, and ``sdpa``
+    otherwise."""
 
-    hf_export_interval: int = 0
-    """Export a Hugging Face directory to ``<dump_folder>/hf/step-N`` every this many
-    steps; 0 exports at the end only."""
+    hf_export_interval: Annotated[int, at_least(1).or_value(0, "only at the end")] = 0
+    """Number of steps between two exports of the model as a Hugging Face directory,
+    ``<dump_folder>/hf/step-N``. The last step is always exported."""
 
-    stop_timeout_seconds: float = 8.0
-    """After Ctrl-C or SIGTERM the step under way is finished and, with
-    ``checkpoint.enable``, a checkpoint is written. What has not ended after this long is
-    ended hard; earlier checkpoints stay. Raise it where a checkpoint takes longer."""
+    stop_timeout_seconds: Annotated[float, above(0)] = 8.0
+    """Maximum time between Ctrl-C or SIGTERM and the end of the run. In this time the run finishes
+    the current step and, with ``checkpoint.enable``, writes a checkpoint. A process that has not
+    ended by then is ended at once, and earlier checkpoints stay. Raise it if writing a checkpoint
+    takes longer."""

@@ -4,72 +4,78 @@
 """The ``[inference]`` table: the servers that generate rollouts."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchtitan.grpo.config.bounds import above, at_least
+from torchtitan.grpo.types import ServerKind
 
 
 @dataclass
 class Inference:
-    """``[inference]``: the servers that write rollouts."""
+    """``[inference]``: the servers that generate rollouts."""
 
-    kind: str = "embedded"
-    """Kind of the servers: ``embedded`` (this project's own small server, which needs nothing
-    else installed), ``sglang`` or ``vllm``. Each is a row of ``inference/kinds.py``."""
+    kind: ServerKind = "embedded"
+    """Kind of the servers. ``embedded`` is this project's own small server, which needs no further
+    installation. ``vllm`` and ``sglang`` need an environment of their own, see ``python``."""
 
     urls: list[str] = field(default_factory=list)
-    """Base URLs of running servers, ``http://host:port``. Required unless ``launch`` or
-    ``urls_file``."""
+    """Base URLs of running servers, ``http://host:port``. Exactly one of ``urls``, ``urls_file`` and
+    ``launch`` must be set."""
 
     urls_file: str | None = None
-    """File with one base URL a line, in place of ``urls``; lines that begin with # are
-    passed over. Read again when it changes, and when rank 0 is sent SIGHUP: servers that
-    are new in it join the run, servers that are no longer in it leave it. A file that names
-    no servers, or is no list of URLs, changes nothing. SIGHUP goes to the process that the
-    log names at the start, not to torchrun, which would end the run. A run whose servers are
-    all on this machine at the start uses its loopback alone for gloo; set
-    ``GLOO_SOCKET_IFNAME`` where others are to join it."""
+    """File with the base URL of one server in each line, in place of ``urls``. Lines that begin with
+    # are skipped. The file is read again when it changes, and when rank 0 receives SIGHUP: servers
+    that are new in it join the run, and servers that it no longer names leave the run. A file that
+    names no server, or has a line that is no URL, changes nothing. Send SIGHUP to the process whose
+    id the log names at the start; torchrun itself would end the run. If all servers are on this
+    machine at the start, the run's gloo groups listen on the loopback interface only: set the
+    environment variable ``GLOO_SOCKET_IFNAME`` if servers on other machines are to join later."""
 
     launch: bool = False
-    """Start ``num_servers`` servers on this machine, on free ports, and end them with the
-    run. Not together with ``urls``."""
+    """Start ``num_servers`` servers on this machine, on free ports, and stop them at the end of the
+    run."""
 
-    num_servers: int = 1
-    """Servers to launch, at least 1."""
+    num_servers: Annotated[int, at_least(1)] = 1
+    """Number of servers that ``launch`` starts."""
 
     python: str | None = None
-    """Python interpreter of the servers' environment, used with ``launch``. None is this
-    interpreter, which suits the embedded server. vLLM and SGLang want environments of
-    their own, see scripts/install_vllm.sh and scripts/install_sglang.sh."""
+    """Python interpreter that runs launched servers. None is the interpreter of the trainer, which
+    suits the embedded server. vLLM and SGLang need environments of their own, see
+    scripts/install_vllm.sh and scripts/install_sglang.sh."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of launched servers. ``auto``: CUDA where there is a GPU."""
+    """Device of launched servers. ``auto`` takes CUDA if there is a GPU."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights' dtype in launched servers. ``auto``: float32 on CPU, bfloat16 on CUDA."""
+    """Data type of the weights in launched servers. ``auto`` takes float32 on CPU and bfloat16 on
+    CUDA."""
 
-    max_model_len: int = 0
-    """Longest sequence of launched servers, at least the longest prompt with
-    ``rollout.max_new_tokens``; 0 is ``training.seq_len``."""
+    max_model_len: Annotated[int, at_least(1).or_value(0, "training.seq_len")] = 0
+    """Maximum length of a sequence on launched servers, in tokens. It must fit the longest prompt
+    with ``rollout.max_new_tokens``."""
 
     extra_args: list[str] = field(default_factory=list)
-    """Further command line arguments of launched servers, passed as they are. Each server
-    is also given a sampling seed: ``debug.seed`` plus its index."""
+    """Further command line arguments of launched servers, passed on unchanged. Each server also gets
+    a sampling seed: ``debug.seed`` plus the index of the server."""
 
     api_key: str | None = None
-    """Key for generation routes. None reads the environment variable
+    """Key for the routes that generate. None reads the environment variable
     ``TORCHTITAN_GRPO_API_KEY``."""
 
     admin_key: str | None = None
-    """Key for control routes (SGLang's ``--admin-api-key``). None reads
-    ``TORCHTITAN_GRPO_ADMIN_KEY``."""
+    """Key for the routes that control a server (SGLang's ``--admin-api-key``). None reads the
+    environment variable ``TORCHTITAN_GRPO_ADMIN_KEY``."""
 
-    startup_timeout_seconds: float = 300.0
-    """Longest time until a server, launched or not, answers that it is up."""
+    startup_timeout_seconds: Annotated[float, above(0)] = 300.0
+    """Maximum time until a server, launched or not, answers that it is ready."""
 
-    max_restarts: int = 3
-    """How often each launched server that ends is started again; 0 is never."""
+    max_restarts: Annotated[int, at_least(0)] = 3
+    """How often each launched server is started again after it ended unexpectedly."""
 
-    restart_seconds: float = 5.0
-    """Pause before a launched server is started again; it doubles with each restart."""
+    restart_seconds: Annotated[float, above(0)] = 5.0
+    """Pause before a launched server is started again. It doubles with each restart of that
+    server."""
 
-    control_timeout_seconds: float = 30.0
-    """Bound of one control request, such as pause or version."""
+    control_timeout_seconds: Annotated[float, above(0)] = 30.0
+    """Maximum duration of one control request to a server, such as pausing it or reading its
+    version."""

@@ -4,18 +4,23 @@
 """The ``[observe]`` table: what a run prints and writes."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchtitan.grpo.config.bounds import at_least
 
 
 @dataclass
 class Observe:
-    """``[observe]``: what a run leaves behind, besides torchtitan's ``[metrics]``."""
+    """``[observe]``: what a run prints and writes, besides torchtitan's ``[metrics]``."""
 
-    samples_per_step: int = 4
-    """Rollouts written to ``samples.jsonl`` each step; 0 writes none."""
+    samples_per_step: Annotated[int, at_least(0)] = 4
+    """Number of rollouts that are written to ``samples.jsonl`` in each step. With 0 no such file is
+    written."""
 
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """Live line (``bar``), a line a step (``lines``). ``auto``: bar on a terminal."""
+    """How progress is shown: a live ``bar``, a line for each step (``lines``), or nothing.
+    ``auto`` shows the bar on a terminal and lines elsewhere."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
-    """What of torchtitan's own log rank 0 prints; other ranks print warnings only."""
+    """Lowest level of log messages that rank 0 prints. Other ranks print warnings and errors
+    only."""

@@ -4,66 +4,72 @@
 """The ``[prompts]`` table: the training prompts."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchtitan.grpo.config.bounds import at_least
 
 
 @dataclass
 class Prompts:
-    """``[prompts]``: what is asked."""
+    """``[prompts]``: the training prompts, and how their rollouts are spread over ranks."""
 
     path: str = ""
-    """A ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face data
-    set. Required, unless ``paths``."""
+    """Prompts of the run: a ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging
+    Face data set. Required unless ``paths`` is set."""
 
     paths: list[str] = field(default_factory=list)
-    """Several sets in place of ``path``, mixed by ``weights``. ``name``, ``split``,
-    ``column``, ``rename`` and ``template`` are those of all of them. Each prompt is given the
-    column ``prompt_set``, unless it has one: the set's file name without its ending, or
-    its last name at the hub; the whole path where two sets would be named alike."""
+    """Several prompt sets in place of ``path``, mixed by ``weights``. ``name``, ``split``,
+    ``column``, ``rename`` and ``template`` apply to all of them. Each prompt gets a column
+    ``prompt_set`` unless it has one: the file's name without its ending, or the last part of a
+    data set's name; the whole path if two sets would get the same name."""
 
     weights: list[float] = field(default_factory=list)
-    """How often each of ``paths`` is drawn from, one positive number each, of any sum; empty
-    is by their sizes. Draws alternate in a fixed order, so that every batch has nearly these
-    proportions. A set that is at its end begins anew while others go on."""
+    """How often each of ``paths`` is drawn from, relative to the others: one positive number for
+    each. Empty draws from each set in proportion to its size. Draws alternate in a fixed order, so
+    that each batch has nearly these proportions. A set that has been used up starts again from its
+    beginning."""
 
     name: str | None = None
     """Configuration of a Hugging Face data set that has several, such as ``main`` of
-    ``openai/gsm8k``; not used for JSONL."""
+    ``openai/gsm8k``. Not used for files."""
 
     split: str = "train"
-    """Split of a Hugging Face data set; not used for JSONL."""
+    """Split of a Hugging Face data set. Not used for files."""
 
     column: str = "prompt"
-    """Column that holds the prompt: a string, or a list of chat messages, which the
-    tokenizer's chat template turns into text."""
+    """Column that holds the prompt: a string, or a list of chat messages, which the chat template
+    of the tokenizer turns into text."""
 
     rename: dict[str, str] = field(default_factory=dict)
-    """Columns renamed before use, as ``{old = "new"}``."""
+    """Columns to rename before use, as ``{old = "new"}``."""
 
     template: str | None = None
-    """Python format string around a string prompt, such as ``"Question: {prompt}\\nAnswer:"``.
-    None leaves the prompt as it is."""
+    """Python format string around a string prompt, such as ``"Question: {prompt}\\nAnswer:"``. None
+    leaves the prompt as it is."""
 
     shuffle: bool = True
-    """Shuffle anew each epoch, by ``debug.seed``."""
+    """Shuffle the prompts in each epoch, seeded by ``debug.seed``."""
 
-    max_prompt_tokens: int = 0
-    """Longer prompts are left out, and counted; 0 is ``training.seq_len`` less
-    ``rollout.max_new_tokens``."""
+    max_prompt_tokens: Annotated[
+        int, at_least(1).or_value(0, "training.seq_len minus rollout.max_new_tokens")
+    ] = 0
+    """Length, in tokens, above which prompts are left out. The run counts them."""
 
     single_rank_load: bool = True
-    """Rank 0 loads the rollouts of a step and scatters each rank its rows. False: rank 0 is
-    told of their lengths and rewards alone, and every rank fetches its own share from the
-    rollout process, which spares rank 0 where batches are large or ranks are many."""
+    """Rank 0 loads the rollouts of a step and sends each rank its rows. With False rank 0 receives
+    the lengths and rewards only, and each rank fetches its own rollouts from the rollout process,
+    which relieves rank 0 if batches are large or ranks are many."""
 
     balance_batch: bool = True
-    """Spread a batch over data-parallel ranks by cost (Karmarkar-Karp) before it is packed
-    into rows. False packs first and deals rows in snake order."""
+    """Spread a batch over the data-parallel ranks by cost (Karmarkar-Karp), then pack the rollouts
+    of each rank into rows. With False the whole batch is packed first, and the rows are dealt to
+    the ranks in snake order."""
 
     balance_cost: Literal["tokens", "flops"] = "flops"
-    """What is balanced: tokens, or the floating-point operations of the loaded model, in
-    which attention grows with the square of a sequence's length."""
+    """The cost that ``balance_batch`` balances: the number of tokens, or the number of
+    floating-point operations in the loaded model, whose attention grows with the square of a
+    sequence's length."""
 
-    row_bucket: int = 1
-    """Each rank's rows are filled up to a multiple of this many microbatches, so that
-    pipelines see few shapes; what that costs is in ``data/padding_fraction``."""
+    row_bucket: Annotated[int, at_least(1)] = 1
+    """The number of rows on each rank is rounded up to a multiple of this many microbatches, so
+    that pipelines see few different shapes. The metric ``data/padding_fraction`` shows the cost."""

@@ -4,27 +4,30 @@
 """The ``[reward]`` table: how completions are scored."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from torchtitan.grpo.config.bounds import above, at_least
 
 
 @dataclass
 class Reward:
-    """``[reward]``: scoring."""
+    """``[reward]``: how completions are scored."""
 
     functions: list[str] = field(default_factory=list)
-    """Reward functions as dotted paths, ``package.module:function`` or
-    ``path/to/file.py:function``; a bare name is a built-in one: ``exact_match``,
-    ``partial_match``, ``boxed_math``, ``think_answer_tags``, ``environment`` (what
-    ``rollout.environment`` gave). At least one."""
+    """Reward functions, at least one. Each is named ``package.module:function`` or
+    ``path/to/file.py:function``, or is built in: ``exact_match``, ``partial_match``,
+    ``boxed_math``, ``think_answer_tags``, ``environment`` (the reward that
+    ``rollout.environment`` gave)."""
 
     weights: list[float] = field(default_factory=list)
-    """One weight a function; empty is 1.0 each."""
+    """Weight of each function in the sum that is the reward. Empty weights each with 1."""
 
-    num_workers: int = 1
-    """Processes that score, at least 1."""
+    num_workers: Annotated[int, at_least(1)] = 1
+    """Number of processes that score completions."""
 
-    timeout_seconds: float = 30.0
-    """A worker that takes longer for one group is killed; the group is then unscored. To
-    import the functions it may take ten times as long."""
+    timeout_seconds: Annotated[float, above(0)] = 30.0
+    """Maximum time for scoring one group. After it the worker is killed and the group counts as
+    unscored. Importing the functions may take ten times as long."""
 
-    max_consecutive_failures: int = 8
-    """The run stops after this many groups in a row could not be scored."""
+    max_consecutive_failures: Annotated[int, at_least(1)] = 8
+    """The run ends with an error after this many groups in a row could not be scored."""

@@ -4,150 +4,158 @@
 """The ``[rollout]`` table: sampling, and how far generation may run ahead of training."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from torchtitan.grpo.config.bounds import above, at_least
 
 
 @dataclass
 class Rollout:
-    """``[rollout]``: sampling, and how far generation may run ahead."""
+    """``[rollout]``: sampling, and how far generation may run ahead of training."""
 
-    max_head_offpolicyness: int = 1
-    """Largest age that a trained sample may have, in policy versions, which count batches
-    (not the optimizer steps that each is trained by); holds for every sample. 0 is
-    synchronous training, on-policy with one optimizer step a batch."""
+    max_head_offpolicyness: Annotated[int, at_least(0)] = 1
+    """Maximum age of every trained sample, in policy versions. The age is the number of batches
+    trained on since the oldest token of the sample was written, however many optimizer steps each
+    batch took. 0 is synchronous training, which is on-policy if a batch takes one optimizer
+    step."""
 
-    max_concurrent_rollouts: int = 256
-    """Completions in flight over all servers, at least ``grpo.group_size``."""
+    max_concurrent_rollouts: Annotated[int, at_least(1)] = 256
+    """Maximum number of completions in flight on all servers together, at least
+    ``grpo.group_size``."""
 
-    max_new_tokens: int = 256
-    """Longest completion, in tokens."""
+    max_new_tokens: Annotated[int, at_least(1)] = 256
+    """Maximum length of a completion, in tokens. Together with a prompt it must fit into
+    ``training.seq_len``."""
 
-    temperature: float = 1.0
-    """Sampling temperature, above 0. The trainer scores with the same temperature, and a
-    replay must have that of its record."""
+    temperature: Annotated[float, above(0)] = 1.0
+    """Sampling temperature. The trainer computes log-probabilities at the same temperature, and
+    ``replay`` needs the temperature of its record."""
 
-    top_p: float = 1.0
-    """Nucleus bound in (0, 1]; 1 is off. The trainer scores with the whole distribution,
-    so anything below 1 biases the importance ratio: vLLM reports logprobs renormalised
-    over the kept tokens, SGLang and the embedded server report those of the whole
-    distribution for tokens that were drawn from a part of it."""
+    top_p: Annotated[float, above(0).at_most(1)] = 1.0
+    """Nucleus sampling: tokens are drawn from the most likely ones whose probabilities sum up to
+    this. 1 draws from all tokens. The trainer computes log-probabilities of the whole
+    distribution, so any value below 1 biases the importance ratio: vLLM reports log-probabilities
+    renormalised over the kept tokens, SGLang and the embedded server report those of the whole
+    distribution."""
 
-    top_k: int = -1
-    """Number of most likely tokens kept, at least 1; -1 is off. The same bias as
-    ``top_p``."""
+    top_k: Annotated[int, at_least(1).or_value(-1, "all tokens")] = -1
+    """Number of most likely tokens to draw from. A limit biases the importance ratio in the same way
+    as ``top_p``."""
 
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens that end a completion besides the model's own end-of-sequence tokens."""
+    """Tokens that end a completion, besides the end-of-sequence tokens of the model."""
 
     ignore_eos: bool = False
-    """Write ``max_new_tokens`` tokens whatever the model says: for benchmarks, and for
-    verification runs that want requests in flight at every push."""
+    """Generate ``max_new_tokens`` tokens even if the model ends earlier. Meant for benchmarks, and
+    for verification runs that need requests in flight during each push."""
 
-    request_timeout_seconds: float = 600.0
-    """Longest time that one completion may take before its request is aborted and
-    counted as failed."""
+    request_timeout_seconds: Annotated[float, above(0)] = 600.0
+    """Maximum duration of one completion. After it the request is aborted, and the completion
+    counts as failed."""
 
-    segment_tokens: int = 0
-    """Longest part of a completion that a server is asked for at once; whoever has room
-    writes the next one. What a lost server or a stopped run costs is then one part, and long
-    answers move to servers that are free. Each part sends what is there of the completion
-    again, which a server with a prefix cache does not compute again. 0 asks for whole
-    completions."""
+    segment_tokens: Annotated[int, at_least(1).or_value(0, "whole completions")] = 0
+    """Maximum number of tokens that one request to a server generates. A completion is then made of
+    several segments, each on the server that has room. A lost server or a stopped run costs one
+    segment instead of a completion, and long completions move to idle servers. Each request sends
+    the prompt and all earlier segments, which a server with a prefix cache does not compute
+    again."""
 
     environment: str | None = None
-    """Multi-turn rollouts: what answers the model between its turns. A class or function of yours
-    that makes one, ``package.module:Class`` or ``path/to/file.py:Class``, or a built-in name:
-    ``calculator``, ``verifiers``. ``max_new_tokens`` counts what it puts in as well. None is one
-    turn a completion."""
+    """Multi-turn rollouts: what answers the model between its turns. A built-in name
+    (``calculator``, ``verifiers``), or a class or function of your own that makes an environment,
+    named ``package.module:Class`` or ``path/to/file.py:Class``. The tokens that it inserts count
+    towards ``max_new_tokens``. With None each completion is a single turn."""
 
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments with which ``environment`` is called for each completion."""
 
-    max_turns: int = 16
-    """Longest episode with ``environment``, in turns of the model, at least 1."""
+    max_turns: Annotated[int, at_least(1)] = 16
+    """Maximum number of model turns in one episode. Used with ``environment``."""
 
-    environment_timeout_seconds: float = 30.0
-    """Longest time of one call of ``environment``; its completion has then failed. Importing it
-    may take ten times as long."""
+    environment_timeout_seconds: Annotated[float, above(0)] = 30.0
+    """Maximum duration of one call of ``environment``. After it the completion counts as failed.
+    Importing the environment may take ten times as long."""
 
-    environment_workers: int = 1
-    """Processes in which environments run, many in each."""
+    environment_workers: Annotated[int, at_least(1)] = 1
+    """Number of processes that run environments. Each runs many at once."""
 
-    buffer_size_limit: int = 0
-    """No further group is started while this many finished rollouts wait to be trained on;
-    0 is twice ``grpo.prompts_per_step`` times ``grpo.group_size``. At least once that."""
+    buffer_size_limit: Annotated[int, at_least(1).or_value(0, "twice a batch")] = 0
+    """Number of finished rollouts waiting for the trainer at which no further group is started. It
+    must hold at least one batch, ``grpo.prompts_per_step * grpo.group_size``."""
 
     stream: bool = False
-    """Hand a batch to the trainer in parts, each as soon as its groups are finished: forward and
-    backward passes over the first begin while the last are still being written. The optimizer
-    step is that of the whole batch, up to rounding. It is one step a batch, with advantages
-    that are within groups."""
+    """Hand a batch to the trainer in parts, each as soon as its groups are finished, so that forward
+    and backward passes over the first part begin while the last groups are still being generated.
+    The optimizer step equals that of the whole batch up to rounding. Needs one optimizer step for
+    each batch and advantages that are computed within groups."""
 
-    stream_parts: int = 4
-    """In how many parts with ``stream``, from 2 to ``grpo.prompts_per_step``. Each is packed into
-    rows of its own; many small ones are padded more."""
+    stream_parts: Annotated[int, at_least(2)] = 4
+    """Number of parts of a batch with ``stream``, at most ``grpo.prompts_per_step``. Each part is
+    packed into rows of its own, so many small parts are padded more."""
 
     overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
-    """What becomes of groups that must be in the next batch to be young enough, and are the
-    last that it lacks, as soon as enough others are there. ``wait``: it waits for them all the
-    same. ``drop``: they are given up; that favours short answers. ``cut``: their completions end
-    with the segments that are written, and count as cut (``drop_truncated``), at the length
-    that they have (``grpo.overlong_buffer``). ``resume``: they make room
-    for others and go on under newer weights; what was written of a completion becomes context
-    that is not trained, and completions of the group that were whole are written anew. The last
-    two need ``segment_tokens`` and no ``environment``; all but the first are counted."""
+    """What happens to overdue groups: those that would be too old for any later batch, and for which
+    alone the next batch has to wait. ``wait`` waits for them. ``drop`` gives them up, which favours
+    short completions. ``cut`` ends their completions after the segments that are written; such a
+    completion counts as truncated (``drop_truncated``) at the length that it has
+    (``grpo.overlong_buffer``). ``resume`` replaces them in the batch by other groups and continues
+    them under newer weights: the tokens written so far become context that is not trained, and
+    completions of the group that were finished are generated anew. ``cut`` and ``resume`` need
+    ``segment_tokens`` and no ``environment``. Metrics count what is dropped, cut and resumed."""
 
-    min_completion_tokens: int = 0
-    """Completions with fewer tokens are left out of their group."""
+    min_completion_tokens: Annotated[int, at_least(0)] = 0
+    """Number of tokens below which a completion is removed from its group. 0 keeps all."""
 
     drop_truncated: bool = False
-    """Leave completions out of their group that were cut at ``max_new_tokens``. A group that
-    keeps fewer than two is closed, and another takes its place."""
+    """Remove completions that were truncated at ``max_new_tokens`` from their group. A group with
+    fewer than two completions left is closed, and another takes its place."""
 
     dynamic_sampling: bool = False
-    """Leave out groups whose rewards are all equal, and refill the batch with others (DAPO).
-    ``grpo.filter_zero_advantage`` leaves them out without a refill."""
+    """Leave out groups in which all rewards are equal and fill the batch with others (DAPO).
+    ``grpo.filter_zero_advantage`` leaves them out without filling the batch."""
 
-    dynamic_sampling_limit: float = 4.0
-    """At most this many times ``grpo.prompts_per_step`` groups are left out for one batch;
-    beyond that they are taken as they are."""
+    dynamic_sampling_limit: Annotated[float, at_least(0)] = 4.0
+    """Maximum number of groups that ``dynamic_sampling`` leaves out for one batch, as a multiple of
+    ``grpo.prompts_per_step``. Further groups are trained on even if their rewards are equal."""
 
     should_accept: str | None = None
-    """A function of yours, named as in ``reward.functions``, that is called after scoring as
-    ``should_accept(prompts, completions, rewards, **columns)`` and returns for each
-    completion whether to keep it."""
+    """A function of your own that selects completions after scoring, named as in
+    ``reward.functions``. It is called as ``should_accept(prompts, completions, rewards,
+    **columns)`` and returns one bool for each completion: whether to keep it. None keeps all."""
 
-    max_process_restarts: int = 3
-    """How often the rollout process is started again when it was killed; 0 is never."""
+    max_process_restarts: Annotated[int, at_least(0)] = 3
+    """How often the rollout process is started again after it was killed. With 0 the run ends
+    instead."""
 
     longest_first: bool = False
-    """Start the prompts that probably have the longest answers first, among those of a
-    batch, and spread them over the servers. Lengths are predicted by a small model that
-    learns while the run goes on; which prompts are trained in which epoch does not change."""
+    """Among the prompts of a batch, start those that probably have the longest completions first,
+    and spread them over the servers. A small model, which learns during the run, predicts the
+    lengths. It does not change which prompts are trained on in which epoch."""
 
     adaptive_concurrency: bool = True
-    """Let the completions in flight on a server follow its own pressure: one more with each
-    round without a queue on the server, half as many when it queues or fails. The sum
+    """Adapt the number of completions in flight on each server to its load: one more after each
+    round in which no request waited on the server, half as many if requests wait or fail. The sum
     never exceeds ``max_concurrent_rollouts``."""
 
-    hedge_seconds: float = 0.0
-    """A completion that a server has not answered for this long, while servers are idle, is
-    asked of another one as well, and the first answer counts. 0 is never."""
+    hedge_seconds: Annotated[float, above(0).or_value(0, "never")] = 0.0
+    """If a server has not answered a completion after this time and other servers are idle, a second
+    server is asked for the same completion, and the first answer counts."""
 
-    batch_timeout_seconds: float = 1800.0
-    """Longest time that the trainer waits for a batch, or for a part of it with ``stream``,
-    before it gives up."""
+    batch_timeout_seconds: Annotated[float, above(0)] = 1800.0
+    """Maximum time that the trainer waits for a batch, or for a part of it with ``stream``. After it
+    the run ends with an error."""
 
-    max_consecutive_failures: int = 32
-    """The run stops after this many completions in a row failed on the servers, or in their
-    environments."""
+    max_consecutive_failures: Annotated[int, at_least(1)] = 32
+    """The run ends with an error after this many completions in a row have failed, on the servers or
+    in their environments."""
 
     record: str | None = None
-    """Write every trained batch of rollouts to this file, for ``replay``; ``.gz``
-    compresses. A new run refuses a file that holds batches; a resumed run goes on in it,
-    and cannot begin one."""
+    """File to which every trained batch of rollouts is written, for ``replay``. A name that ends in
+    ``.gz`` is compressed. A new run refuses a file that already holds batches. A resumed run
+    continues its file and cannot start one."""
 
     replay: str | None = None
-    """Train on the batches of this file, in its order, instead of on new rollouts: no
-    server and no rollout process is started, no reward is computed, nothing is evaluated.
-    A run ends after ``training.steps`` or with the file. Not together with ``record``."""
+    """File written with ``record`` whose batches are trained on, in their order, instead of new
+    rollouts. No server and no rollout process is started, no reward is computed and nothing is
+    evaluated. The run ends after ``training.steps``, or with the file. Cannot be combined with
+    ``record``."""

@@ -17,7 +17,7 @@ from torchtitan.grpo.types import PromptProgress
 
 @dataclass
 class RolloutProcessConfig:
-    """What the rollout process is given by rank 0: the tables it needs, and some facts."""
+    """What rank 0 tells the rollout process: the tables that it needs, and facts about the run."""
 
     grpo: GRPO
     prompts: Prompts
@@ -26,26 +26,32 @@ class RolloutProcessConfig:
     reward: Reward
     evaluation: Evaluation
     hf_assets_path: str
-    """Directory of the model: tokenizer, and weights for launched servers."""
+    """Directory of the model: the tokenizer, and the weights that launched servers load."""
     vocab_size: int
+    """Number of token ids that the model knows."""
     eos_token_ids: list[int]
+    """End-of-sequence tokens of the model."""
     seq_len: int
-    """``training.seq_len``: prompt plus completion fit into one row."""
+    """``training.seq_len``: a prompt with its completion must fit into one row of this length."""
     seed: int
+    """``debug.seed``, or 0 if it is not set."""
     dump_folder: str
+    """``job.dump_folder``, where logs and saved rollouts are written."""
     server_gpus: list[str]
-    """GPUs of launched servers, as in ``CUDA_VISIBLE_DEVICES``; empty without any."""
+    """GPUs for launched servers, named as in ``CUDA_VISIBLE_DEVICES``; empty without GPUs."""
     start_version: int
-    """Batches already trained on (a resumed run)."""
+    """Policy version at the start: above 0 in a resumed run, the number of batches trained on."""
     progress: PromptProgress
-    """Prompts already used up, and those to begin with (a resumed run)."""
+    """Prompts that a resumed run has already used, and those that it has to start with."""
     saved_rollouts: str | None = None
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0
-    """How many rollout processes the run has had before this one."""
+    """Number of rollout processes that this run has had before."""
     fetch_host: str = ""
-    """Address under which ranks reach it, with ``prompts.single_rank_load = false``."""
+    """Address at which ranks fetch rollouts, with ``prompts.single_rank_load = false``."""
     fetch_secret: str = ""
+    """Token that each such fetch must present."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the configuration as plain data, for the message that carries it."""
         return asdict(self)

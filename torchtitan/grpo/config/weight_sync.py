@@ -1,84 +1,91 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The ``[weight_sync]`` table: the transfer of weights from the trainer to the servers."""
+"""The ``[weight_sync]`` table: how weights travel from the trainer to the servers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from torchtitan.grpo.config.bounds import above, at_least
 
 
 @dataclass
 class WeightSync:
-    """``[weight_sync]``: how weights travel to the servers."""
+    """``[weight_sync]``: how weights travel from the trainer to the servers."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport of the weight groups. ``auto`` with ``inference.launch``: NCCL where trainer
-    and servers each have GPUs of their own, gloo otherwise. ``auto`` with
-    ``inference.urls``: NCCL where the trainer has a GPU; set gloo for servers on CPU or on
-    the trainer's own GPU, which it cannot see."""
+    """Backend of the process groups between trainer and servers. With ``inference.launch``, ``auto``
+    takes NCCL if trainer and servers each have GPUs of their own, and gloo otherwise. With servers
+    that were started by hand, ``auto`` takes NCCL if the trainer has a GPU: set ``gloo`` if the
+    servers run on CPU or share the trainer's GPU, which the trainer cannot find out."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Wire dtype. ``auto``: ``training.mixed_precision_param``, which is what the
-    trainer's own forward computes with."""
+    """Data type in which weights are sent. ``auto`` takes ``training.mixed_precision_param``, the
+    type in which the trainer's own forward pass computes."""
 
-    bucket_bytes: int = 256 * 1024 * 1024
-    """Tensors travel in buckets of about this size; one tensor is never split. Receivers have
-    room for a bucket or two, and on CUDA the training ranks, too, while they gather."""
+    bucket_bytes: Annotated[int, at_least(1)] = 256 * 1024 * 1024
+    """Approximate size of the buckets in which tensors are sent. A single tensor is never split.
+    Servers reserve memory for one or two buckets, and so do training ranks on CUDA while they
+    gather weights."""
 
-    num_slots: int = 2
-    """Snapshots of the local shards that may be alive at once, at least 2: one is sent
-    while the next is filled. On CPU versions are sent from their slots, so there are as many
-    more as ``weight_sync.max_versions`` allows, all of them in memory from the start."""
+    num_slots: Annotated[int, at_least(2)] = 2
+    """Number of snapshots of the local shards that may exist at once: one is sent while the next is
+    filled. On CPU, versions are sent directly from their slots, so that as many slots are added as
+    ``max_versions`` allows versions. All slots are allocated at the start."""
 
     master_address: str = "auto"
-    """Address under which servers reach rank 0. ``auto``: this host's address on the
-    route to each server, which is 127.0.0.1 for a server on this machine."""
+    """Address at which servers reach rank 0. ``auto`` takes the address of this host on the route to
+    each server, which is 127.0.0.1 for a server on the same machine."""
 
-    timeout_seconds: float = 120.0
-    """Bound of joining a server's groups, of each bucket, and of what either side takes to
-    rate the tokens of an attestation."""
+    timeout_seconds: Annotated[float, above(0)] = 120.0
+    """Maximum time for connecting to a server, for sending one bucket, and for computing the
+    log-probabilities of an attestation on either side."""
 
-    push_timeout_seconds: float = 600.0
-    """Bound of one push to one server. A server that takes longer is given up, and joined
-    anew."""
+    push_timeout_seconds: Annotated[float, above(0)] = 600.0
+    """Maximum duration of one push to one server. A server that takes longer is disconnected, and
+    the trainer then connects to it again."""
 
-    retry_seconds: float = 1.0
-    """Pause before a lost server is joined anew; it doubles with each failure in a row."""
+    retry_seconds: Annotated[float, above(0)] = 1.0
+    """Pause before the trainer connects again to a server that it lost. It doubles with each failure
+    in a row."""
 
-    max_retry_seconds: float = 30.0
-    """The pause grows no further than this."""
+    max_retry_seconds: Annotated[float, above(0)] = 30.0
+    """Upper bound of the pause that grows from ``retry_seconds``."""
 
     transport: Literal["group", "disk"] = "group"
-    """``group``: process groups between trainer and servers. ``disk``: safetensors files
-    in ``weight_sync.disk_path``, for servers that share a filesystem with the trainer."""
+    """How weights travel. ``group`` uses process groups between trainer and servers. ``disk`` writes
+    safetensors files to ``disk_path``, for servers that share a file system with the trainer."""
 
     disk_path: str | None = None
-    """Directory for ``transport = "disk"``, under one name on all hosts. Holds the newest
-    versions only; empty it holds nothing else."""
+    """Directory for ``transport = "disk"``, under the same name on all hosts. The run creates it if
+    need be, keeps only the newest versions in it, and shares it with no other run."""
 
     staging: Literal["auto", "device", "host"] = "auto"
-    """Where snapshots lie: in the training device's memory or in pinned host memory.
-    ``auto``: on the device."""
+    """Where snapshots are kept: in the memory of the training device, or in pinned host memory.
+    ``auto`` keeps them on the device."""
 
-    max_versions: int = 0
-    """Versions of the whole model, in wire dtype, that may be alive at once on the ranks
-    that send: the newest, one being gathered, and those that slow servers still receive.
-    0: as many as keep every server independent of the others, which is two more than
-    servers. At least 2; with less than two more than servers, several slow servers
-    together can hold up the others."""
+    max_versions: Annotated[
+        int, at_least(2).or_value(0, "two more than servers, which keeps servers independent")
+    ] = 0
+    """Maximum number of versions of the whole model that may exist at once on the ranks that send:
+    the newest, the one that is being gathered, and those that are still being sent to slow servers.
+    With fewer than two more than servers, several slow servers together can delay the others."""
 
     checksum: bool = False
-    """Compare a checksum of each tensor where the server can (embedded, vLLM)."""
+    """Compare a checksum of each tensor on the server with the trainer's. Only embedded and vLLM
+    servers can do so."""
 
-    attest_every: int = 200
-    """Versions divisible by this are attested: the log-probabilities that a server gives
-    fixed tokens must equal the trainer's. 0: only the server's version is compared."""
+    attest_every: Annotated[int, at_least(1).or_value(0, "never")] = 200
+    """Every version that is a multiple of this is attested: the server computes log-probabilities of
+    fixed tokens, which must equal the trainer's. For all other versions only the version number
+    that the server reports is compared."""
 
-    attest_tolerance: float = 0.0
-    """Largest mean difference of those log-probabilities. 0: 1e-3 where weights travel as
-    float32, 0.05 where as bfloat16."""
+    attest_tolerance: Annotated[
+        float, above(0).or_value(0, "1e-3 for float32 weights, 0.05 for bfloat16")
+    ] = 0.0
+    """Maximum mean difference between the log-probabilities of an attestation."""
 
     delta: bool = False
-    """Send only the elements that changed since the version that a server has confirmed,
-    where the server can apply them (embedded, vLLM). Lossless. Pays where the network is
-    slower than memory."""
+    """Send only the elements that changed since the version that a server has confirmed. The result
+    is exact. It pays off if the network is slower than memory. Only embedded and vLLM servers can
+    apply such updates."""

@@ -11,10 +11,6 @@ def check_dispatch(config: JobConfig) -> None:
     rollout, inference = config.rollout, config.inference
     hedge_seconds = rollout.hedge_seconds
     require(
-        hedge_seconds >= 0,
-        f"rollout.hedge_seconds must be at least 0 (never), got {hedge_seconds}.",
-    )
-    require(
         hedge_seconds < rollout.request_timeout_seconds,
         "rollout.hedge_seconds must be below rollout.request_timeout_seconds "
         f"({rollout.request_timeout_seconds:g}), after which a completion has failed, got "

@@ -77,11 +77,6 @@ def check_weight_sync(config: JobConfig) -> None:
     sync = config.weight_sync
     check_read("weight_sync", sync, _SYNC_READ_WITH)
     require(
-        sync.max_versions == 0 or sync.max_versions >= 2,
-        "weight_sync.max_versions must be 0 (as many as the servers ask for) or at least 2: one "
-        f"is being gathered while another is sent. Got {sync.max_versions}.",
-    )
-    require(
         sync.max_retry_seconds >= sync.retry_seconds,
         f"weight_sync.max_retry_seconds must be at least weight_sync.retry_seconds "
         f"({sync.retry_seconds:g}), from which the pause grows, got {sync.max_retry_seconds:g}.",

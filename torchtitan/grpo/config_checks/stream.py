@@ -16,9 +16,9 @@ def check_stream(config: JobConfig) -> None:
         return
     most = grpo.prompts_per_step
     require(
-        2 <= rollout.stream_parts <= most,
-        f"rollout.stream_parts must be from 2 to grpo.prompts_per_step ({most}), since groups "
-        f"stay whole, got {rollout.stream_parts}. Or leave rollout.stream at false.",
+        rollout.stream_parts <= most,
+        f"rollout.stream_parts must be at most grpo.prompts_per_step ({most}), because prompt groups "
+        f"stay whole, got {rollout.stream_parts}. Lower it, or leave rollout.stream at false.",
     )
     needs_all = {
         f"grpo.num_minibatches = {grpo.num_minibatches}": grpo.num_minibatches > 1,

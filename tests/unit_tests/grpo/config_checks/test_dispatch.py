@@ -16,7 +16,7 @@ LAUNCH = [*SETTINGS, "--inference.launch"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rollout.hedge_seconds=-1"], r"hedge_seconds must be at least 0 \(never\), got -1"),
+        (["--rollout.hedge_seconds=-1"], r"hedge_seconds must be above 0, or 0 \(never\), got -1"),
         (
             ["--rollout.hedge_seconds=30", "--rollout.request_timeout_seconds=30"],
             r"hedge_seconds must be below rollout\.request_timeout_seconds \(30\).*got 30\.",

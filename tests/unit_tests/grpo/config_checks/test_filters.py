@@ -23,7 +23,10 @@ ENVIRONMENT = ["--rollout.environment=calculator"]
     ("arguments", "message"),
     [
         (["--rollout.buffer_size_limit=31"], r"buffer_size_limit must be 0, or .* = 32\).* got 31"),
-        (["--rollout.buffer_size_limit=-1"], r"buffer_size_limit must be at least 0"),
+        (
+            ["--rollout.buffer_size_limit=-1"],
+            r"buffer_size_limit must be at least 1, or 0 \(twice a batch\), got -1",
+        ),
         (["--rollout.min_completion_tokens=257"], r"at most rollout\.max_new_tokens \(256\)"),
         (["--rollout.dynamic_sampling_limit=2"], r"needs rollout\.dynamic_sampling = true"),
         (

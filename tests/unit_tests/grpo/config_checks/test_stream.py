@@ -22,8 +22,8 @@ BASE = [
     ("arguments", "message"),
     [
         (["--rollout.stream_parts=3"], r"stream_parts needs rollout\.stream = true"),
-        (["--rollout.stream", "--rollout.stream_parts=5"], r"from 2 to grpo.* \(4\).* got 5"),
-        (["--rollout.stream", "--rollout.stream_parts=1"], r"from 2 to .* got 1"),
+        (["--rollout.stream", "--rollout.stream_parts=5"], r"at most grpo.* \(4\).* got 5"),
+        (["--rollout.stream", "--rollout.stream_parts=1"], r"at least 2, got 1"),
         (["--rollout.stream", "--grpo.num_minibatches=2"], r"num_minibatches = 2 needs all"),
         (["--rollout.stream", "--grpo.num_epochs=2"], r"grpo\.num_epochs = 2 needs all"),
         (["--rollout.stream", "--grpo.advantage=batch_norm"], r'"batch_norm" needs all'),

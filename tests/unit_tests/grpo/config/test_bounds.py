@@ -1,0 +1,119 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Bounds at the fields of the tables: what they allow, how they read, and that all are enforced."""
+
+import dataclasses
+import math
+import sys
+import types
+from typing import Annotated, Any
+
+import pytest
+
+from torchtitan.grpo import config as tables
+from torchtitan.grpo.config.bounds import Bounds, above, at_least, bounds_of
+from torchtitan.grpo.config.field_docs import field_docs, first_sentence
+from torchtitan.grpo.config_checks import ConfigError
+from torchtitan.grpo.config_checks.ranges import check_ranges
+from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.job_config import JobConfig
+
+TABLES = [field for field in dataclasses.fields(JobConfig) if field.type in vars(tables).values()]
+BOUNDED = [
+    (table.name, name, bounds)
+    for table in TABLES
+    for name, bounds in bounds_of(table.type).items()  # pyright: ignore
+]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text", "valid", "invalid"),
+    [
+        (at_least(1), "at least 1", [1, 2], [0, 0.999, -1, math.nan]),
+        (above(0), "above 0", [1e-9, math.inf], [0, -1e-9, math.nan]),
+        (at_least(0).below(1), "at least 0 and below 1", [0, 0.999], [1, -1e-9, math.nan]),
+        (above(0).at_most(1), "above 0 and at most 1", [1e-9, 1], [0, 1.001, math.nan]),
+        (above(1).or_value(0, "off"), "above 1, or 0 (off)", [0, 1.1], [1, 0.5, -1, math.nan]),
+        (at_least(1).or_value(-1, "all"), "at least 1, or -1 (all)", [-1, 1], [0, -2]),
+    ],
+)
+def test_bounds_allow_what_they_say(bounds: Bounds, text, valid, invalid):
+    assert str(bounds) == text
+    assert all(bounds.allow(value) for value in valid)
+    assert not any(bounds.allow(value) for value in invalid)
+
+
+def test_most_numbers_are_bounded_and_every_default_is_valid():
+    assert len(BOUNDED) > 60
+    for table, name, bounds in BOUNDED:
+        assert bounds.allow(getattr(getattr(JobConfig(), table), name)), f"{table}.{name}"
+
+
+@pytest.mark.parametrize(("table", "name", "bounds"), BOUNDED)
+def test_the_bounds_of_each_field_are_enforced_by_its_key(table, name, bounds: Bounds):
+    invalid = bounds.minimum - 1
+    if bounds.special is not None and invalid == bounds.special[0]:
+        invalid -= 1
+    config = JobConfig()
+    setattr(getattr(config, table), name, invalid)
+    with pytest.raises(ConfigError) as error:
+        check_ranges(config)
+    assert f"{table}.{name} must be {bounds}, got {invalid}. What it sets: " in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["training.steps", "training.local_batch_size"])
+def test_torchtitan_s_own_keys_are_bounded_too(key):
+    config = JobConfig()
+    table, name = key.split(".")
+    setattr(getattr(config, table), name, 0)
+    with pytest.raises(ConfigError, match=rf"{key} must be at least 1, got 0"):
+        check_ranges(config)
+
+
+@pytest.mark.parametrize("table", [field.type for field in TABLES])
+def test_every_field_has_a_docstring_of_whole_sentences(table):
+    docs = field_docs(table)
+    for field in dataclasses.fields(table):
+        assert docs[field.name].endswith((".", '.")')), f"{table.__name__}.{field.name}"
+    first = {name: first_sentence(text) for name, text in docs.items()}
+    assert all(text[0].isupper() or text.startswith("`") for text in first.values())
+
+
+def test_the_command_line_may_mend_a_value_of_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[grpo]\ngroup_size = 0\n[prompts]\npath = 'p'\n[inference]\nlaunch = true\n")
+    arguments = [
+        f"--job.config_file={file}", "--model.hf_assets_path=m", "--reward.functions=exact_match",
+    ]  # fmt: skip
+    assert load_config([*arguments, "--grpo.group_size=2"]).grpo.group_size == 2
+    with pytest.raises(ConfigError, match=r"grpo\.group_size must be at least 1, got 0"):
+        load_config(arguments)
+
+
+def test_tables_that_a_custom_module_adds_or_extends_are_bounded(monkeypatch, tmp_path):
+    @dataclasses.dataclass
+    class Mine:
+        depth: Annotated[int, at_least(1)] = 1
+
+    @dataclasses.dataclass
+    class GRPO:
+        warmth: Annotated[float, above(0)] = 1.0
+
+    @dataclasses.dataclass
+    class Extended:
+        mine: Mine = dataclasses.field(default_factory=Mine)
+        grpo: GRPO = dataclasses.field(default_factory=GRPO)
+
+    module: Any = types.ModuleType("my_config")
+    module.JobConfig = Extended
+    monkeypatch.setitem(sys.modules, "my_config", module)
+    arguments = [
+        "--job.custom_config_module=my_config", "--model.hf_assets_path=m", "--prompts.path=p",
+        "--reward.functions=exact_match", "--inference.launch",
+    ]  # fmt: skip
+    config: Any = load_config([*arguments, "--mine.depth=2", "--grpo.warmth=3"])
+    assert (config.mine.depth, config.grpo.warmth, config.grpo.group_size) == (2, 3.0, 8)
+    for argument in ("--mine.depth=0", "--grpo.warmth=0", "--grpo.group_size=0"):
+        with pytest.raises(ConfigError, match=argument.strip("-").split("=")[0]):
+            load_config([*arguments, argument])
