@@ -3,6 +3,7 @@
 
 """Kullback-Leibler divergence estimates from logprobs of sampled tokens."""
 
+import math
 from typing import Literal
 
 import torch
@@ -24,8 +25,10 @@ def kl_estimate(
         k3   exp(d) - 1 - d   unbiased, never negative; as a loss biased
         abs  |d|              a distance, not a KL
 
-    In ``k3``, ``exp`` is constant above ``d =`` :data:`LOG_RATIO_BOUND`. Mask the inputs
-    first: NaN stays NaN here.
+    Above ``d =`` :data:`LOG_RATIO_BOUND`, ``k3`` continues as the straight line that touches it
+    there. It stays finite, and as a loss it keeps pulling the policy towards ``other`` with the
+    slope ``exp(LOG_RATIO_BOUND) - 1``, however far away the policy is. NaN in the inputs stays
+    NaN, so the caller masks the inputs first.
 
     Args:
         logprobs: [...] float, of the policy that the tokens come from.
@@ -45,8 +48,11 @@ def kl_estimate(
         case "k2":
             return difference.square() / 2
         case "k3":
-            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree.
-            return torch.expm1(difference.clamp(max=LOG_RATIO_BOUND)) - difference
+            # expm1 keeps the digits that exp(d) - 1 loses where the two nearly agree. relu, not
+            # clamp, as its gradient at the bound is 0: the clamped exponential has the slope there.
+            bounded = torch.expm1(difference.clamp(max=LOG_RATIO_BOUND))
+            beyond = math.exp(LOG_RATIO_BOUND) * torch.relu(difference - LOG_RATIO_BOUND)
+            return bounded + beyond - difference
         case "abs":
             return difference.abs()
     raise ValueError(f"grpo.kl_estimator must be k1, k2, k3 or abs, got {estimator!r}.")

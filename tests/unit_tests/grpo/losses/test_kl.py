@@ -53,13 +53,77 @@ def test_as_a_loss_only_k2_has_the_gradient_of_the_divergence():
     torch.testing.assert_close(expected_gradient("k3"), P - Q)
 
 
-def test_k3_stays_finite_and_keeps_pulling_where_the_policy_lost_a_token():
-    policy = torch.tensor([-900.0], requires_grad=True)
-    value = kl_estimate(policy, torch.tensor([0.0]), "k3")
-    value.sum().backward()
+def k3(differences: list[float] | torch.Tensor, dtype=torch.float32):
+    """``k3`` at ``d = other - policy``, and its gradient with respect to the policy's logprobs."""
+    d = torch.as_tensor(differences, dtype=dtype)
+    policy = (-d).requires_grad_()
+    value = kl_estimate(policy, torch.zeros_like(d), "k3")
+    (gradient,) = torch.autograd.grad(value.sum(), policy)
+    return value.detach(), gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distance", [25.0, 60.0, 500.0])
+def test_k3_is_finite_and_pulls_back_where_the_policy_lost_a_token(distance, dtype):
+    (value,), (gradient,) = k3([distance], dtype)
+    assert value.isfinite()
+    # Gradient descent raises the policy's logprob, with the slope that k3 has at the bound.
+    slope = math.exp(20) - 1
+    rounding = 4 * torch.finfo(dtype).eps
+    assert gradient.item() == pytest.approx(-slope, rel=rounding)
+    expected = math.exp(20) - 1 - 20 + slope * (distance - 20)
+    assert value.item() == pytest.approx(expected, rel=rounding)
+    # The square of the gradient, of which the gradient norm is made, is finite too.
+    assert gradient.square().isfinite()
+
+
+def test_gradient_descent_on_k3_comes_back_from_far_below_the_reference():
+    for distance in (25.0, 60.0, 500.0):
+        policy = torch.tensor([-distance], requires_grad=True)
+        optimizer = torch.optim.SGD([policy], lr=0.5 / math.exp(20))
+        distances = [distance]
+        for _ in range(4):
+            optimizer.zero_grad()
+            kl_estimate(policy, torch.zeros(1), "k3").sum().backward()
+            optimizer.step()
+            distances.append(-policy.item())
+        assert distances == sorted(distances, reverse=True)
+        assert distances[-1] == pytest.approx(distance - 2.0, abs=1e-3)
+
+
+def test_value_and_slope_of_k3_are_continuous_at_the_bound():
+    bound = torch.tensor(20.0, dtype=torch.float64)
+    around = torch.stack(
+        [bound.nextafter(torch.zeros_like(bound)), bound, bound.nextafter(2 * bound)]
+    )
+    values, gradients = k3(around, torch.float64)
+    torch.testing.assert_close(values, values[1].expand(3), rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradients, gradients[1].expand(3), rtol=1e-14, atol=0)
+    assert gradients[1].item() == pytest.approx(1 - math.exp(20), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_k3_up_to_the_bound_is_the_plain_formula_bit_for_bit(dtype):
+    generator = torch.Generator().manual_seed(0)
+    drawn = 40 * torch.rand(10_000, generator=generator, dtype=torch.float64) - 20
+    special = [20.0, 0.0, -0.0, 1e-30, -1e-30, -300.0, -math.inf]
+    d = torch.cat([drawn, torch.tensor(special, dtype=torch.float64)]).to(dtype)
+    values, gradients = k3(d, dtype)
+    policy = (-d).requires_grad_()
+    plain = torch.expm1(-policy) + policy
+    (plain_gradients,) = torch.autograd.grad(plain.sum(), policy)
+    assert torch.equal(values, plain.detach())
+    assert torch.equal(gradients, plain_gradients)
+
+
+def test_k3_under_autocast_is_finite_and_pulls_back():
+    policy = torch.tensor([-25.0, -60.0, -500.0, -1.0], requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = kl_estimate(policy, torch.zeros(4), "k3")
+        (gradient,) = torch.autograd.grad(value.sum(), policy)
+    assert value.dtype == torch.float32, "logprobs are float32, and stay so"
     assert value.isfinite().all()
-    assert policy.grad is not None
-    assert policy.grad.item() == 1.0
+    assert (gradient < 0).all()
 
 
 def test_an_unknown_estimator_is_refused():
