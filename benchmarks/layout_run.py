@@ -13,7 +13,6 @@ among torchtitan's optimizers, and is put in its place.
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.entry import leave
-from torchtitan.grpo.losses.objective import metrics_from_sums
+from torchtitan.grpo.losses.objective import batch_loss_metrics
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.observe.console import init_console
@@ -66,9 +65,9 @@ class WatchedTrainer(GRPOTrainer):
         self._optimizer_step()
 
     def _log_step(self, learned, learning_rate) -> None:
-        super()._log_step(replace(learned, sums=learned.sums.clone()), learning_rate)
-        totals = self.feed.all_reduce_sum(learned.sums).tolist()
-        metrics = metrics_from_sums(totals, len(learned.grad_norms))
+        super()._log_step(learned, learning_rate)
+        # Combined over all ranks by now.
+        metrics = batch_loss_metrics(learned.totals, len(learned.grad_norms))
         self.losses.append(metrics["loss/total"])
         self.grad_norms.append(sum(learned.grad_norms) / len(learned.grad_norms))
 

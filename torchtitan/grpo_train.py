@@ -47,7 +47,8 @@ from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.losses.objective import SUM_NAMES
+from torchtitan.grpo.losses.loss_metrics import MetricTotals
+from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
 from torchtitan.grpo.models.spec import build_policy_runner, build_reference, register_hf_model
@@ -97,6 +98,7 @@ class GRPOTrainer(Trainer):
         adapter = self.train_spec.state_dict_adapter
         assert adapter is not None
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
+        self.metric_reductions = metric_reductions(job_config.grpo)
         self.clock = StepClock()
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
         self.source: StepSource | None = None  # on rank 0, once started
@@ -201,12 +203,12 @@ class GRPOTrainer(Trainer):
         """Takes the optimizer steps of a batch that arrived whole."""
         config = self.config.grpo
         minibatches = self._score(batch)
-        learned = Learned(batch, torch.zeros(len(SUM_NAMES), dtype=torch.float64), [])
+        learned = Learned(batch, MetricTotals(self.metric_reductions), [])
         for epoch in range(config.num_epochs):
             for index in epoch_order(config.num_minibatches, epoch):
                 # Without trained tokens momentum and weight decay alone would move the weights.
                 if batch.minibatch_tokens[index]:
-                    grad_norm = self._update(minibatches[index], learned.sums)
+                    grad_norm = self._update(minibatches[index], learned.totals)
                     learned.grad_norms.append(grad_norm)
         return learned
 
@@ -215,19 +217,19 @@ class GRPOTrainer(Trainer):
 
         Returns None if the run is to end before the last part.
         """
-        gradient = GradientParts()
+        gradient = GradientParts(MetricTotals(self.metric_reductions))
         while batch is not None:
             if batch.part.begins_batch:  # again if the rollout process was killed amid the batch
                 self.optimizers.zero_grad()
-                gradient = GradientParts()
+                gradient = GradientParts(MetricTotals(self.metric_reductions))
             scale = gradient.scale_of(batch)
             if scale:
                 (rows,) = self._score(batch)
-                self._add_gradient(rows, gradient.sums, scale)
+                self._add_gradient(rows, gradient.totals, scale)
             if batch.part.ends_batch:
                 gradient.finish(self._parameters())
                 norms = [] if gradient.is_empty else [self._apply_gradient()]
-                return Learned(gradient.whole(), gradient.sums, norms)
+                return Learned(gradient.whole(), gradient.totals, norms)
             batch = self._next_batch()
         # A checkpoint that is written now must not depend on an incomplete gradient.
         self.optimizers.zero_grad()
@@ -239,17 +241,19 @@ class GRPOTrainer(Trainer):
             is_counted=self.role.is_counted,
         )  # fmt: skip
 
-    def _update(self, minibatch: ScoredRows, sums: torch.Tensor) -> float:
-        """Takes one optimizer step, adds to this rank's sums, and returns the gradient norm."""
+    def _update(self, minibatch: ScoredRows, totals: MetricTotals) -> float:
+        """Takes one optimizer step, adds its metrics, and returns the gradient norm."""
         self.optimizers.zero_grad()
-        self._add_gradient(minibatch, sums)
+        self._add_gradient(minibatch, totals)
         return self._apply_gradient()
 
-    def _add_gradient(self, minibatch: ScoredRows, sums: torch.Tensor, scale: float = 1.0) -> None:
+    def _add_gradient(
+        self, minibatch: ScoredRows, totals: MetricTotals, scale: float = 1.0
+    ) -> None:
         loss = MinibatchLoss(minibatch, self.config.grpo, scale)
         self.runner.forward_backward(minibatch.rows, loss)
         if self.role.is_counted:
-            sums += loss.sums()
+            loss.add_metrics(totals)
 
     def _apply_gradient(self) -> float:
         """Clips the gradient, steps the optimizer and returns the norm before clipping."""
@@ -396,11 +400,11 @@ class GRPOTrainer(Trainer):
         return target
 
     def _log_step(self, learned: Learned, learning_rate: float) -> None:
-        totals = self.feed.all_reduce_sum(learned.sums).tolist()
+        self.feed.all_reduce_metrics(learned.totals)
         times = self.clock.end_step()
         if self.source is None:
             return
-        metrics = learned.metrics(totals, times["time/step_seconds"])
+        metrics = learned.metrics(times["time/step_seconds"])
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
         self.metrics_processor.log_step(self.step, metrics)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
+from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
 NUM_SAMPLES = (2, 0, 3)
@@ -92,4 +93,17 @@ def main(arguments):
     else:
         signal = feed.receive()
     total = feed.all_reduce_sum(torch.tensor([1.0 + rank]))
-    return {"received": received, "signal": signal.name, "total": total.item()}
+    result = {"received": received, "signal": signal.name, "total": total.item()}
+    return result | {"metrics": combined_metrics(feed, rank)}
+
+
+def combined_metrics(feed, rank):
+    """Metrics to which each rank but the last has added one microbatch."""
+    reductions = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "loss": "loss"}
+    totals = MetricTotals(reductions)
+    if rank < dist.get_world_size() - 1:
+        one, value = torch.tensor(1.0), torch.tensor(-2.0 - rank)
+        numbers = dict.fromkeys(reductions, (value,)) | {"mean": (value, one)}
+        totals.add([{name: Metric(reductions[name], numbers[name]) for name in reductions}])
+    feed.all_reduce_metrics(totals)
+    return totals.values(num_optimizer_steps=2)

@@ -3,8 +3,8 @@
 
 """The ``[grpo]`` table: the algorithm."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.bounds import above, at_least
 
@@ -82,6 +82,11 @@ class GRPO:
     the clipped surrogate with one ratio per sequence. ``cispo`` weights the log-probability by the
     clipped ratio, held constant. ``reinforce`` uses no ratio. A function of your own is named
     ``package.module:function`` or ``path/to/file.py:function``."""
+
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments that your own ``policy_loss`` function is called with. An option that the
+    function does not have is refused. The built-in losses have no options: they read the keys
+    below."""
 
     clip_low: Annotated[float, at_least(0).below(1)] = 0.2
     """Ratios below ``1 - clip_low`` are clipped."""

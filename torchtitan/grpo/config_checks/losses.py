@@ -62,8 +62,6 @@ def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
         not grpo.cispo_two_sided or loss == "cispo",
         f"grpo.cispo_two_sided is of grpo.policy_loss = 'cispo' alone, got {loss!r}.",
     )
-    if loss in ("clip", "gspo", "cispo", "reinforce"):
-        return
     from torchtitan.grpo.losses.policy_function import check_policy_function
 
     try:

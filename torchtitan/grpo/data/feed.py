@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torchtitan.grpo.data.packing_list import packing_list, rows_from, sources_of
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
+from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.rollout.batch_fetch import BatchFetcher
 from torchtitan.grpo.system.groups import new_group
 from torchtitan.grpo.types import BatchPart, PromptProgress
@@ -200,6 +201,12 @@ class Feed:
         """Sums a CPU tensor over all ranks, in place."""
         dist.all_reduce(values, group=self.group)
         return values
+
+    def all_reduce_metrics(self, totals: MetricTotals) -> None:
+        """Combines the metrics of all ranks, in place."""
+        dist.all_reduce(totals.added, group=self.group)
+        if len(totals.largest) > 0:
+            dist.all_reduce(totals.largest, op=dist.ReduceOp.MAX, group=self.group)
 
     def _broadcast_header(self, header: _Header | None) -> _Header:
         values = astuple(header or _Header(Signal.READY))

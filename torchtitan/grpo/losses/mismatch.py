@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from torchtitan.grpo.losses.kl import kl_estimate
+from torchtitan.grpo.losses.loss_metrics import Metric, mean_metric
 from torchtitan.grpo.losses.ratios import ratio
 from torchtitan.grpo.losses.sequences import sequence_means, sequence_sums, spread
 
@@ -141,3 +143,35 @@ def mismatch_weights(
         masked=masked,
         vetoed=vetoed,
     )
+
+
+def mismatch_metrics(
+    mismatch: MismatchWeights,
+    old_logprobs: torch.Tensor,
+    generator_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+) -> dict[str, Metric]:
+    """Returns the ``mismatch/...`` metrics of a microbatch.
+
+    Args:
+        mismatch: What :func:`mismatch_weights` returned.
+        old_logprobs: [rows, seq] float, detached, 0 where not trained.
+        generator_logprobs: [rows, seq] float, 0 where not trained.
+        loss_mask: [rows, seq] bool.
+        sequence_ids: [rows, seq] int64.
+    """
+    num_tokens = loss_mask.sum()
+    trained = sequence_sums(loss_mask.to(old_logprobs.dtype), sequence_ids)
+    vetoed = sequence_sums(mismatch.vetoed.to(old_logprobs.dtype), sequence_ids)
+    # In float64: the ratio of a sequence may be so large that its square is not exact.
+    ratios = mismatch.ratios.double()
+    effective_size = (ratios.sum(), ratios.square().sum(), num_tokens)
+    kl = kl_estimate(generator_logprobs, old_logprobs, "k3")
+    return {
+        "mismatch/kl": mean_metric(kl.sum(), num_tokens),
+        "mismatch/effective_sample_size": Metric("effective_size", effective_size),
+        "mismatch/capped_fraction": mean_metric(mismatch.capped.sum(), num_tokens),
+        "mismatch/masked_fraction": mean_metric(mismatch.masked.sum(), num_tokens),
+        "mismatch/vetoed_fraction": mean_metric((vetoed > 0).sum(), (trained > 0).sum()),
+    }

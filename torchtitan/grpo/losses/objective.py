@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The loss of a microbatch, from the parts that ``[grpo]`` chooses, and sums for metrics.
+"""The loss of a microbatch, from the parts that ``[grpo]`` chooses, and its metrics.
 
 ::
 
@@ -14,17 +14,25 @@ or its entropy up, holds on tokens that the correction leaves out, too. A token 
 keeps its place in the aggregation's denominator, which is in ``loss_weight``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.kl import kl_estimate
-from torchtitan.grpo.losses.mismatch import MismatchWeights, mismatch_weights
-from torchtitan.grpo.losses.policy_function import policy_function
-from torchtitan.grpo.losses.policy_terms import PolicyInputs, PolicyTerm
-from torchtitan.grpo.losses.sequences import sequence_sums
+from torchtitan.grpo.losses.loss_metrics import (
+    Metric,
+    MetricTotals,
+    Reduction,
+    TokenMetric,
+    loss_metric,
+    mean_metric,
+    token_metric,
+)
+from torchtitan.grpo.losses.mismatch import MismatchWeights, mismatch_metrics, mismatch_weights
+from torchtitan.grpo.losses.policy_function import example_inputs, policy_function
+from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInputs, PolicyTerm
 
 
 @dataclass(frozen=True)
@@ -61,18 +69,7 @@ class LossInputs:
     sequence_ids: torch.Tensor
 
 
-SUM_NAMES = (
-    "num_tokens", "num_sequences", "total_loss", "policy_loss", "ptx_loss", "reference_kl",
-    "mismatch_kl", "approx_kl", "clipped", "dual_clipped", "capped", "masked",
-    "vetoed_sequences", "weight", "weight_squared", "entropy", "nll",
-)  # fmt: skip
-"""What :func:`objective` sums, in this order: the three losses weighted, as they enter the
-gradient, the rest over trained tokens (or sequences), each counting 1."""
-
-_LOSSES = ("total_loss", "policy_loss", "ptx_loss")
-
-
-def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, torch.Tensor]:
+def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The loss of a microbatch, to be summed over microbatches and ranks.
 
     Rows without a trained or mixed-in token give 0, with gradients of 0. Runs in the
@@ -83,17 +80,17 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, torch.Ten
         config: ``[grpo]``.
 
     Returns:
-        Scalar [] loss, and detached [len(SUM_NAMES)] float64 sums for
-        :func:`metrics_from_sums`.
+        Scalar [] loss, and the metrics of the microbatch by name.
 
     Raises:
-        ValueError: The shapes differ, or a setting asks for a tensor that is None.
+        ValueError: If the shapes differ, or a setting needs a tensor that is None.
     """
     _check(inputs, config)
     clean = _without_untrained(inputs)
     policy_inputs = _policy_inputs(clean, config)
     mismatch = _mismatch(clean, config)
-    term = policy_function(config.policy_loss)(policy_inputs, config)
+    function = policy_function(config.policy_loss)
+    term = function(policy_inputs, config, **config.policy_loss_options)
     token_losses = torch.where(clean.loss_mask, term.token_losses, 0.0)
     policy_loss = (clean.loss_weights * mismatch.weights * token_losses).sum()
     ptx_loss = _ptx_loss(inputs)
@@ -105,54 +102,63 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, torch.Ten
             loss = loss + config.kl_coef * (clean.loss_weights * reference_kl).sum()
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
-    sums = {"total_loss": loss, "policy_loss": policy_loss, "ptx_loss": ptx_loss,
-            "reference_kl": reference_kl.sum(), "entropy": clean.entropy.sum(),
-            "nll": -clean.logprobs.sum()}  # fmt: skip
-    sums |= _policy_sums(policy_inputs, term) | _mismatch_sums(clean, mismatch, config)
-    return loss, torch.stack([sums[name].detach().double() for name in SUM_NAMES])
+    own = {
+        "loss/total": loss_metric(loss),
+        "loss/policy": loss_metric(policy_loss),
+        "loss/ptx": loss_metric(ptx_loss),
+        "loss/reference_kl": mean_metric(reference_kl.sum(), clean.loss_mask.sum()),
+    }
+    of_mismatch = mismatch_metrics(
+        mismatch,
+        _proximal(clean, config),
+        clean.generator_logprobs,
+        clean.loss_mask,
+        clean.sequence_ids,
+    )
+    of_term = _term_metrics(term, clean.loss_mask, own)
+    return loss, own | of_term | of_mismatch | _policy_metrics(policy_inputs)
 
 
-def metrics_from_sums(sums: Sequence[float], num_optimizer_steps: int = 1) -> dict[str, float]:
-    """Metrics of a batch.
+def metric_reductions(config: GRPO) -> dict[str, Reduction]:
+    """Returns the names and reductions of all metrics, found by computing a small example.
+
+    Ranks that do not see the model's output know the metrics by this, too.
+    """
+    example = example_inputs()
+    inputs = LossInputs(
+        logprobs=example.logprobs,
+        entropy=example.entropy,
+        old_logprobs=example.old_logprobs,
+        generator_logprobs=example.generator_logprobs,
+        ref_logprobs=example.old_logprobs,
+        advantages=example.advantages,
+        loss_mask=example.loss_mask,
+        loss_weights=example.loss_mask.float(),
+        ptx_weights=torch.zeros_like(example.logprobs),
+        sequence_ids=example.sequence_ids,
+    )
+    with torch.no_grad():
+        _, metrics = objective(inputs, config)
+    return {name: metric.reduction for name, metric in metrics.items()}
+
+
+def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> dict[str, float]:
+    """Returns the metrics of a batch.
 
     ``loss/total``, ``loss/policy`` and ``loss/ptx`` are what was minimised, averaged over
     the batch's optimizer steps; the rest are means over trained tokens, each counting 1
-    (``mismatch/vetoed_fraction``: over sequences). All are 0 where there was no trained
-    token. ``policy/entropy`` is left out where no entropy was computed.
+    (``mismatch/vetoed_fraction``: over sequences), unless the policy loss declares another
+    reduction. All are 0 without a trained token. ``policy/entropy`` is left out if no entropy
+    was computed.
 
     Args:
-        sums: [len(SUM_NAMES)], added over microbatches, ranks and optimizer steps.
-        num_optimizer_steps: Of the batch.
+        totals: Combined over microbatches, ranks and optimizer steps.
+        num_optimizer_steps: Optimizer steps of the batch.
     """
-    total = dict(zip(SUM_NAMES, sums, strict=True))
-    tokens = max(total["num_tokens"], 1.0)
-    effective = total["weight"] ** 2 / max(tokens * total["weight_squared"], 1e-300)
-    metrics = {
-        "loss/total": total["total_loss"] / num_optimizer_steps,
-        "loss/policy": total["policy_loss"] / num_optimizer_steps,
-        "loss/ptx": total["ptx_loss"] / num_optimizer_steps,
-        "loss/reference_kl": total["reference_kl"] / tokens,
-        "loss/clipped_fraction": total["clipped"] / tokens,
-        "loss/dual_clipped_fraction": total["dual_clipped"] / tokens,
-        "mismatch/kl": total["mismatch_kl"] / tokens,
-        "mismatch/effective_sample_size": effective,
-        "mismatch/capped_fraction": total["capped"] / tokens,
-        "mismatch/masked_fraction": total["masked"] / tokens,
-        "mismatch/vetoed_fraction": total["vetoed_sequences"] / max(total["num_sequences"], 1.0),
-        "policy/nll": total["nll"] / tokens,
-        "policy/approx_kl": total["approx_kl"] / tokens,
-        "policy/entropy": total["entropy"] / tokens,
-    }
-    if total["entropy"] == 0:  # of a real distribution it is above 0
+    metrics = totals.values(num_optimizer_steps)
+    if metrics["policy/entropy"] == 0:  # the entropy of a real distribution is above 0
         del metrics["policy/entropy"]
     return metrics
-
-
-def scale_losses(sums: torch.Tensor, factor: float) -> torch.Tensor:
-    """[len(SUM_NAMES)] ``sums`` of a loss that was multiplied by ``factor``."""
-    factors = torch.ones_like(sums)
-    factors[[SUM_NAMES.index(name) for name in _LOSSES]] = factor
-    return sums * factors
 
 
 def _check(inputs: LossInputs, config: GRPO) -> None:
@@ -231,29 +237,26 @@ def _ptx_loss(inputs: LossInputs) -> torch.Tensor:
     return -(weights * torch.where(mixed_in, inputs.logprobs, 0.0)).sum()
 
 
-def _policy_sums(inputs: PolicyInputs, term: PolicyTerm) -> dict[str, torch.Tensor]:
-    mask = inputs.loss_mask
-    per_sequence = sequence_sums(mask.to(inputs.logprobs.dtype), inputs.sequence_ids)
-    return {
-        "num_tokens": mask.sum(),
-        "num_sequences": (per_sequence > 0).sum(),
-        "clipped": (term.clipped & mask).sum(),
-        "dual_clipped": (term.dual_clipped & mask).sum(),
-        "approx_kl": kl_estimate(inputs.old_logprobs, inputs.logprobs, "k3").sum(),
-    }
+def _term_metrics(
+    term: PolicyTerm, loss_mask: torch.Tensor, taken: Mapping[str, Metric]
+) -> dict[str, Metric]:
+    """Returns the metrics of the policy term; nothing is clipped by a term that does not say so."""
+    nowhere = TokenMetric(torch.zeros_like(loss_mask), "mean")
+    metrics = {CLIPPED: nowhere, DUAL_CLIPPED: nowhere} | term.metrics
+    for name in metrics:
+        if name in taken:
+            raise ValueError(
+                f"grpo.policy_loss returns a metric {name!r}, which is the name of a metric of "
+                "every loss. Choose another name."
+            )
+    return {name: token_metric(metric, loss_mask) for name, metric in metrics.items()}
 
 
-def _mismatch_sums(
-    clean: LossInputs, mismatch: MismatchWeights, config: GRPO
-) -> dict[str, torch.Tensor]:
-    # In float64: a sequence's ratio may be so large that its square is not exact.
-    ratios = mismatch.ratios.double()
-    vetoed = sequence_sums(mismatch.vetoed.to(clean.logprobs.dtype), clean.sequence_ids)
+def _policy_metrics(inputs: PolicyInputs) -> dict[str, Metric]:
+    num_tokens = inputs.loss_mask.sum()
+    approx_kl = kl_estimate(inputs.old_logprobs, inputs.logprobs, "k3")
     return {
-        "mismatch_kl": kl_estimate(clean.generator_logprobs, _proximal(clean, config), "k3").sum(),
-        "capped": mismatch.capped.sum(),
-        "masked": mismatch.masked.sum(),
-        "vetoed_sequences": (vetoed > 0).sum(),
-        "weight": ratios.sum(),
-        "weight_squared": ratios.square().sum(),
+        "policy/nll": mean_metric(-inputs.logprobs.sum(), num_tokens),
+        "policy/approx_kl": mean_metric(approx_kl.sum(), num_tokens),
+        "policy/entropy": mean_metric(inputs.entropy.sum(), num_tokens),
     }

@@ -3,34 +3,40 @@
 
 """``grpo.policy_loss``: a built-in policy term by name, or a function of the user's.
 
-A custom loss is a function ``(inputs: PolicyInputs, config: GRPO) -> Tensor`` that returns
-the loss of every token, [rows, seq], with gradients through ``inputs.logprobs``. What it
-returns where nothing is trained is not used; the mismatch weight, aggregation, KL and
-entropy terms are applied as to the built-in ones. Example::
+A function of the user's is called as ``function(inputs: PolicyInputs, config: GRPO, **options)``
+with the options of ``grpo.policy_loss_options``. It returns the loss of every token, [rows, seq],
+with gradients through ``inputs.logprobs``, or a :class:`PolicyTerm` with metrics besides. What it
+returns where nothing is trained is not used; the mismatch weight, aggregation, KL and entropy
+terms are applied as to the built-in ones. Example::
 
-    def mine(inputs, config):
+    def mine(inputs, config, *, ceiling=1.2):
         ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
-        return -ratio.clamp(max=1 + config.clip_high) * inputs.advantages
+        losses = -ratio.clamp(max=ceiling) * inputs.advantages
+        return PolicyTerm(losses, {"loss/largest_ratio": TokenMetric(ratio, "max")})
 """
 
-from collections.abc import Callable
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.functions import load_function
+from torchtitan.grpo.losses.loss_metrics import check_token_metric
 from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyFunction, PolicyInputs, PolicyTerm
 
 _LOADED: dict[str, PolicyFunction] = {}
-# Functions of the user's, loaded once: a compiled loss looks a name up, and cannot import.
+"""Functions of the user's, loaded once: a compiled loss looks a name up, and cannot import."""
 
 
 def policy_function(name: str) -> PolicyFunction:
-    """The function that ``grpo.policy_loss`` names.
+    """Returns the function that ``grpo.policy_loss`` names.
 
     Raises:
-        ValueError: It cannot be found or imported, or is not callable.
+        ValueError: If it cannot be found or imported, or is not callable.
     """
     if name in BUILTIN:
         return BUILTIN[name]
@@ -40,23 +46,25 @@ def policy_function(name: str) -> PolicyFunction:
 
 
 def check_policy_function(config: GRPO) -> None:
-    """Loads ``grpo.policy_loss`` and tries it on two short sequences.
+    """Loads ``grpo.policy_loss`` and tries it, with its options, on two short sequences.
 
     Raises:
-        ValueError: With the key: it cannot be loaded, or its result has another shape, is
-            not finite, or carries no gradient to the logprobs.
+        ValueError: With the key, if it cannot be loaded, does not take the options, or its
+            result has another shape, is not finite, or carries no gradient to the logprobs.
     """
     name = config.policy_loss
     function = policy_function(name)
-    inputs = _example()
+    _check_options(function, name, config.policy_loss_options)
+    inputs = example_inputs()
     try:
-        losses = function(inputs, config).token_losses
+        losses = function(inputs, config, **config.policy_loss_options).token_losses
         (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
     except (ValueError, TypeError, AttributeError, NameError, LookupError, RuntimeError) as error:
         raise ValueError(
             f"grpo.policy_loss {name!r} failed on an example with {type(error).__name__}: "
-            f"{error}. It is called as function(inputs: PolicyInputs, config: GRPO) and must "
-            "return losses [rows, seq] with gradients through inputs.logprobs."
+            f"{error}. It is called as function(inputs: PolicyInputs, config: GRPO, **options), "
+            f"with grpo.policy_loss_options = {config.policy_loss_options}, and must return losses "
+            "[rows, seq] with gradients through inputs.logprobs, or a PolicyTerm of them."
         ) from error
     if not (losses.isfinite().all() and gradient.isfinite().all()):
         raise ValueError(
@@ -65,23 +73,8 @@ def check_policy_function(config: GRPO) -> None:
         )
 
 
-def _as_term(function: Callable[..., Any]) -> PolicyFunction:
-    def checked(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-        losses = function(inputs, config)
-        if not isinstance(losses, torch.Tensor) or losses.shape != inputs.logprobs.shape:
-            got = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-            raise ValueError(
-                f"grpo.policy_loss must return a tensor {list(inputs.logprobs.shape)}, one loss a "
-                f"token, got {got}"
-            )
-        nowhere = torch.zeros_like(inputs.loss_mask)
-        return PolicyTerm(losses, clipped=nowhere, dual_clipped=nowhere)
-
-    return checked
-
-
-def _example() -> PolicyInputs:
-    """A packed row of two sequences, and one of padding."""
+def example_inputs() -> PolicyInputs:
+    """Returns a small example: a packed row of two sequences, and one of padding."""
     mask = torch.tensor([[False, True, True, True, True], [False] * 5])
 
     def masked(*values: float) -> torch.Tensor:
@@ -96,3 +89,52 @@ def _example() -> PolicyInputs:
         loss_mask=mask,
         sequence_ids=torch.tensor([[0, 0, 0, 1, 1], [0] * 5]),
     )
+
+
+def _as_term(function: Callable[..., Any]) -> PolicyFunction:
+    @functools.wraps(function)
+    def checked(inputs: PolicyInputs, config: GRPO, **options: Any) -> PolicyTerm:
+        result = function(inputs, config, **options)
+        term = result if isinstance(result, PolicyTerm) else PolicyTerm(result)
+        losses, shape = term.token_losses, inputs.logprobs.shape
+        if not isinstance(losses, torch.Tensor) or losses.shape != shape:
+            got = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(
+                f"grpo.policy_loss must return a tensor {list(shape)}, one loss a token, got {got}"
+            )
+        for name, metric in term.metrics.items():
+            _check_name(name)
+            check_token_metric(name, metric, shape)
+        return term
+
+    return checked
+
+
+def _check_name(name: str) -> None:
+    if not name.startswith("loss/") or len(name) == len("loss/"):
+        raise ValueError(
+            f"The name of a metric of grpo.policy_loss must begin with 'loss/', got {name!r}."
+        )
+
+
+def _check_options(function: PolicyFunction, name: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that the function does not take, and the lack of those that it needs."""
+    parameters = list(inspect.signature(function).parameters.values())[2:]
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return
+    known = {p.name: p for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
+    choices = f"It takes {', '.join(sorted(known))}." if known else "It takes none."
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"grpo.policy_loss_options: grpo.policy_loss {name!r} has no option "
+                f"{option!r}. {choices}{hint}"
+            )
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in options]
+    if missing:
+        raise ValueError(
+            f"grpo.policy_loss_options must set {', '.join(missing)}: grpo.policy_loss {name!r} "
+            f"has no default. Got {dict(options)}."
+        )

@@ -8,11 +8,12 @@ Each function gives the loss of every token; the objective weighs and sums them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.losses.loss_metrics import TokenMetric
 from torchtitan.grpo.losses.ratios import ratio
 from torchtitan.grpo.losses.sequences import sequence_means
 
@@ -43,20 +44,23 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """Losses of tokens, and what the bounds did to them.
+    """Losses of tokens, and metrics of how they came about.
 
     Attributes:
         token_losses: [rows, seq] float.
-        clipped: [rows, seq] bool, where the clip bound was active.
-        dual_clipped: [rows, seq] bool, where the dual-clip bound was active.
+        metrics: Values at tokens by metric name, ``loss/...``. Every call must return the same
+            names with the same reductions.
     """
 
     token_losses: torch.Tensor
-    clipped: torch.Tensor
-    dual_clipped: torch.Tensor
+    metrics: dict[str, TokenMetric] = field(default_factory=dict)
 
 
-PolicyFunction = Callable[[PolicyInputs, GRPO], PolicyTerm]
+PolicyFunction = Callable[..., PolicyTerm]
+"""``(inputs: PolicyInputs, config: GRPO, **options) -> PolicyTerm``, the options being
+``grpo.policy_loss_options``."""
+
+CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
 
 
 def clipped_surrogate(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
@@ -102,13 +106,12 @@ def cispo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     if config.cispo_two_sided:
         weight = weight.clamp(min=1 - config.clip_low)
     losses = -weight * inputs.advantages * inputs.logprobs
-    return PolicyTerm(losses, clipped=weight != r, dual_clipped=torch.zeros_like(weight != r))
+    return PolicyTerm(losses, {CLIPPED: TokenMetric(weight != r, "mean")})
 
 
 def reinforce(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     """``loss = -A * logprob``, without a ratio (https://arxiv.org/abs/2402.14740)."""
-    nowhere = torch.zeros_like(inputs.loss_mask)
-    return PolicyTerm(-inputs.advantages * inputs.logprobs, clipped=nowhere, dual_clipped=nowhere)
+    return PolicyTerm(-inputs.advantages * inputs.logprobs)
 
 
 BUILTIN: dict[str, PolicyFunction] = {
@@ -129,4 +132,8 @@ def _clipped(r: torch.Tensor, advantages: torch.Tensor, config: GRPO) -> PolicyT
         bound = -config.dual_clip * advantages
         dual_clipped = (advantages < 0) & (losses > bound)
         losses = torch.where(dual_clipped, bound, losses)
-    return PolicyTerm(losses, clipped=held > free, dual_clipped=dual_clipped)
+    metrics = {
+        CLIPPED: TokenMetric(held > free, "mean"),
+        DUAL_CLIPPED: TokenMetric(dual_clipped, "mean"),
+    }
+    return PolicyTerm(losses, metrics)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from torchtitan.grpo.data.feed import TrainBatch
-from torchtitan.grpo.losses.objective import SUM_NAMES, scale_losses
+from torchtitan.grpo.losses.loss_metrics import MetricTotals
 
 
 class GradientParts:
@@ -24,12 +24,12 @@ class GradientParts:
     by the ratio of its mass to that of the first part, which keeps the gradients in their usual
     range; :meth:`finish` then divides by the total.
 
-    Attributes:
-        sums: [len(SUM_NAMES)] float64, sums of this rank over the parts.
+    Args:
+        totals: Metrics of this rank; those of the parts are added to it.
     """
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+    def __init__(self, totals: MetricTotals) -> None:
+        self.totals = totals
         self._parts: list[TrainBatch] = []
         self._unit = self._mass = 0
 
@@ -53,7 +53,7 @@ class GradientParts:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        self.sums = scale_losses(self.sums, scale)
+        self.totals.scale_losses(scale)
 
     def whole(self) -> TrainBatch:
         """Returns the last part, with the counts of all parts."""

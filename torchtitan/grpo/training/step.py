@@ -18,7 +18,8 @@ from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.kl import sample_kl_sums
-from torchtitan.grpo.losses.objective import SUM_NAMES, LossInputs, objective, scale_losses
+from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
+from torchtitan.grpo.losses.objective import LossInputs, objective
 from torchtitan.grpo.training.runner import ForwardRunner
 
 
@@ -41,20 +42,20 @@ class ScoredRows:
 
 
 class MinibatchLoss:
-    """The loss of one minibatch, part by part, keeping the parts' sums for metrics.
+    """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
 
-    A part may be asked for twice (pipeline schedules do, to learn shapes); it is counted
-    once.
+    The loss of a microbatch may be computed twice, which pipeline schedules do to learn shapes;
+    its metrics count once.
 
     Args:
         scored: The minibatch.
         config: ``[grpo]``.
-        scale: Factor of the loss and its sums; see `gradient_parts.py`.
+        scale: Factor of the loss; see `gradient_parts.py`.
     """
 
     def __init__(self, scored: ScoredRows, config: GRPO, scale: float = 1.0) -> None:
         self.scored, self.config, self.scale = scored, config, scale
-        self._sums: dict[int, torch.Tensor] = {}
+        self._metrics: dict[int, dict[str, Metric]] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
         """output: [rows, seq, 2], logprobs and entropies of the rows ``which``."""
@@ -73,15 +74,12 @@ class MinibatchLoss:
             ptx_weights=rows.ptx_weights,
             sequence_ids=rows.sequence_ids,
         )
-        loss, self._sums[which.start] = objective(inputs, self.config)
+        loss, self._metrics[which.start] = objective(inputs, self.config)
         return self.scale * loss
 
-    def sums(self) -> torch.Tensor:
-        """[len(SUM_NAMES)] float64 on the CPU, over the parts that this rank has seen."""
-        if not self._sums:
-            return torch.zeros(len(SUM_NAMES), dtype=torch.float64)
-        # Scaled on the CPU: picking entries on a device would wait for it.
-        return scale_losses(torch.stack(list(self._sums.values())).sum(0).cpu(), self.scale)
+    def add_metrics(self, totals: MetricTotals) -> None:
+        """Adds the metrics of the microbatches that this rank has seen."""
+        totals.add(list(self._metrics.values()), self.scale)
 
 
 def num_updates(config: GRPO) -> int:

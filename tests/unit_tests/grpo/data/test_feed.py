@@ -8,6 +8,7 @@ def test_ranks_receive_the_rows_of_their_coordinate_and_the_whole_table(run_rank
         ]
         assert result["signal"] == "STOP"
         assert result["total"] == 6
+        assert result["metrics"] == {"sum": -5, "mean": -2.5, "max": -2, "min": -3, "loss": -2.5}
 
 
 def test_ranks_that_fetch_their_rollouts_have_the_rows_that_rank_zero_would_send(run_ranks):

@@ -14,7 +14,8 @@ import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.aggregation import token_weights
-from torchtitan.grpo.losses.objective import LossInputs
+from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
+from torchtitan.grpo.losses.objective import LossInputs, batch_loss_metrics, metric_reductions
 
 MAX_NEW_TOKENS = 7
 
@@ -292,6 +293,13 @@ def row_slice(inputs: LossInputs, begin: int, end: int) -> LossInputs:
     return LossInputs(**{name: value[begin:end] for name, value in vars(inputs).items()})
 
 
+def metrics_of(config: GRPO, *microbatches: dict[str, Metric]) -> dict[str, float]:
+    """The metrics of a batch of one optimizer step, from those of its microbatches."""
+    totals = MetricTotals(metric_reductions(config))
+    totals.add(microbatches)
+    return batch_loss_metrics(totals)
+
+
 def gradients(sequences: list[Sequence]) -> torch.Tensor:
     """Of all leaves, one after the other; 0 for leaves that the loss does not reach."""
     leaves = [leaf for s in sequences for leaf in (s.logprobs, s.entropy)]
@@ -306,4 +314,5 @@ def lab() -> SimpleNamespace:
         pack=pack,
         row_slice=row_slice,
         gradients=gradients,
+        metrics_of=metrics_of,
     )

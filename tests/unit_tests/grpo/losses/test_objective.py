@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.objective import (
-    SUM_NAMES,
-    LossInputs,
-    metrics_from_sums,
-    objective,
-)
+from torchtitan.grpo.losses.loss_metrics import MetricTotals
+from torchtitan.grpo.losses.objective import LossInputs, batch_loss_metrics, objective
 
 VARIANTS = {
     "default": {},
@@ -84,9 +80,9 @@ def close(got, expected, tolerance=1e-10) -> None:
 
 def run(lab, sequences, inputs, config, loss=objective):
     """Loss, metrics, and gradients of the sequences' leaves."""
-    value, sums = loss(inputs, config)
+    value, metrics = loss(inputs, config)
     value.backward()
-    return value.detach(), metrics_from_sums(sums.tolist()), lab.gradients(sequences)
+    return value.detach(), lab.metrics_of(config, metrics), lab.gradients(sequences)
 
 
 def expected_of(lab, sequences, config):
@@ -130,15 +126,15 @@ def test_microbatches_add_up_to_the_whole(lab, name):
     whole, parts = lab.make_sequences(2), [s.fresh() for s in lab.make_sequences(2)]
     loss, metrics, gradients = run(lab, whole, lab.pack(whole, ROWS, ROW_LEN, config), config)
     inputs = lab.pack(parts, ROWS, ROW_LEN, config)
-    losses, sums = [], torch.zeros(len(SUM_NAMES), dtype=torch.float64)
+    losses, of_parts = [], []
     for begin, end in ((0, 1), (1, 3), (3, 4), (4, 5)):
-        part, part_sums = objective(lab.row_slice(inputs, begin, end), config)
+        part, part_metrics = objective(lab.row_slice(inputs, begin, end), config)
         losses.append(part)
-        sums += part_sums
+        of_parts.append(part_metrics)
     sum(losses).backward()
     close(sum(losses).detach(), loss)
     close(lab.gradients(parts), gradients)
-    assert metrics_from_sums(sums.tolist()) == pytest.approx(metrics, rel=1e-10)
+    assert lab.metrics_of(config, *of_parts) == pytest.approx(metrics, rel=1e-10)
 
 
 @each_variant
@@ -176,9 +172,10 @@ def test_compiled_is_as_eager(lab, name, backend):
             name: getattr(packed, name).detach().clone().requires_grad_()
             for name in ("logprobs", "entropy")
         }
-        loss, sums = loss_of(LossInputs(**(vars(packed) | leaves)), config)
+        loss, metrics = loss_of(LossInputs(**(vars(packed) | leaves)), config)
+        numbers = {(name, metric.reduction): metric.numbers for name, metric in metrics.items()}
         results.append(
-            (loss, sums, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+            (loss, numbers, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
         )
     eager, compiled_results = results
     assert eager[2][0].abs().sum() > 0
@@ -217,12 +214,12 @@ def test_padding_alone_costs_nothing_and_has_gradients_of_zero(lab, name):
     config = config_of(name)
     inputs = lab.pack(lab.make_sequences(0), [[], []], ROW_LEN, config, junk=math.nan)
     logprobs = inputs.logprobs.requires_grad_()
-    loss, sums = objective(inputs, config)
+    loss, metrics = objective(inputs, config)
     loss.backward()
     assert loss.item() == 0
     assert (logprobs.grad == 0).all()
-    assert (sums == 0).all()
-    assert set(metrics_from_sums(sums.tolist()).values()) == {0.0}
+    assert all(number == 0 for metric in metrics.values() for number in metric.numbers)
+    assert set(lab.metrics_of(config, metrics).values()) == {0.0}
 
 
 @each_variant
@@ -241,10 +238,10 @@ def test_wild_ratios_stay_finite_in_float32(lab, name):
         }
     )
     logprobs = inputs.logprobs.requires_grad_()
-    loss, sums = objective(inputs, config)
+    loss, metrics = objective(inputs, config)
     loss.backward()
     assert loss.isfinite()
-    assert sums.isfinite().all()
+    assert all(number.isfinite() for metric in metrics.values() for number in metric.numbers)
     assert logprobs.grad.square().sum().isfinite()
 
 
@@ -284,12 +281,20 @@ def test_differing_shapes_are_refused_by_name(lab):
 
 
 def test_losses_are_averaged_over_optimizer_steps_and_the_rest_over_tokens():
-    sums = dict.fromkeys(SUM_NAMES, 0.0)
-    sums |= {"num_tokens": 10.0, "num_sequences": 4.0, "total_loss": 3.0, "policy_loss": 2.0}
-    sums |= {"ptx_loss": 1.0, "clipped": 5.0, "vetoed_sequences": 1.0, "nll": 20.0}
-    # Weights 2, 2 and eight of 0: 16 / (10 * 8).
-    sums |= {"weight": 4.0, "weight_squared": 8.0}
-    metrics = metrics_from_sums([sums[name] for name in SUM_NAMES], num_optimizer_steps=2)
+    numbers = {
+        "loss/total": ("loss", [3.0]),
+        "loss/policy": ("loss", [2.0]),
+        "loss/ptx": ("loss", [1.0]),
+        "loss/clipped_fraction": ("mean", [5.0, 10.0]),
+        "mismatch/vetoed_fraction": ("mean", [1.0, 4.0]),
+        # Weights 2, 2 and eight of 0: 16 / (10 * 8).
+        "mismatch/effective_sample_size": ("effective_size", [4.0, 8.0, 10.0]),
+        "policy/nll": ("mean", [20.0, 10.0]),
+        "policy/entropy": ("mean", [0.0, 10.0]),
+    }
+    totals = MetricTotals({name: reduction for name, (reduction, _) in numbers.items()})
+    totals.added += torch.tensor([x for _, values in numbers.values() for x in values])
+    metrics = batch_loss_metrics(totals, num_optimizer_steps=2)
     assert (metrics["loss/total"], metrics["loss/policy"], metrics["loss/ptx"]) == (1.5, 1.0, 0.5)
     assert metrics["loss/clipped_fraction"] == 0.5
     assert metrics["mismatch/vetoed_fraction"] == 0.25

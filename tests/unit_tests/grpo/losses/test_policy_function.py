@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.objective import LossInputs, objective
+from torchtitan.grpo.losses.objective import LossInputs, metric_reductions, objective
 from torchtitan.grpo.losses.policy_function import check_policy_function, policy_function
+from torchtitan.grpo.losses.policy_terms import BUILTIN
 
 SOURCE = """
 import torch
+
+from torchtitan.grpo.losses.loss_metrics import TokenMetric
+from torchtitan.grpo.losses.policy_terms import PolicyTerm
 
 def clip(inputs, config):
     ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
@@ -40,6 +44,31 @@ def raising(inputs, config):
 
 def bug(inputs, config):
     return inputs.logprobs @ inputs.logprobs
+
+def measured(inputs, config, *, ceiling, floor=0.0):
+    ratio = torch.exp(inputs.logprobs - inputs.old_logprobs)
+    losses = -ratio.clamp(floor, ceiling) * inputs.advantages
+    return PolicyTerm(losses, {
+        "loss/held_fraction": TokenMetric(ratio > ceiling, "mean"),
+        "loss/largest_ratio": TokenMetric(ratio, "max"),
+        "loss/smallest_ratio": TokenMetric(ratio, "min"),
+        "loss/held_tokens": TokenMetric(ratio > ceiling, "sum"),
+    })
+
+def open_ended(inputs, config, **options):
+    return -options.get("weight", 1.0) * inputs.advantages * inputs.logprobs
+
+def with_metrics(metrics):
+    return lambda inputs, config: PolicyTerm(
+        -inputs.advantages * inputs.logprobs, metrics(inputs.logprobs)
+    )
+
+elsewhere = with_metrics(lambda x: {"policy/mine": TokenMetric(x, "mean")})
+unnamed = with_metrics(lambda x: {"loss/": TokenMetric(x, "mean")})
+bare = with_metrics(lambda x: {"loss/mine": x})
+median = with_metrics(lambda x: {"loss/mine": TokenMetric(x, "median")})
+reduced = with_metrics(lambda x: {"loss/mine": TokenMetric(x.mean(), "mean")})
+total = with_metrics(lambda x: {"loss/total": TokenMetric(x, "mean")})
 """
 
 
@@ -65,12 +94,17 @@ def test_a_loss_of_ones_own_is_treated_like_a_built_in_one(lab, path):
 
 
 def test_a_loss_of_ones_own_compiles(lab, path):
-    config = GRPO(policy_loss=path("clip"))
+    config = GRPO(policy_loss=path("measured"), policy_loss_options={"ceiling": 1.2})
     check_policy_function(config)
     packed = lab.pack(lab.make_sequences(0), [[0, 1, 2, 3]], 32, config)
     inputs = LossInputs(**{name: value.detach() for name, value in vars(packed).items()})
     compiled = torch.compile(objective, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(inputs, config), objective(inputs, config))
+    (loss, metrics), (expected_loss, expected) = compiled(inputs, config), objective(inputs, config)
+    torch.testing.assert_close(loss, expected_loss)
+    assert metrics.keys() == expected.keys() >= {"loss/largest_ratio"}
+    for name, metric in metrics.items():
+        assert metric.reduction == expected[name].reduction
+        torch.testing.assert_close(metric.numbers, expected[name].numbers)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +114,90 @@ def test_a_loss_of_ones_own_compiles(lab, path):
         ("nothing", r"one loss a token, got NoneType"),
         ("detached", r"failed on an example with RuntimeError: .*does not require grad"),
         ("infinite", r"must give finite losses and gradients"),
-        ("narrow", r"with TypeError: .*called as function\(inputs: PolicyInputs, config: GRPO\)"),
+        (
+            "narrow",
+            r"with TypeError: .*called as function\(inputs: PolicyInputs, config: GRPO, \*\*options\)",
+        ),
         ("misspelt", r"with AttributeError: .*no attribute 'logprob'"),
         ("bug", r"with RuntimeError"),
         ("raising", r"failed on an example with ValueError: not today"),
-        ("no_such", r"has no 'no_such'\. It has bug, clip"),
+        ("no_such", r"has no 'no_such'\. It has bare, bug, clip"),
+        ("measured", r"policy_loss_options must set ceiling: .*measured' has no default"),
+        ("elsewhere", r"must begin with 'loss/', got 'policy/mine'"),
+        ("unnamed", r"must begin with 'loss/', got 'loss/'"),
+        ("bare", r"'loss/mine' must be a TokenMetric\(values, reduction\), got a Tensor"),
+        ("median", r"reduction of metric 'loss/mine' must be sum, mean, max or min, got 'median'"),
+        ("reduced", r"'loss/mine' must be a tensor \[2, 5\], one value a token, got \[\]"),
     ],
 )
 def test_a_loss_that_cannot_work_is_refused_before_training(path, name, message):
     with pytest.raises(ValueError, match=message) as error:
         check_policy_function(GRPO(policy_loss=path(name)))
-    assert str(error.value).startswith("grpo.policy_loss '")
+    assert str(error.value).startswith(("grpo.policy_loss '", "grpo.policy_loss_options "))
+
+
+def test_metrics_of_ones_own_are_combined_by_their_reductions(lab, path):
+    config = GRPO(policy_loss=path("measured"), policy_loss_options={"ceiling": 1.1})
+    check_policy_function(config)
+    sequences = lab.make_sequences(0, num_ptx=0)
+    inputs = lab.pack(sequences, [[0, 1, 2], [3, 4], [5, 6]], 24, config, junk=float("nan"))
+    microbatches = [objective(lab.row_slice(inputs, i, i + 1), config)[1] for i in range(3)]
+    metrics = lab.metrics_of(config, *microbatches)
+    ratios = torch.cat([torch.exp(s.logprobs.detach() - s.old) for s in sequences])
+    assert metrics["loss/held_tokens"] == (ratios > 1.1).sum() > 0
+    assert metrics["loss/held_fraction"] == pytest.approx((ratios > 1.1).double().mean().item())
+    assert metrics["loss/largest_ratio"] == pytest.approx(ratios.max().item())
+    assert metrics["loss/smallest_ratio"] == pytest.approx(ratios.min().item())
+    # Those of every loss are there as well.
+    assert metrics.keys() > metric_reductions(GRPO()).keys() - {"policy/entropy"}
+    assert metrics["loss/clipped_fraction"] == 0
+
+
+def test_options_reach_the_function(lab, path):
+    def gradients(options):
+        config = GRPO(policy_loss=path("measured"), policy_loss_options=options)
+        sequences = lab.make_sequences(0)
+        loss, _ = objective(lab.pack(sequences, [[0, 1, 2, 3]], 32, config), config)
+        loss.backward()
+        return lab.gradients(sequences)
+
+    assert not torch.equal(gradients({"ceiling": 1.0}), gradients({"ceiling": 1.5}))
+    assert not torch.equal(gradients({"ceiling": 1.5}), gradients({"ceiling": 1.5, "floor": 0.9}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "measured",
+            {"ceiling": 1.0, "flor": 0.5},
+            r"has no option 'flor'\. It takes ceiling, floor\. Did you mean floor\?",
+        ),
+        ("measured", {"floor": 0.5}, r"must set ceiling: .*measured' has no default\. Got"),
+        (
+            "measured",
+            {"ceiling": "high"},
+            r"(?s)failed on an example with TypeError.*'ceiling': 'high'",
+        ),
+        ("clip", {"ceiling": 1.0}, r"no option 'ceiling'\. It takes none\."),
+        ("gspo", {"ceiling": 1.0}, r"no option 'ceiling'\. It takes none\."),
+    ],
+)
+def test_options_that_the_function_does_not_take_are_refused(path, name, options, message):
+    loss = name if name in BUILTIN else path(name)
+    with pytest.raises(ValueError, match=message) as error:
+        check_policy_function(GRPO(policy_loss=loss, policy_loss_options=options))
+    assert "grpo.policy_loss_options" in str(error.value)
+
+
+def test_a_function_with_open_keywords_takes_any_option(path):
+    config = GRPO(policy_loss=path("open_ended"), policy_loss_options={"weight": 2.0})
+    check_policy_function(config)
+
+
+def test_a_metric_may_not_take_the_name_of_one_of_every_loss(path):
+    with pytest.raises(ValueError, match=r"'loss/total', which is the name of a metric of every"):
+        metric_reductions(GRPO(policy_loss=path("total")))
 
 
 def test_a_misspelt_built_in_is_refused_with_the_choices():

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.policy_terms import BUILTIN, PolicyInputs, PolicyTerm
+from torchtitan.grpo.losses.policy_terms import (
+    BUILTIN,
+    CLIPPED,
+    DUAL_CLIPPED,
+    PolicyInputs,
+    PolicyTerm,
+)
 
 
 def term_of(
@@ -39,8 +45,12 @@ def check(result, losses, gradient, clipped, dual_clipped=None) -> None:
         term.token_losses.detach(), torch.tensor([losses], dtype=torch.float64)
     )
     torch.testing.assert_close(got, torch.tensor([gradient], dtype=torch.float64))
-    assert term.clipped.tolist() == [[bool(x) for x in clipped]]
-    assert term.dual_clipped.tolist() == [[bool(x) for x in dual_clipped or [0] * len(losses)]]
+    nowhere = [0] * len(losses)
+    for name, expected in ((CLIPPED, clipped), (DUAL_CLIPPED, dual_clipped or nowhere)):
+        # A term that never clips says nothing about it.
+        values = term.metrics[name].values.tolist() if name in term.metrics else [nowhere]
+        assert values == [[bool(x) for x in expected]], name
+    assert all(metric.reduction == "mean" for metric in term.metrics.values())
 
 
 def test_clip_bounds_hold_on_the_side_where_they_bind():

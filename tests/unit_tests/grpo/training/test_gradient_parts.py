@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.step_plan import SampleTable
-from torchtitan.grpo.losses.objective import SUM_NAMES
+from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
@@ -30,7 +30,8 @@ def part(mass: int, *, is_last: bool = False) -> TrainBatch:
 
 
 def test_the_sum_is_the_parts_mean_by_mass():
-    gradient = GradientParts()
+    totals = MetricTotals({"loss/total": "loss", "loss/tokens": "sum"})
+    gradient = GradientParts(totals)
     weight, unused = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(2)
     # A part's own gradient and loss; the second has nothing to learn from.
@@ -38,19 +39,21 @@ def test_the_sum_is_the_parts_mean_by_mass():
         scale = gradient.scale_of(part(mass, is_last=index == 3))
         if scale:
             weight.grad += scale * torch.tensor([own, -own])
-            gradient.sums[SUM_NAMES.index("total_loss")] += scale * own
-            gradient.sums[SUM_NAMES.index("num_tokens")] += 10 * mass
+            of_part = {
+                "loss/total": Metric("loss", (torch.tensor(own),)),
+                "loss/tokens": Metric("sum", (torch.tensor(10 * mass),)),
+            }
+            totals.add([of_part], scale)
     gradient.finish([weight, unused])
     expected = (6 * 1.0 + 2 * 5.0) / 8
     torch.testing.assert_close(weight.grad, torch.tensor([expected, -expected]))
-    assert gradient.sums[SUM_NAMES.index("total_loss")].item() == expected
-    assert gradient.sums[SUM_NAMES.index("num_tokens")].item() == 80
+    assert totals.values(1) == {"loss/total": expected, "loss/tokens": 80}
     whole = gradient.whole()
     assert (whole.num_tokens, whole.num_trained_tokens) == (160, 80)
     assert (whole.part, whole.publish_slot) == (BatchPart.LAST, 3)
 
 
 def test_a_step_without_anything_to_learn_from_is_empty():
-    gradient = GradientParts()
+    gradient = GradientParts(MetricTotals({}))
     assert gradient.scale_of(part(0)) == gradient.scale_of(part(0, is_last=True)) == 0
     assert gradient.is_empty

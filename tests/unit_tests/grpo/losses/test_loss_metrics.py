@@ -1,0 +1,119 @@
+"""Metrics of the loss, combined over microbatches, parts and ranks by their reductions."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.losses.loss_metrics import (
+    Metric,
+    MetricTotals,
+    TokenMetric,
+    loss_metric,
+    mean_metric,
+    token_metric,
+)
+from torchtitan.grpo.losses.objective import metric_reductions
+
+VALUES = torch.tensor([[3.0, -7.0, 5.0], [2.0, 9.0, -1.0]])
+MASK = torch.tensor([[True, False, True], [True, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", 10.0), ("mean", 10 / 3), ("max", 5.0), ("min", 2.0)]
+)
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_only_trained_tokens_count_however_they_are_split(reduction, expected, num_microbatches):
+    rows = zip(VALUES.chunk(num_microbatches), MASK.chunk(num_microbatches), strict=True)
+    microbatches = [{"m": token_metric(TokenMetric(v, reduction), mask)} for v, mask in rows]
+    totals = MetricTotals({"m": reduction})
+    totals.add(microbatches)
+    assert totals.values(1)["m"] == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_bool_at_each_token_is_counted():
+    metric = token_metric(TokenMetric(VALUES > 2.5, "mean"), MASK)
+    totals = MetricTotals({"m": "mean"})
+    totals.add([{"m": metric}])
+    assert totals.values(1)["m"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
+def test_untrained_values_may_be_anything_and_nothing_trained_is_zero(reduction):
+    anything = torch.tensor([[math.nan, math.inf, -math.inf]])
+    metric = token_metric(TokenMetric(anything, reduction), torch.zeros(1, 3, dtype=torch.bool))
+    totals = MetricTotals({"m": reduction})
+    assert totals.values(1)["m"] == 0, "no microbatch at all"
+    totals.add([{"m": metric}])
+    assert totals.values(1)["m"] == 0
+    # A microbatch without a trained token leaves the others as they are.
+    totals.add([{"m": token_metric(TokenMetric(VALUES, reduction), MASK)}])
+    alone = MetricTotals({"m": reduction})
+    alone.add([{"m": token_metric(TokenMetric(VALUES, reduction), MASK)}])
+    assert totals.values(1) == alone.values(1)
+
+
+def test_the_extremes_of_negative_values_are_not_zero():
+    values, mask = -VALUES.abs(), torch.ones_like(MASK)
+    totals = MetricTotals({"largest": "max", "smallest": "min"})
+    totals.add(
+        [
+            {
+                "largest": token_metric(TokenMetric(values, "max"), mask),
+                "smallest": token_metric(TokenMetric(values, "min"), mask),
+            }
+        ]
+    )
+    assert totals.values(1) == {"largest": -1.0, "smallest": -9.0}
+
+
+def test_only_terms_of_the_loss_are_scaled_and_averaged_over_optimizer_steps():
+    reductions = {"t": "loss", "mean": "mean", "sum": "sum", "size": "effective_size", "max": "max"}
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    metrics = {
+        "t": loss_metric(torch.tensor(6.0, requires_grad=True)),
+        "mean": mean_metric(one, two),
+        "sum": Metric("sum", (two,)),
+        "size": Metric("effective_size", (two, two, two)),
+        "max": Metric("max", (two,)),
+    }
+    totals = MetricTotals(reductions)
+    totals.add([metrics], scale=0.5)
+    totals.add([metrics], scale=1.0)
+    totals.scale_losses(4.0)
+    assert totals.values(3) == {"t": 12.0, "mean": 0.5, "sum": 4.0, "size": 1.0, "max": 2.0}
+
+
+def test_metrics_that_change_between_calls_are_refused_by_name():
+    totals = MetricTotals({"a": "sum", "b": "sum"})
+    metric = Metric("sum", (torch.tensor(1.0),))
+    with pytest.raises(ValueError, match=r"same metrics .* in each call, .*changed: b, c\.$"):
+        totals.add([{"a": metric, "c": metric}])
+    with pytest.raises(ValueError, match=r"changed: a\.$"):
+        totals.add([{"a": mean_metric(torch.tensor(1.0), torch.tensor(1.0)), "b": metric}])
+
+
+def test_the_names_that_users_see():
+    """Dashboards read them: a name that changes here changes there."""
+    assert list(metric_reductions(GRPO())) == [
+        "loss/total",
+        "loss/policy",
+        "loss/ptx",
+        "loss/reference_kl",
+        "loss/clipped_fraction",
+        "loss/dual_clipped_fraction",
+        "mismatch/kl",
+        "mismatch/effective_sample_size",
+        "mismatch/capped_fraction",
+        "mismatch/masked_fraction",
+        "mismatch/vetoed_fraction",
+        "policy/nll",
+        "policy/approx_kl",
+        "policy/entropy",
+    ]
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "cispo", "reinforce"])
+def test_every_built_in_loss_has_the_same_metrics(name):
+    assert metric_reductions(GRPO(policy_loss=name)) == metric_reductions(GRPO())

@@ -1,0 +1,208 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Metrics of the loss, each with the rule by which microbatches and ranks are combined.
+
+A metric is named where it is computed. The numbers of a microbatch stay on the device until
+the minibatch is done; :class:`MetricTotals` then combines them over microbatches, optimizer
+steps, parts of a batch and ranks. The rules:
+
+=================  =========================  ===================================================
+reduction          numbers                    value of the metric
+=================  =========================  ===================================================
+``sum``            total                      sum over the batch
+``mean``           total, count               sum of totals / sum of counts
+``max``, ``min``   extreme                    largest or smallest of the batch
+``loss``           loss                       sum over an optimizer step, averaged over the steps
+``effective_size`` sum w, sum w^2, count      ``(sum w)^2 / (count * sum w^2)``
+=================  =========================  ===================================================
+
+Without a trained token in the batch every metric is 0.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+TokenReduction = Literal["sum", "mean", "max", "min"]
+Reduction = Literal["sum", "mean", "max", "min", "loss", "effective_size"]
+
+_NUM_ADDED: dict[Reduction, int] = {"sum": 1, "mean": 2, "loss": 1, "effective_size": 3}
+"""Numbers that are added up, for each reduction that adds."""
+
+
+class TokenMetric(NamedTuple):
+    """A metric with a value at each token, as a policy loss returns it.
+
+    Attributes:
+        values: [rows, seq] float or bool. Values at untrained tokens are ignored.
+        reduction: How the values of all trained tokens of the batch become one number.
+    """
+
+    values: torch.Tensor
+    reduction: TokenReduction
+
+
+class Metric(NamedTuple):
+    """A metric of one microbatch.
+
+    Attributes:
+        reduction: See the module's table.
+        numbers: Detached scalars [], as many as the table says.
+    """
+
+    reduction: Reduction
+    numbers: tuple[torch.Tensor, ...]
+
+
+def loss_metric(value: torch.Tensor) -> Metric:
+    """Returns the metric of a term of the loss, a scalar [] as it enters the gradient."""
+    return Metric("loss", (value.detach(),))
+
+
+def mean_metric(total: torch.Tensor, count: torch.Tensor) -> Metric:
+    """Returns the metric of a mean, from the scalar [] total and what it is divided by."""
+    return Metric("mean", (total.detach(), count))
+
+
+def token_metric(metric: TokenMetric, loss_mask: torch.Tensor) -> Metric:
+    """Reduces values at tokens to the numbers of a microbatch, in float64.
+
+    Args:
+        metric: Values and reduction.
+        loss_mask: [rows, seq] bool, True on trained tokens.
+    """
+    values, reduction = metric.values.detach().double(), metric.reduction
+    match reduction:
+        case "sum":
+            return Metric(reduction, (torch.where(loss_mask, values, 0.0).sum(),))
+        case "mean":
+            total = torch.where(loss_mask, values, 0.0).sum()
+            return Metric(reduction, (total, loss_mask.sum()))
+        case "max":
+            return Metric(reduction, (torch.where(loss_mask, values, -math.inf).max(),))
+        case "min":
+            return Metric(reduction, (torch.where(loss_mask, values, math.inf).min(),))
+
+
+def check_token_metric(name: str, metric: object, shape: torch.Size) -> None:
+    """Raises ValueError, with the metric's name, unless it is a TokenMetric of this shape."""
+    if not isinstance(metric, TokenMetric):
+        raise ValueError(
+            f"Metric {name!r} must be a TokenMetric(values, reduction), got a "
+            f"{type(metric).__name__}."
+        )
+    if metric.reduction not in get_args(TokenReduction):
+        raise ValueError(
+            f"The reduction of metric {name!r} must be sum, mean, max or min, got "
+            f"{metric.reduction!r}."
+        )
+    if not isinstance(metric.values, torch.Tensor) or metric.values.shape != shape:
+        got = getattr(metric.values, "shape", type(metric.values).__name__)
+        raise ValueError(
+            f"The values of metric {name!r} must be a tensor {list(shape)}, one value a token, "
+            f"got {list(got) if isinstance(got, torch.Size) else got}."
+        )
+
+
+class MetricTotals:
+    """Metrics of one batch, combined so far. Every rank has the same names.
+
+    Args:
+        reductions: The reduction of each metric, by name.
+
+    Attributes:
+        added: float64 on the CPU, all numbers that are added up over ranks.
+        largest: float64 on the CPU, all numbers of which ranks take the largest: maxima, and
+            minima with the opposite sign. -inf if there is no value yet.
+    """
+
+    def __init__(self, reductions: Mapping[str, Reduction]) -> None:
+        self._reductions = dict(reductions)
+        self._adding = [name for name, r in reductions.items() if r in _NUM_ADDED]
+        self._extremes = [name for name, r in reductions.items() if r not in _NUM_ADDED]
+        owners = [name for name in self._adding for _ in range(_NUM_ADDED[reductions[name]])]
+        self._is_loss = torch.tensor(
+            [reductions[name] == "loss" for name in owners], dtype=torch.bool
+        )
+        self.added = torch.zeros(len(owners), dtype=torch.float64)
+        self.largest = torch.full((len(self._extremes),), -math.inf, dtype=torch.float64)
+
+    def add(self, microbatches: Sequence[Mapping[str, Metric]], scale: float = 1.0) -> None:
+        """Adds the metrics of one minibatch; waits for the device once.
+
+        Args:
+            microbatches: The metrics of each microbatch that this rank has seen, by name.
+            scale: Factor of metrics that are terms of the loss.
+
+        Raises:
+            ValueError: If the names or reductions differ from those of the constructor.
+        """
+        if not microbatches:
+            return
+        for metrics in microbatches:
+            self._check(metrics)
+        numbers = torch.stack([self._numbers(metrics) for metrics in microbatches])
+        added, extremes = numbers.tensor_split([len(self.added)], dim=1)
+        # Scaled on the CPU: indexing with a mask on a device would wait for the device.
+        combined = torch.cat([added.sum(0), extremes.amax(0)]).cpu()
+        self.added += combined[: len(self.added)] * self._factors(scale)
+        self.largest = torch.maximum(self.largest, combined[len(self.added) :])
+
+    def scale_losses(self, scale: float) -> None:
+        """Multiplies the metrics that are terms of the loss."""
+        self.added *= self._factors(scale)
+
+    def values(self, num_optimizer_steps: int) -> dict[str, float]:
+        """Returns the value of each metric.
+
+        Args:
+            num_optimizer_steps: Optimizer steps of the batch, at least 1.
+        """
+        added, largest = iter(self.added.tolist()), iter(self.largest.tolist())
+        found = {}
+        for name in self._adding:
+            reduction = self._reductions[name]
+            numbers = [next(added) for _ in range(_NUM_ADDED[reduction])]
+            found[name] = _added_value(reduction, numbers, num_optimizer_steps)
+        for name in self._extremes:
+            extreme = next(largest)
+            found[name] = 0.0 if extreme == -math.inf else self._sign(name) * extreme
+        return {name: found[name] for name in self._reductions}
+
+    def _numbers(self, metrics: Mapping[str, Metric]) -> torch.Tensor:
+        added = [number.double() for name in self._adding for number in metrics[name].numbers]
+        extremes = [self._sign(n) * metrics[n].numbers[0].double() for n in self._extremes]
+        return torch.stack([*added, *extremes])
+
+    def _sign(self, name: str) -> int:
+        return -1 if self._reductions[name] == "min" else 1
+
+    def _factors(self, scale: float) -> torch.Tensor:
+        factors = torch.ones_like(self.added)
+        factors[self._is_loss] = scale
+        return factors
+
+    def _check(self, metrics: Mapping[str, Metric]) -> None:
+        got = {name: metric.reduction for name, metric in metrics.items()}
+        if got != self._reductions:
+            changed = sorted(name for name, _ in (got.items() ^ self._reductions.items()))
+            raise ValueError(
+                "A loss must return the same metrics with the same reductions in each call, and "
+                f"these came, went or changed: {', '.join(dict.fromkeys(changed))}."
+            )
+
+
+def _added_value(reduction: Reduction, numbers: list[float], num_optimizer_steps: int) -> float:
+    match reduction:
+        case "loss":
+            return numbers[0] / num_optimizer_steps
+        case "mean":
+            return numbers[0] / max(numbers[1], 1.0)
+        case "effective_size":
+            weight, weight_squared, count = numbers
+            return weight**2 / max(max(count, 1.0) * weight_squared, 1e-300)
+        case _:
+            return numbers[0]
