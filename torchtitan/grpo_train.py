@@ -34,6 +34,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.checkpoint import (
     load_newest,
     progress_from,
@@ -64,7 +65,7 @@ from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
 from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.types import PromptProgress
-from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
+from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 

@@ -32,6 +32,7 @@ from torchtitan.grpo.system.device import settle_device
 
 settle_device()
 
+from torchtitan.grpo.config import WeightSync  # noqa: E402
 from torchtitan.grpo.config_manager import JobConfig  # noqa: E402
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256  # noqa: E402
 from torchtitan.grpo.inference.kinds import make_client  # noqa: E402
@@ -354,7 +355,7 @@ def slowed(servers: Servers, index: int) -> Iterator[None]:
 def test_a_stopped_server_is_lost_while_the_others_go_on_and_rejoins(sync, servers, train):
     first, stopped = servers.urls
     training = train(servers.urls, **sync)
-    bound = max_alive(0, 2, sync.get("delta", False))
+    bound = max_alive(WeightSync(delta=sync.get("delta", False)), num_servers=2)
     training.publish()
     for url in servers.urls:
         training.assert_serves_newest(url)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import zmq
 import zmq.asyncio
 
-from torchtitan.grpo.weight_sync.channel import (
+from torchtitan.grpo.system.rank_channel import (
     Address,
     CallFailed,
     LeaderChannel,

@@ -37,11 +37,12 @@ from build_model import Built, build
 from loop_sampler import Sampler
 from tagged import VOCAB_SIZE, TaggedModel, factor
 
+from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.models.hf_weights import hf_meta, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.weight_sync.build import attested_tokens, build_publisher
+from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 
 _SEQ_LEN = 64

@@ -7,10 +7,12 @@ Two threads must not issue collectives on one communicator, so whatever talks be
 training has groups of its own: the feed, the publisher's commands, the gathering of shards.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -43,3 +45,44 @@ def leader_address() -> str:
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
     return socket.gethostbyname(os.environ["MASTER_ADDR"])
+
+
+def route_address(setting: str, server_url: str) -> str:
+    """Resolves ``weight_sync.master_address``: this host's address on the route to a server."""
+    if setting != "auto":
+        return setting
+    url = urlsplit(server_url)
+    host, port = url.hostname or "127.0.0.1", url.port or 80
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    # Connecting a datagram socket sends nothing; the kernel only looks up the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+def listening_store(address: str, world_size: int, timeout_seconds: float) -> dist.TCPStore:
+    """Returns a store that listens on a free port of ``address``, and on no other interface.
+
+    Raises:
+        ValueError: If ``address`` is not one of this host.
+        OSError: If something else is wrong, such as too many open files.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(target[:2], family=family)
+    except OSError as error:
+        if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+            raise
+        raise ValueError(
+            f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
+        ) from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

@@ -4,8 +4,8 @@
 """What every rank does for the leader: it copies, gathers and lets go of versions.
 
 Each rank has one agent. The leader, which is rank 0, calls its own agent directly and the
-agents of other ranks over a channel (see `channel.py`); both look the same to it. How a
-gathered version travels to servers is the business of a sender (see `transports/`).
+agents of other ranks over a channel (see `system/rank_channel.py`); both look the same to it.
+How a gathered version travels to servers is the business of a sender (see `transports/`).
 
 All methods belong to the event loop of the publisher's thread. Gathering blocks, so it runs
 on a thread of its own.
@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from torchtitan.grpo.weight_sync.channel import operation
+from torchtitan.grpo.system.rank_channel import operation
 from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.payloads import Payload, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import Shards

@@ -16,30 +16,29 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.attestation import Attestation, Probes, attested_tokens
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.link import RolloutLink
+from torchtitan.grpo.system.rank_channel import Address, LeaderChannel, Served, remote, serve
 from torchtitan.grpo.types import ServerInfo
-from torchtitan.grpo.weight_sync.agent import Agent
-from torchtitan.grpo.weight_sync.channel import Address, LeaderChannel, Served, remote, serve
+from torchtitan.grpo.weight_sync.agent import Agent, ReadSnapshot
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
-from torchtitan.grpo.weight_sync.lane import Attestation, LaneSettings, Listeners
+from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
-from torchtitan.grpo.weight_sync.probe import Probes, probe_tokens
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
 from torchtitan.grpo.weight_sync.slot_memory import SharedHostSlots
 from torchtitan.grpo.weight_sync.slot_storage import DeviceSlots, PinnedHostSlots, SlotStorage
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
-from torchtitan.grpo.weight_sync.snapshot import Snapshots, snapshot_reader
+from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports import make_transport
 from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
 
-_PROBE_LENGTH = 48
 # A push makes many requests in a row, and connecting costs as much as a request. Servers keep
 # idle connections open for at least 5 s (uvicorn, which vLLM and SGLang use).
 _IDLE_SECONDS = 1.0
@@ -96,8 +95,12 @@ def build_publisher(
     snapshots = Snapshots(parameters, storage.shards, device)
     gatherer = Gatherer(plan, storage, adapter, _patience_seconds(sync))
     slots = SlotVersions() if link is None else SlotTable(sync.num_slots, max_held)
-    read = snapshot_reader(snapshots, slots, _patience_seconds(sync))
-    hands = _make_hands(sync, plan, storage, gatherer, transport, read)
+
+    def read(slot: int, version: int) -> Shards:
+        slots.wait_filled(slot, version, _patience_seconds(sync))
+        return snapshots.read(slot)
+
+    hands = _make_hands(sync, plan, storage, transport, gatherer, read)
     channel, address = _make_channel(sync)
     probes, make_leader = Probes(), None
     if link is not None:
@@ -114,14 +117,6 @@ def build_publisher(
         attest_every=sync.attest_every,
         make_leader=make_leader,
         follow=lambda: serve(hands.served, dist.get_rank(), address),
-    )
-
-
-def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
-    """Returns fixed tokens for attestation, short enough for the trainer and the servers."""
-    longest = config.inference.max_model_len or config.training.seq_len
-    return probe_tokens(
-        vocab_size, max(2, min(_PROBE_LENGTH, longest - 1, config.training.seq_len))
     )
 
 
@@ -160,7 +155,7 @@ def _agree_on_held(sync: WeightSync, device: torch.device, num_servers: int) -> 
         num_servers: Number of servers that rank 0 knows of. Others may join later. If more
             versions are then alive than slots can be held, buckets are copied out of the slots.
     """
-    max_held = [max_alive(sync.max_versions, num_servers, sync.delta)]
+    max_held = [max_alive(sync, num_servers)]
     dist.broadcast_object_list(max_held, src=0)
     return max_held[0] if device.type == "cpu" else 0
 
@@ -175,19 +170,20 @@ def _make_storage(
     """Allocates this rank's slots; collective over all ranks."""
     if device.type == "cpu":
         return SharedHostSlots(plan, sync.num_slots + max_held)
+    is_host = sync.staging == "host"
+    make_slots = PinnedHostSlots if is_host else DeviceSlots
+    where = torch.device("cpu") if is_host else device
     names = plan.names_from(dist.get_rank())
-    if sync.staging == "host":
-        return PinnedHostSlots(parameters, names, sync.num_slots, plan.wire_dtype)
-    return DeviceSlots(parameters, names, sync.num_slots, plan.wire_dtype, device)
+    return make_slots(parameters, names, sync.num_slots, plan.wire_dtype, where)
 
 
 def _make_hands(
     sync: WeightSync,
     plan: PushPlan,
     storage: SlotStorage,
-    gatherer: Gatherer,
     transport: Transport[Any],
-    read: Callable[[int, int], Any],
+    gatherer: Gatherer,
+    read: ReadSnapshot,
 ) -> _Hands:
     rank, pool, sender = dist.get_rank(), None, None
     own = plan.source(rank)
@@ -233,17 +229,8 @@ def _make_leader(
     on_change: Callable[[], None],
 ) -> Leader:
     """Makes the leader; called in the event loop in which it will run."""
-    settings = LaneSettings(
-        push_timeout_seconds=sync.push_timeout_seconds,
-        retry_seconds=sync.retry_seconds,
-        max_retry_seconds=sync.max_retry_seconds,
-        delta=sync.delta,
-        attestation=attestation,
-    )
     listeners = Listeners(on_change, link.notify_version, link.notify_lost)
-    return Leader(
-        slots, make_parts(), settings, listeners, sync.max_versions, servers, link.watch.poll
-    )
+    return Leader(slots, make_parts(), sync, attestation, listeners, servers, link.watch.poll)
 
 
 def _leader_parts(
@@ -281,7 +268,7 @@ def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_server
     gib = 1024**3
     largest = max(source.num_bytes for source in plan.sources)
     slot = max(layout.num_bytes for layout in plan.layouts.values())
-    alive = max_alive(sync.max_versions, num_servers, sync.delta)
+    alive = max_alive(sync, num_servers)
     version = (
         f"a version has {plan.num_bytes / gib:.3f} GiB in "
         f"{sum(len(s.buckets) for s in plan.sources)} buckets from {len(plan.sources)} source "

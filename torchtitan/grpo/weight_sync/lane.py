@@ -14,9 +14,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtitan.grpo.attestation import Attestation, AttestationFailed
+from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
-from torchtitan.grpo.weight_sync.probe import Probes, compare, is_attested
 from torchtitan.grpo.weight_sync.transports.interface import (
     Connection,
     NotPrepared,
@@ -35,48 +36,6 @@ _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
 
 class VersionMismatch(ServerError):
     """The server does not serve what was pushed to it."""
-
-
-@dataclass(frozen=True)
-class Attestation:
-    """What a server must prove after a push, besides naming the right version.
-
-    Attributes:
-        every: Versions divisible by this are attested by log-probabilities; 0 attests none.
-        tokens: Token ids that trainer and server rate.
-        probes: The trainer's log-probabilities of these tokens.
-        tolerance: Largest mean absolute difference.
-        timeout_seconds: How long the trainer, and then the server, may take to rate them.
-    """
-
-    every: int
-    tokens: list[int]
-    probes: Probes
-    tolerance: float
-    timeout_seconds: float
-
-    def concerns(self, version: int) -> bool:
-        """Returns whether ``version`` is attested by log-probabilities."""
-        return is_attested(version, self.every)
-
-
-@dataclass(frozen=True)
-class LaneSettings:
-    """Settings of all lanes.
-
-    Attributes:
-        push_timeout_seconds: ``weight_sync.push_timeout_seconds``.
-        retry_seconds: ``weight_sync.retry_seconds``.
-        max_retry_seconds: ``weight_sync.max_retry_seconds``.
-        delta: ``weight_sync.delta``.
-        attestation: What servers must prove after a push.
-    """
-
-    push_timeout_seconds: float
-    retry_seconds: float
-    max_retry_seconds: float
-    delta: bool
-    attestation: Attestation
 
 
 @dataclass(frozen=True)
@@ -100,7 +59,8 @@ class Lane:
     Args:
         connection: The way to the server.
         versions: The record of which version is where.
-        settings: Settings of all lanes.
+        sync: The table ``[weight_sync]``.
+        attestation: What servers must prove after a push.
         listeners: Callbacks of all lanes.
 
     Attributes:
@@ -119,7 +79,8 @@ class Lane:
         self,
         connection: Connection,
         versions: Versions,
-        settings: LaneSettings,
+        sync: WeightSync,
+        attestation: Attestation,
         listeners: Listeners,
     ) -> None:
         self.url = connection.client.url
@@ -129,8 +90,9 @@ class Lane:
         self.last_error = ""
         self.last_push: PushReport | None = None
         self._connection, self._client = connection, connection.client
-        self._versions, self._settings, self._listeners = versions, settings, listeners
-        self._backoff = Backoff(settings.retry_seconds, settings.max_retry_seconds)
+        self._versions, self._listeners = versions, listeners
+        self._sync, self._attestation = sync, attestation
+        self._backoff = Backoff(sync.retry_seconds, sync.max_retry_seconds)
         self._server = versions.add_server()
 
     @property
@@ -207,7 +169,7 @@ class Lane:
 
     async def _push(self, version: int) -> PushReport:
         base = self._server.base
-        timeout_seconds = self._settings.push_timeout_seconds
+        timeout_seconds = self._sync.push_timeout_seconds
         try:
             async with asyncio.timeout(timeout_seconds):
                 if base is None:
@@ -224,39 +186,10 @@ class Lane:
 
     async def _attest(self, version: int) -> None:
         await self._check_version(version)
-        attestation = self._settings.attestation
-        if not attestation.concerns(version):
-            return
         try:
-            expected = await attestation.probes.wait_for(version, attestation.timeout_seconds)
-        except TimeoutError as error:
-            # The server is not to blame. It is trusted, as with versions that are not attested.
-            logger.warning("%s serves version %d, unattested: %s", self.url, version, error)
-            return
-        if expected is None:
-            return  # the trainer is far ahead, and a newer version will be pushed soon
-        served = await self._rated(version)
-        try:
-            compare(expected, served, attestation.tolerance)
-        except ServerError as error:
+            self.num_attested += await self._attestation.check(self._client, version)
+        except AttestationFailed as error:
             raise VersionMismatch(f"{self.url}, version {version}: {error}") from error
-        self.num_attested += 1
-
-    async def _rated(self, version: int) -> list[float]:
-        """Returns the server's log-probabilities of the probe tokens.
-
-        The request waits its turn among those that generate.
-        """
-        attestation = self._settings.attestation
-        try:
-            async with asyncio.timeout(attestation.timeout_seconds):
-                return await self._client.prompt_logprobs(attestation.tokens)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{self.url} must rate the probe tokens under version {version} within "
-                f"weight_sync.timeout_seconds = {attestation.timeout_seconds:g} and did not. It is "
-                "overloaded or has stopped."
-            ) from error
 
     async def _check_idle(self) -> None:
         if self._client.stops_for != "nothing":
@@ -299,7 +232,7 @@ class Lane:
 
     def _keep_as_base(self, version: int | None) -> None:
         """Lets the next push send only what has changed since ``version``."""
-        if self._settings.delta and self._client.takes_deltas:
+        if self._sync.delta and self._client.takes_deltas:
             self._server.keep_as_base(version)
 
     def _take(self, event: LaneEvent) -> None:

@@ -18,10 +18,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.grpo.attestation import Attestation
+from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.agent import Agent
-from torchtitan.grpo.weight_sync.lane import Lane, LaneSettings, Listeners
+from torchtitan.grpo.weight_sync.lane import Lane, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.interface import Transport
 from torchtitan.grpo.weight_sync.versions import Versions
@@ -59,9 +61,9 @@ class Leader:
     Args:
         slots: The slots, which the training thread fills.
         parts: What the leader uses.
-        settings: Settings of all lanes.
+        sync: The table ``[weight_sync]``.
+        attestation: What servers must prove after a push.
         listeners: Callbacks of all lanes.
-        max_versions: ``weight_sync.max_versions``.
         servers: The servers at the start.
         changed_servers: Called from time to time. Returns all servers if they have changed
             since the last call, else ``None``.
@@ -76,9 +78,9 @@ class Leader:
         self,
         slots: SlotTable,
         parts: LeaderParts,
-        settings: LaneSettings,
+        sync: WeightSync,
+        attestation: Attestation,
         listeners: Listeners,
-        max_versions: int,
         servers: Sequence[ServerInfo],
         changed_servers: Callable[[], list[ServerInfo] | None],
     ) -> None:
@@ -86,11 +88,9 @@ class Leader:
         self.gather_seconds = 0.0
         self.error: BaseException | None = None
         self._parts = parts
-        self._settings, self._listeners = settings, listeners
-        self._max_versions = max_versions
+        self._sync, self._attestation, self._listeners = sync, attestation, listeners
         self._servers, self._changed_servers = servers, changed_servers
-        most = max_alive(max_versions, len(servers), settings.delta)
-        self._versions = Versions(slots, most, self._drop)
+        self._versions = Versions(slots, max_alive(sync, len(servers)), self._drop)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
 
@@ -166,13 +166,13 @@ class Leader:
                 known[server.url].announce()
             elif server.url not in known:
                 connection = self._parts.transport.connect(self._parts.make_client(server))
-                lane = Lane(connection, self._versions, self._settings, self._listeners)
+                lane = Lane(
+                    connection, self._versions, self._sync, self._attestation, self._listeners
+                )
                 self.lanes = [*self.lanes, lane]
                 running = _run_after(self._closing.get(lane.url), lane)
                 self._tasks[lane.url] = asyncio.create_task(running, name=lane.url)
-        self._versions.max_alive = max_alive(
-            self._max_versions, len(self.lanes), self._settings.delta
-        )
+        self._versions.max_alive = max_alive(self._sync, len(self.lanes))
         self._listeners.on_change()
 
     def _raise_what_ended(self, listening: "asyncio.Task[None]") -> None:
@@ -193,11 +193,11 @@ class Leader:
         await self._parts.close()
 
 
-def max_alive(setting: int, num_servers: int, delta: bool) -> int:
+def max_alive(sync: WeightSync, num_servers: int) -> int:
     """Resolves ``weight_sync.max_versions``: how many versions may have buffers at once."""
     # The newest, one that is being gathered, and for each server the version that it still
     # receives, together with the base of a delta.
-    return setting or num_servers * (2 if delta else 1) + 2
+    return sync.max_versions or num_servers * (2 if sync.delta else 1) + 2
 
 
 async def _all(tasks: Sequence["asyncio.Task[None]"]) -> None:

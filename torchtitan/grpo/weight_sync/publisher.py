@@ -27,11 +27,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from torchtitan.grpo.attestation import Probes, is_attested
+from torchtitan.grpo.system.priority import yield_to_training
 from torchtitan.grpo.weight_sync.lane import Lane
 from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
-from torchtitan.grpo.weight_sync.priority import yield_to_training
-from torchtitan.grpo.weight_sync.probe import Probes, is_attested
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 

@@ -4,123 +4,28 @@
 """Snapshot slots in the memory of their source, into which the ranks of its host write.
 
 If ranks train on the CPUs of one host, each copies its shards right into the buckets that
-its source sends from. Sending a shard through a socket, or copying it again, would take
-cores from training. The memory is an anonymous file (``memfd``): it has no name that a
-killed run could leave behind, and it is freed with the last process that has it mapped.
+its source sends from (see `system/shared_slots.py`). Sending a shard through a socket, or
+copying it again, would take cores from training.
 
-The memory of all slots is allocated and touched at once. Otherwise the first copy into a
-slot would fault in every page, which takes many times as long as a later copy, and it would
-happen in the middle of the run, when a slow server makes one more slot necessary. That copy
-would not have ended when the next optimizer step begins.
+The memory of all slots is allocated at once. Otherwise it would happen in the middle of the
+run, when a slow server makes one more slot necessary, and the copy into that slot would not
+have ended when the next optimizer step begins.
 """
 
-import mmap
-import os
-import secrets
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.system.shared_slots import (
+    CAN_SHARE,
+    SharedSlots,
+    SlotOffer,
+    attach,
+    own_memory,
+)
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SlotLayout, pieces_of
 from torchtitan.grpo.weight_sync.slot_storage import SlotStorage
-
-CAN_SHARE = hasattr(os, "memfd_create")
-"""Whether the system has memory files, as Linux does. Without them ranks send their shards."""
-
-_SECRET_BYTES = 16
-
-
-@dataclass(frozen=True)
-class SlotOffer:
-    """What another rank needs in order to write into this rank's slots.
-
-    Attributes:
-        path: Path of the owner's file on its host, valid while the owner lives.
-        secret: Last bytes of the file. On another host the same path may name another file.
-        slot_bytes: Number of bytes of a slot.
-        num_slots: Number of slots, which follow one another.
-    """
-
-    path: str
-    secret: bytes
-    slot_bytes: int
-    num_slots: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes of the file."""
-        return self.slot_bytes * self.num_slots + _SECRET_BYTES
-
-    def slots_in(self, memory: mmap.mmap) -> list[torch.Tensor]:
-        """Returns each slot as a [slot_bytes] uint8 tensor, which keeps the memory mapped."""
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        return list(flat[:-_SECRET_BYTES].split(self.slot_bytes))
-
-
-class SharedSlots:
-    """A source's slots, initialized with zeros.
-
-    Args:
-        slot_bytes: Number of bytes of a slot.
-        num_slots: Number of slots.
-
-    Attributes:
-        slots: Each slot as a [slot_bytes] uint8 tensor.
-        offer: What other ranks need in order to attach.
-    """
-
-    def __init__(self, slot_bytes: int, num_slots: int) -> None:
-        self._file = os.memfd_create("grpo-snapshot-slots")
-        self.offer = SlotOffer(
-            path=f"/proc/{os.getpid()}/fd/{self._file}",
-            secret=secrets.token_bytes(_SECRET_BYTES),
-            slot_bytes=slot_bytes,
-            num_slots=num_slots,
-        )
-        os.ftruncate(self._file, self.offer.num_bytes)
-        memory = _mapped(self._file, self.offer.num_bytes)
-        memory[-_SECRET_BYTES:] = self.offer.secret
-        self.slots = self.offer.slots_in(memory)
-
-    def close(self) -> None:
-        """Lets nobody else map the slots. Processes that have them mapped keep them."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def attach(offer: SlotOffer) -> list[torch.Tensor] | None:
-    """Maps the slots of another rank; returns ``None`` if they cannot be reached.
-
-    They cannot be reached from another host or container, or by another user.
-    """
-    try:
-        file = os.open(offer.path, os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        if os.fstat(file).st_size != offer.num_bytes:
-            return None
-        memory = _mapped(file, offer.num_bytes)
-    except (OSError, ValueError):  # the path names something that cannot be mapped
-        return None
-    finally:
-        os.close(file)
-    if memory[-_SECRET_BYTES:] != offer.secret:
-        return None
-    return offer.slots_in(memory)
-
-
-def _mapped(file: int, num_bytes: int) -> mmap.mmap:
-    """Maps all of a memory file, with every page already allocated."""
-    return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates memory that no other rank writes, with every page already touched."""
-    return torch.empty(shape, dtype=dtype).zero_()
 
 
 class SharedHostSlots(SlotStorage):

@@ -48,11 +48,34 @@ class SlotStorage(ABC):
         """Returns, on a source, the shards that other ranks copied into its slot, by rank."""
 
 
-class _OwnSlots(SlotStorage):
-    """Slots that no other rank reaches: every rank sends its shards to the source."""
+class _PrivateSlots(SlotStorage):
+    """Slots that no other rank reaches: every rank sends its shards to the source.
 
-    def __init__(self, device: torch.device, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        self.device, self.shards = device, shards
+    Args:
+        parameters: Names and (sharded) parameters of this rank.
+        names: Names of the parameters of which this rank contributes a part.
+        num_slots: Number of slots.
+        wire_dtype: Dtype in which weights travel.
+        device: Device of the memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        num_slots: int,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        sources = {name: local_tensor(parameters[name]) for name in names}
+        self.shards = [
+            {name: self._room_for(source, wire_dtype) for name, source in sources.items()}
+            for _ in range(num_slots)
+        ]
+
+    @abstractmethod
+    def _room_for(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
     def buckets(self, slot: int) -> None:
         return None
@@ -64,50 +87,16 @@ class _OwnSlots(SlotStorage):
         return {}
 
 
-class DeviceSlots(_OwnSlots):
-    """Slots in the memory of the training device.
+class DeviceSlots(_PrivateSlots):
+    """Slots in the memory of the training device."""
 
-    Args:
-        parameters: Names and (sharded) parameters of this rank.
-        names: Names of the parameters of which this rank contributes a part.
-        num_slots: Number of slots.
-        wire_dtype: Dtype in which weights travel.
-        device: The training device.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        names: Collection[str],
-        num_slots: int,
-        wire_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        sources = {name: local_tensor(parameters[name]) for name in names}
-        shards = [
-            {name: torch.empty_like(source, dtype=wire_dtype) for name, source in sources.items()}
-            for _ in range(num_slots)
-        ]
-        super().__init__(device, shards)
+    def _room_for(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_like(source, dtype=dtype, device=self.device)
 
 
-class PinnedHostSlots(_OwnSlots):
-    """Slots in pinned host memory; for the arguments see :class:`DeviceSlots`."""
+class PinnedHostSlots(_PrivateSlots):
+    """Slots in pinned host memory."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        names: Collection[str],
-        num_slots: int,
-        wire_dtype: torch.dtype,
-    ) -> None:
-        shapes = {name: local_tensor(parameters[name]).shape for name in names}
+    def _room_for(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Contiguous, whatever the strides of the source: see `_StreamCopies.start`.
-        shards = [
-            {
-                name: torch.empty(shape, dtype=wire_dtype, pin_memory=True)
-                for name, shape in shapes.items()
-            }
-            for _ in range(num_slots)
-        ]
-        super().__init__(torch.device("cpu"), shards)
+        return torch.empty(source.shape, dtype=dtype, device=self.device, pin_memory=True)

@@ -22,9 +22,8 @@ from queue import SimpleQueue
 import torch
 
 from torchtitan.grpo.models.shards import local_tensor
-from torchtitan.grpo.weight_sync.priority import yield_to_training
+from torchtitan.grpo.system.priority import yield_to_training
 from torchtitan.grpo.weight_sync.slot_layout import Shards
-from torchtitan.grpo.weight_sync.slots import SlotVersions
 
 _WAIT_SECONDS = 120.0
 # A copy begins this much later. The threads that its end wakes up, on all ranks, then find the
@@ -111,24 +110,6 @@ class Snapshots:
             TimeoutError: If the thread did not end in time. It will end with the process.
         """
         self._copies.close(timeout_seconds)
-
-
-def snapshot_reader(
-    snapshots: Snapshots, slots: SlotVersions, timeout_seconds: float
-) -> Callable[[int, int], Shards]:
-    """Returns the function with which an agent reads its shards of a version in a slot.
-
-    Args:
-        snapshots: Copies this rank's shards into slots.
-        slots: Which versions the slots of this rank hold.
-        timeout_seconds: How long this rank's training thread may lag rank 0's.
-    """
-
-    def read(slot: int, version: int) -> Shards:
-        slots.wait_filled(slot, version, timeout_seconds)
-        return snapshots.read(slot)
-
-    return read
 
 
 class _Copy:

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 
-from torchtitan.grpo.weight_sync.probe import Probes
+from torchtitan.grpo.attestation import Probes
 from torchtitan.grpo.weight_sync.publisher import Publisher
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.weight_sync.lane import Attestation, Lane, LaneSettings, Listeners
-from torchtitan.grpo.weight_sync.probe import Probes
+from torchtitan.grpo.attestation import Attestation, Probes
+from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.weight_sync.lane import Lane, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.interface import PushReport
 from torchtitan.grpo.weight_sync.versions import Versions
 
 VERSION = 4
 PATIENCE = 30.0
+SYNC = WeightSync(push_timeout_seconds=PATIENCE, retry_seconds=PATIENCE, max_retry_seconds=PATIENCE)
 
 
 class Server:
@@ -68,7 +70,8 @@ def attested(expected: list[float] | None, served: list[float] | None) -> tuple[
         lane = Lane(
             way,
             versions,
-            LaneSettings(PATIENCE, PATIENCE, PATIENCE, delta=False, attestation=attestation),
+            SYNC,
+            attestation,
             Listeners(
                 on_change=lambda: None,
                 on_version=lambda url, version: outcome.set_result(f"serves {version}"),

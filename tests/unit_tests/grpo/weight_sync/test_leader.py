@@ -5,11 +5,11 @@
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts
 from torchtitan.grpo.weight_sync.slots import SlotTable
@@ -58,8 +58,10 @@ class Rig:
             self.ranks, self.ranks[:num_sources], NoTransport(), _no_server, _listen, _nothing
         )
         listeners = Listeners(lambda: None, lambda *_: None, lambda *_: None)
-        settings: Any = SimpleNamespace(delta=False)
-        self.leader = Leader(self.slots, parts, settings, listeners, 0, [], lambda: None)
+        attestation: Any = None  # there are no lanes
+        self.leader = Leader(
+            self.slots, parts, WeightSync(), attestation, listeners, [], lambda: None
+        )
         self.running = asyncio.create_task(self.leader.run(lambda: self.ending))
 
     async def end(self) -> None:

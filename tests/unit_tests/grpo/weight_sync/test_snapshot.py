@@ -204,10 +204,8 @@ def test_on_cuda_the_fence_orders_the_next_change_after_the_copy(staging, dtype)
         "large": torch.zeros(4096, 4096, device=device),
         "turned": torch.zeros(5, 7, device=device).T,
     }
-    if staging == "device":
-        storage = DeviceSlots(parameters, list(parameters), 2, dtype, device)
-    else:
-        storage = PinnedHostSlots(parameters, list(parameters), 2, dtype)
+    make_slots, where = {"device": (DeviceSlots, device), "host": (PinnedHostSlots, CPU)}[staging]
+    storage = make_slots(parameters, list(parameters), 2, dtype, where)
     snapshots = Snapshots(parameters, storage.shards, device)
     for step in range(6):
         snapshots.fence()

@@ -19,13 +19,11 @@ import torch.distributed as dist
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
-from torchtitan.grpo.weight_sync.transports.disk_transport import (
-    DiskTransport,
-    VersionDirectories,
-)
+from torchtitan.grpo.weight_sync.transports.disk_transport import DiskTransport
 from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupTransport
 from torchtitan.grpo.weight_sync.transports.interface import Transport
+from torchtitan.grpo.weight_wire.version_files import VersionDirectories
 
 
 def make_transport(config: JobConfig, plan: PushPlan, device: torch.device) -> Transport[Any]:

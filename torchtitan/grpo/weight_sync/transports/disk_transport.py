@@ -3,36 +3,22 @@
 
 """Versions sent as safetensors files, to servers that share a filesystem with the trainer.
 
-    DISK_PATH/version-7.partial/   every source rank writes its part into it
-    DISK_PATH/version-7/           the leader renames it once all parts are complete
-
-Each version is written once, however many servers read it. A directory gets its final name
-only when it is complete and on the disk. The checksums of all tensors lie in it, and the
-servers that this project controls compare them.
-
-DISK_PATH belongs to one run at a time, because the versions of two runs would have the same
-names. The run holds a lock on it, which ends with its process.
+Every source rank writes its part of a version into one directory (see
+`weight_wire/version_files.py`). Each version is written once, however many servers read it.
 """
 
 import asyncio
-import fcntl
 import functools
-import json
-import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.weight_sync.channel import operation
-from torchtitan.grpo.weight_sync.payloads import Bucket, PayloadPool
+from torchtitan.grpo.system.rank_channel import operation
+from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.interface import (
     Connection,
@@ -41,14 +27,7 @@ from torchtitan.grpo.weight_sync.transports.interface import (
     Sender,
     Transport,
 )
-from torchtitan.grpo.weight_wire.buckets import CHECKSUMS_FILE, split_bucket
-from torchtitan.grpo.weight_wire.checksum import tensor_checksum
-
-logger = logging.getLogger(__name__)
-
-# How long a predecessor that was killed may take to release the lock.
-_LOCK_SECONDS = 15.0
-_POLL_SECONDS = 0.1
+from torchtitan.grpo.weight_wire.version_files import VersionDirectories, write_part
 
 
 class DiskSender(Sender):
@@ -80,32 +59,10 @@ class DiskSender(Sender):
         # The thread itself keeps the buffers: a caller that gives up does not stop it.
         with self.pool.reading(version) as payload:
             buckets = [payload.bucket(index) for index in range(self._num_buckets)]
-            write_part(directory, self.rank, buckets)
+            write_part(directory, self.rank, [(b.spec, b.payload) for b in buckets])
 
     async def close(self) -> None:
         self._writing.shutdown(wait=False, cancel_futures=True)
-
-
-def write_part(directory: Path, rank: int, buckets: Sequence[Bucket]) -> None:
-    """Writes one source rank's part of a version: a safetensors file, and its checksums.
-
-    Raises:
-        OSError: If the disk is full or the directory cannot be written to.
-    """
-    tensors = {}
-    for bucket in buckets:
-        parts = split_bucket(bucket.payload.cpu(), bucket.spec)
-        # Cloned, since safetensors refuses tensors that share memory.
-        tensors |= {n: p.clone() for n, p in zip(bucket.spec.names, parts, strict=True)}
-    file = directory / f"model-rank{rank:05d}.safetensors"
-    checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # raised here only if the file could not be written
-        raise OSError(f"Writing {file} failed: {error}. Is the disk full?") from error
-    (directory / f"checksums-rank{rank:05d}.json").write_text(json.dumps(checksums))
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
 
 
 class DiskTransport(Transport[DiskSender]):
@@ -123,7 +80,7 @@ class DiskTransport(Transport[DiskSender]):
     def __init__(
         self,
         plan: PushPlan,
-        make_directories: Callable[[], "VersionDirectories"],
+        make_directories: Callable[[], VersionDirectories],
         timeout_seconds: float,
         payload_device: torch.device,
     ) -> None:
@@ -249,81 +206,3 @@ class DiskConnection(Connection):
     async def close(self) -> None:
         # The server may have been paused for an update that was broken off.
         await self.release_server(self._timeout_seconds)
-
-
-class VersionDirectories:
-    """``weight_sync.disk_path`` as the leader sees it.
-
-    Args:
-        root: The directory; it is made if it does not exist.
-        source: Directory of the trained model. Its config and tokenizer files are copied
-            beside the weights, since a server may want them there.
-        lock_seconds: How long another run may still hold the directory.
-
-    Raises:
-        ValueError: If another run holds the directory for longer.
-    """
-
-    def __init__(self, root: Path, source: Path, lock_seconds: float = _LOCK_SECONDS) -> None:
-        self._root, self._source = root, source
-        root.mkdir(parents=True, exist_ok=True)
-        self._lock: int | None = _locked(root, lock_seconds)
-        # What a killed predecessor left is useless: half written, or of another run.
-        for left in root.glob("version-*"):
-            if left.suffix == ".partial" or (left / CHECKSUMS_FILE).is_file():
-                shutil.rmtree(left, ignore_errors=True)
-
-    def begin(self, version: int) -> Path:
-        """Makes an empty directory for the parts of a version."""
-        partial = self._root / f"version-{version}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        return partial
-
-    def finish(self, version: int) -> Path:
-        """Joins the checksums, adds the model's config, and gives the directory its name."""
-        partial = self._root / f"version-{version}.partial"
-        checksums: dict[str, int] = {}
-        for part in sorted(partial.glob("checksums-rank*.json")):
-            checksums |= json.loads(part.read_text())
-            part.unlink()
-        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums))
-        for file in self._source.glob("*.json"):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, partial / file.name)
-        target = self._root / f"version-{version}"
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        return target
-
-    def remove(self, version: int) -> None:
-        """Deletes whatever exists of a version."""
-        for name in (f"version-{version}", f"version-{version}.partial"):
-            shutil.rmtree(self._root / name, ignore_errors=True)
-
-    def close(self) -> None:
-        """Releases the directory to other runs. What is served now stays there. Idempotent."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked(root: Path, timeout_seconds: float) -> int:
-    """Returns a handle of the directory, locked against other runs until it is closed."""
-    handle = os.open(root, os.O_RDONLY)
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                os.close(handle)
-                raise ValueError(
-                    f"weight_sync.disk_path must be used by one run at a time, and another run has "
-                    f"held {root} for {timeout_seconds:g} s. Give each run a directory of its own."
-                ) from error
-        except OSError as error:  # a filesystem without locks
-            logger.warning("%s cannot be locked (%s): no other run may use it.", root, error)
-            return handle
-        time.sleep(_POLL_SECONDS)

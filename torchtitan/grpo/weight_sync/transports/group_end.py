@@ -7,20 +7,17 @@ A broadcast waits for the server, so each group has a thread of its own for its 
 """
 
 import asyncio
-import errno
 import functools
-import socket
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.system.groups import listening_store, route_address
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
@@ -67,7 +64,7 @@ class GroupEnd:
     def __init__(self, server_url: str, world_size: int, settings: GroupSettings) -> None:
         self._settings = settings
         address = route_address(settings.master_address, server_url)
-        self._store = _listening_store(address, world_size, settings.timeout_seconds)
+        self._store = listening_store(address, world_size, settings.timeout_seconds)
         self._group: dist.ProcessGroup | None = None
         self._is_left = False
         self._num_queued = self._num_sent = 0
@@ -157,47 +154,6 @@ class GroupEnd:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-
-def route_address(setting: str, server_url: str) -> str:
-    """Resolves ``weight_sync.master_address``: this host's address on the route to a server."""
-    if setting != "auto":
-        return setting
-    url = urlsplit(server_url)
-    host, port = url.hostname or "127.0.0.1", url.port or 80
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    # Connecting a datagram socket sends nothing; the kernel only looks up the route.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
-
-
-def _listening_store(address: str, world_size: int, timeout_seconds: float) -> dist.TCPStore:
-    """Returns a store that listens on a free port of ``address``, and on no other interface.
-
-    Raises:
-        ValueError: If ``address`` is not one of this host.
-        OSError: If something else is wrong, such as too many open files.
-    """
-    try:
-        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(target[:2], family=family)
-    except OSError as error:
-        if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
-            raise
-        raise ValueError(
-            f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
-        ) from error
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_seconds),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _use_device(device: torch.device) -> None:

@@ -27,7 +27,7 @@ from dataclasses import replace
 import torch
 
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.weight_sync.channel import operation
+from torchtitan.grpo.system.rank_channel import operation
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings

@@ -125,7 +125,7 @@ class Connection(ABC):
 class Sender(ABC):
     """A source rank's part of a transport.
 
-    The leader calls the methods that subclasses mark with ``channel.operation``, on its own
+    The leader calls the methods that subclasses mark with ``rank_channel.operation``, on its own
     rank directly and on others over the channel.
 
     Args:

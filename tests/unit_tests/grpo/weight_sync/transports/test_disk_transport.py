@@ -12,24 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.payloads import Bucket
-from torchtitan.grpo.weight_sync.transports.disk_transport import (
-    DiskTransport,
-    VersionDirectories,
-    write_part,
-)
+from torchtitan.grpo.weight_sync.transports.disk_transport import DiskTransport
 from torchtitan.grpo.weight_sync.transports.interface import NotPrepared
 from torchtitan.grpo.weight_wire.buckets import read_safetensors
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
+from torchtitan.grpo.weight_wire.version_files import VersionDirectories, write_part
 
 SHAPES = ((3,), (2, 5))  # the second begins at an odd place
 
 
-def make_bucket(*names: str) -> Bucket:
+def make_bucket(*names: str) -> tuple[BucketSpec, torch.Tensor]:
     tensors = [torch.randn(shape).bfloat16() for shape in SHAPES]
     payload = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
-    return Bucket(BucketSpec(names, ("bfloat16",) * 2, SHAPES), payload)
+    return BucketSpec(names, ("bfloat16",) * 2, SHAPES), payload
 
 
 class Writer:
@@ -90,7 +86,7 @@ def test_the_parts_of_all_sources_become_one_directory_with_checksums(tmp_path):
         found = read_safetensors(str(path))  # compares the checksums, too
         assert set(found) == {"a0", "b0", "a2", "b2"}
         for writer in writers:
-            first, second = writer.bucket.payload.split([6, 20])
+            first, second = writer.bucket[1].split([6, 20])
             assert torch.equal(found[f"a{writer.rank}"].view(torch.uint8), first)
             assert torch.equal(found[f"b{writer.rank}"].view(torch.uint8).view(-1), second)
         sums = json.loads((path / "checksums.json").read_text())

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings, route_address
+from torchtitan.grpo.system.groups import route_address
+from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 URL = "http://127.0.0.1:9"

@@ -3,8 +3,8 @@
 
 """The leader calls another rank's agent as if it were its own."""
 
+from torchtitan.grpo.system.rank_channel import operations_of
 from torchtitan.grpo.weight_sync.agent import Agent
-from torchtitan.grpo.weight_sync.channel import operations_of
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo

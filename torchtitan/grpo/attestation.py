@@ -9,15 +9,33 @@ compute the same numbers except for rounding.
 """
 
 import asyncio
+import logging
 import math
 import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.job_config import JobConfig
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
+_PROBE_LENGTH = 48
+
+
+class AttestationFailed(ServerError):
+    """A server does not rate the probe tokens as the trainer does."""
+
+
+def attested_tokens(config: JobConfig, vocab_size: int) -> list[int]:
+    """Returns the probe tokens of a run, short enough for the trainer and the servers."""
+    longest = config.inference.max_model_len or config.training.seq_len
+    return probe_tokens(
+        vocab_size, max(2, min(_PROBE_LENGTH, longest - 1, config.training.seq_len))
+    )
 
 
 def probe_tokens(vocab_size: int, num_tokens: int = 48, seed: int = 20) -> list[int]:
@@ -113,10 +131,10 @@ def compare(expected: Sequence[float], served: Sequence[float], tolerance: float
         tolerance: Largest mean absolute difference.
 
     Raises:
-        ServerError: If they differ, or are not finite.
+        AttestationFailed: If they differ, or are not finite.
     """
     if len(expected) != len(served) or not expected:
-        raise ServerError(
+        raise AttestationFailed(
             f"The server must return {len(expected)} log-probabilities of the probe tokens, "
             f"got {len(served)}."
         )
@@ -124,17 +142,76 @@ def compare(expected: Sequence[float], served: Sequence[float], tolerance: float
     for whose, values in (("trainer", expected), ("server", served)):
         for position, value in enumerate(values):
             if not math.isfinite(value):
-                raise ServerError(
+                raise AttestationFailed(
                     "All log-probabilities of the probe tokens must be finite, but the "
                     f"{whose}'s at position {position} is {value}."
                 )
     mean, largest = sum(differences) / len(differences), max(differences)
     if not mean <= tolerance:
         where = differences.index(largest)
-        raise ServerError(
+        raise AttestationFailed(
             "The server's log-probabilities of the probe tokens must equal the trainer's within "
             f"{tolerance:g} on average, but they differ by {mean:.3g}, at most by {largest:.3g} at "
             f"position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). Either "
             "the server does not serve the weights that were sent, or it computes less exactly "
             "than weight_sync.attest_tolerance allows."
         )
+
+
+@dataclass(frozen=True)
+class Attestation:
+    """What a server must prove after a push, besides naming the right version.
+
+    Attributes:
+        every: Versions divisible by this are attested by log-probabilities; 0 attests none.
+        tokens: Token ids that trainer and server rate.
+        probes: The trainer's log-probabilities of these tokens.
+        tolerance: Largest mean absolute difference.
+        timeout_seconds: How long the trainer, and then the server, may take to rate them.
+    """
+
+    every: int
+    tokens: list[int]
+    probes: Probes
+    tolerance: float
+    timeout_seconds: float
+
+    def concerns(self, version: int) -> bool:
+        """Returns whether ``version`` is attested by log-probabilities."""
+        return is_attested(version, self.every)
+
+    async def check(self, client: InferenceClient, version: int) -> bool:
+        """Compares a server's log-probabilities with the trainer's.
+
+        Returns:
+            Whether they were compared. They are not if the version need not be attested, or
+            if the trainer does not have its own in time. The server is not to blame for that.
+
+        Raises:
+            AttestationFailed: If they differ.
+            ServerError: If the server failed to rate the tokens.
+            TimeoutError: If the server did not rate the tokens in time.
+        """
+        if not self.concerns(version):
+            return False
+        try:
+            expected = await self.probes.wait_for(version, self.timeout_seconds)
+        except TimeoutError as error:
+            logger.warning("%s serves version %d, unattested: %s", client.url, version, error)
+            return False
+        if expected is None:
+            return False  # the trainer is far ahead, and a newer version will be pushed soon
+        compare(expected, await self._rated(client, version), self.tolerance)
+        return True
+
+    async def _rated(self, client: InferenceClient, version: int) -> list[float]:
+        # The request waits its turn among those that generate.
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                return await client.prompt_logprobs(self.tokens)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{client.url} must rate the probe tokens under version {version} within "
+                f"weight_sync.timeout_seconds = {self.timeout_seconds:g} and did not. It is "
+                "overloaded or has stopped."
+            ) from error

@@ -12,12 +12,12 @@ import sys
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.slot_memory import SharedSlots, attach, own_memory
+from torchtitan.grpo.system.shared_slots import SharedSlots, attach, own_memory
 
 SLOT_BYTES = 3 * 64
 ATTACHED = """
 import pickle, sys
-from torchtitan.grpo.weight_sync.slot_memory import attach
+from torchtitan.grpo.system.shared_slots import attach
 slots = attach(pickle.loads(sys.stdin.buffer.read()))
 print(slots[0].max().item())
 slots[1].fill_(9)

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from torchtitan.grpo.attestation import Probes, compare, probe_tokens
 from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.weight_sync.probe import Probes, compare, probe_tokens
 
 
 def test_probe_tokens_are_the_same_each_time_and_of_the_vocabulary():

@@ -1,0 +1,144 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Versions as directories of safetensors files, as the trainer writes and servers read them.
+
+    DISK_PATH/version-7.partial/   every source rank writes its part into it
+    DISK_PATH/version-7/           the leader renames it once all parts are complete
+
+A directory gets its final name only when it is complete and on the disk. The checksums of
+all tensors lie in it, and the servers that this project controls compare them.
+
+DISK_PATH belongs to one run at a time, because the versions of two runs would have the same
+names. The run holds a lock on it, which ends with its process.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from torchtitan.grpo.weight_wire.buckets import CHECKSUMS_FILE, split_bucket
+from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
+
+logger = logging.getLogger(__name__)
+
+# How long a predecessor that was killed may take to release the lock.
+_LOCK_SECONDS = 15.0
+_POLL_SECONDS = 0.1
+
+
+def write_part(
+    directory: Path, rank: int, buckets: Sequence[tuple[BucketSpec, torch.Tensor]]
+) -> None:
+    """Writes one source rank's part of a version: a safetensors file, and its checksums.
+
+    Args:
+        directory: As returned by :meth:`VersionDirectories.begin`.
+        rank: Rank of the source in the default process group.
+        buckets: Description and payload, [num_bytes] uint8, of each bucket.
+
+    Raises:
+        OSError: If the disk is full or the directory cannot be written to.
+    """
+    tensors = {}
+    for spec, payload in buckets:
+        parts = split_bucket(payload.cpu(), spec)
+        # Cloned, since safetensors refuses tensors that share memory.
+        tensors |= {n: p.clone() for n, p in zip(spec.names, parts, strict=True)}
+    file = directory / f"model-rank{rank:05d}.safetensors"
+    checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # raised here only if the file could not be written
+        raise OSError(f"Writing {file} failed: {error}. Is the disk full?") from error
+    (directory / f"checksums-rank{rank:05d}.json").write_text(json.dumps(checksums))
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+class VersionDirectories:
+    """``weight_sync.disk_path`` as the leader sees it.
+
+    Args:
+        root: The directory; it is made if it does not exist.
+        source: Directory of the trained model. Its config and tokenizer files are copied
+            beside the weights, since a server may want them there.
+        lock_seconds: How long another run may still hold the directory.
+
+    Raises:
+        ValueError: If another run holds the directory for longer.
+    """
+
+    def __init__(self, root: Path, source: Path, lock_seconds: float = _LOCK_SECONDS) -> None:
+        self._root, self._source = root, source
+        root.mkdir(parents=True, exist_ok=True)
+        self._lock: int | None = _locked(root, lock_seconds)
+        # What a killed predecessor left is useless: half written, or of another run.
+        for left in root.glob("version-*"):
+            if left.suffix == ".partial" or (left / CHECKSUMS_FILE).is_file():
+                shutil.rmtree(left, ignore_errors=True)
+
+    def begin(self, version: int) -> Path:
+        """Makes an empty directory for the parts of a version."""
+        partial = self._root / f"version-{version}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        return partial
+
+    def finish(self, version: int) -> Path:
+        """Joins the checksums, adds the model's config, and gives the directory its name."""
+        partial = self._root / f"version-{version}.partial"
+        checksums: dict[str, int] = {}
+        for part in sorted(partial.glob("checksums-rank*.json")):
+            checksums |= json.loads(part.read_text())
+            part.unlink()
+        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums))
+        for file in self._source.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, partial / file.name)
+        target = self._root / f"version-{version}"
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        return target
+
+    def remove(self, version: int) -> None:
+        """Deletes whatever exists of a version."""
+        for name in (f"version-{version}", f"version-{version}.partial"):
+            shutil.rmtree(self._root / name, ignore_errors=True)
+
+    def close(self) -> None:
+        """Releases the directory to other runs. What is served now stays there. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(root: Path, timeout_seconds: float) -> int:
+    """Returns a handle of the directory, locked against other runs until it is closed."""
+    handle = os.open(root, os.O_RDONLY)
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise ValueError(
+                    f"weight_sync.disk_path must be used by one run at a time, and another run has "
+                    f"held {root} for {timeout_seconds:g} s. Give each run a directory of its own."
+                ) from error
+        except OSError as error:  # a filesystem without locks
+            logger.warning("%s cannot be locked (%s): no other run may use it.", root, error)
+            return handle
+        time.sleep(_POLL_SECONDS)
