@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The console script ``torchtitan-grpo``.
+"""Command line of ``torchtitan-grpo``, the console script.
 
     torchtitan-grpo check-config X.toml [--table.key value ...]
     torchtitan-grpo serve embedded MODEL_DIR [--port P]
@@ -16,7 +16,7 @@ USAGE = (__doc__ or "").split("\n\n", 1)[1]
 
 
 def check_config(arguments: list[str]) -> int:
-    """Loads and checks a configuration; prints it resolved, with the planned layout."""
+    """Checks a configuration, and prints it with all defaults and the planned layout."""
     from torchtitan.grpo.config_checks import ConfigError, check_model
     from torchtitan.grpo.config_manager import describe, load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
@@ -36,7 +36,7 @@ def check_config(arguments: list[str]) -> int:
 
 
 def serve(arguments: list[str]) -> int:
-    """Becomes an inference server."""
+    """Runs an inference server in this process."""
     from torchtitan.grpo.inference import serve as module
 
     sys.argv = ["torchtitan-grpo serve", *arguments]
@@ -45,7 +45,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def verify(arguments: list[str]) -> int:
-    """Checks that a server serves what a run exported."""
+    """Checks that a server serves the weights that a run exported."""
     from torchtitan.grpo.verify import main as verify_main
 
     return verify_main(arguments)
@@ -55,7 +55,7 @@ COMMANDS = {"check-config": check_config, "serve": serve, "verify": verify}
 
 
 def main() -> None:
-    """Dispatches to a subcommand."""
+    """Runs the subcommand that the command line names."""
     name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
     if name not in COMMANDS:
         print(USAGE, file=sys.stderr)

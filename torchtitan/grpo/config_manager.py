@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reads, merges and checks a run's configuration.
+"""Reads, merges and checks the configuration of a run.
 
-Command line over TOML over defaults, as in torchtitan, whose tables and command line
-parser are used. Added to that: a misspelt key names the nearest valid one, a value of the
-wrong type is refused with its key, and contradictions are found here, before any process
-group exists. Nothing in this module needs a device.
+As in torchtitan, whose tables and command line parser are used, the command line takes precedence
+over the TOML file, and the file over the defaults. In addition, a misspelt key is refused with the
+nearest valid one, a value of the wrong type with its key, and settings that contradict each other
+before any process group exists. Nothing in this module needs a device.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 class GRPOConfigManager(ConfigManager):
-    """Torchtitan's manager with stricter reading of the TOML file."""
+    """Torchtitan's configuration manager, which reads the TOML file more strictly here."""
 
     def __init__(self) -> None:
         super().__init__(config_cls=JobConfig)
@@ -56,14 +56,14 @@ class GRPOConfigManager(ConfigManager):
             raise ConfigError(f"{message}. Change the value in the TOML file.") from error
 
     def _validate_config(self) -> None:
-        """Upstream's checks are about its own assets; ours stand in :func:`validate`."""
+        """Skips upstream's checks of its own assets. :func:`validate` has this project's checks."""
 
 
 def load_config(args: list[str]) -> JobConfig:
-    """Parses command line and TOML, and checks the result.
+    """Returns the configuration that the command line and its TOML file give, checked.
 
     Raises:
-        ConfigError: With one clear message.
+        ConfigError: If the configuration cannot be used. The message is one line.
     """
     said = io.StringIO()
     try:
@@ -80,7 +80,7 @@ def load_config(args: list[str]) -> JobConfig:
 
 
 def _unboxed(text: str) -> str:
-    """The message that tyro drew a box around: between the title and the help text."""
+    """Returns tyro's message without the box, the title and the help text around it."""
     lines = " ".join(line.strip("│╭╮╰╯ ") for line in text.splitlines())
     title, *paragraphs = re.split(r"[─-]{4,}", lines)
     message = (paragraphs or [title])[0].strip(" .")
@@ -88,9 +88,12 @@ def _unboxed(text: str) -> str:
 
 
 def check_arguments(cls: type, args: list[str]) -> None:
-    """Refuses ``--table.key`` arguments that no table has, naming the nearest key.
+    """Refuses arguments ``--table.key`` that no table has, and names the nearest key.
 
-    Both spellings (``-`` and ``_``), ``--key=value`` and ``--table.no-flag`` are known.
+    Keys may be written with ``-`` or ``_``, as ``--key=value``, and flags as ``--table.no-flag``.
+
+    Raises:
+        ConfigError: With the first unknown argument.
     """
     known = _all_keys(cls)
     for arg in args:
@@ -111,7 +114,11 @@ def check_arguments(cls: type, args: list[str]) -> None:
 
 
 def check_keys(cls: type, data: dict[str, Any], prefix: str = "") -> None:
-    """Refuses keys that no table has, naming the nearest that one has."""
+    """Refuses keys of a TOML file that no table has, and names the nearest key.
+
+    Raises:
+        ConfigError: With the first unknown key.
+    """
     known = {f.name: f for f in fields(cls)}
     for key, value in data.items():
         if key not in known:
@@ -144,7 +151,7 @@ def _all_keys(cls: type, prefix: str = "") -> list[str]:
 
 
 def is_dry_run(args: list[str]) -> bool:
-    """Takes ``--dry-run`` out of the arguments; True where it was there."""
+    """Removes ``--dry-run`` from the arguments and returns whether it was there."""
     if "--dry-run" not in args:
         return False
     args.remove("--dry-run")
@@ -152,7 +159,7 @@ def is_dry_run(args: list[str]) -> bool:
 
 
 def describe(config: JobConfig) -> str:
-    """The resolved configuration as TOML-like lines, and the planned layout."""
+    """Returns the resolved configuration in lines like TOML, and the planned layout."""
     lines = []
     for table, values in config.to_dict().items():
         lines.append(f"[{table}]")
@@ -172,7 +179,7 @@ def describe(config: JobConfig) -> str:
 
 def _describe_servers(config: JobConfig) -> str:
     if config.rollout.replay is not None:
-        return f"none, rollouts are those of {config.rollout.replay}"
+        return f"none, rollouts are replayed from {config.rollout.replay}"
     inference = config.inference
     if inference.launch:
         return f"{inference.num_servers} x {inference.kind}, launched on this machine"

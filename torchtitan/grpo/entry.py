@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a command line to a trainer, and from whatever happens to an exit status.
+"""Runs a training rank from its command line to its exit status.
 
-What a user did wrong, and what failed outside, is said once, in one line, on rank 0; only a
-mistake of ours shows a traceback.
+A mistake of the user, and a failure outside of this program, is reported once, in one line, by rank
+0. Only a bug in this program shows a traceback.
 """
 
 import logging
@@ -35,21 +35,25 @@ from torchtitan.grpo.system.device import keep_gloo_on_loopback
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
-# Longer than rank 0 takes to say what is wrong and to close.
+# Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
-# Longer than torchrun takes to stop all ranks when one of them has ended.
+# Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
 
 
 class RunnableTrainer(Protocol):
-    """What is run here: `grpo_train.GRPOTrainer`."""
+    """What :func:`run` needs of a trainer. The implementation is `grpo_train.GRPOTrainer`."""
 
-    def train(self) -> None: ...
+    def train(self) -> None:
+        """Trains until the last step, or until a stop request."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends everything that the trainer started."""
+        ...
 
 
-# What says by itself, in one message, what went wrong.
+# Errors whose message tells the user what went wrong. A traceback would add nothing.
 _EXPLAINED = (
     CheckpointError, DataError, ModelError, PublisherFailed, RolloutFailed, TimeoutError,
 )  # fmt: skip
@@ -58,7 +62,16 @@ TrainerFactory = Callable[[JobConfig, HFModel, StopRequest], RunnableTrainer]
 
 
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
-    """Checks the configuration, trains, and returns the process's exit status."""
+    """Checks the configuration, trains, and returns the exit status of the process.
+
+    Args:
+        make_trainer: Builds the trainer of this rank.
+        args: Command line, without the program's name.
+
+    Returns:
+        0 after a complete run, 1 after a failure, 2 if the configuration or the model cannot be
+        used, and 128 plus the signal's number after a stop request.
+    """
     args = list(args)
     is_rank_zero = int(os.environ.get("RANK", "0")) == 0
     try:
@@ -69,7 +82,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         if config.grpo.kl_coef > 0:
             check_reference(config)
     except (ConfigError, ModelError) as error:
-        return _say(is_rank_zero, error, 2)
+        return _report(is_rank_zero, error, 2)
     if dry_run:
         if is_rank_zero:
             device = "CUDA" if torch.cuda.is_available() else "CPU"
@@ -90,18 +103,18 @@ def _train(
         trainer = make_trainer(config, hf_model, stop)
         trainer.train()
     except RankZeroFailed:
-        # Rank 0 speaks, and closes, first: torchrun ends everybody once one rank has ended.
+        # Rank 0 must report and close first: torchrun ends all ranks once one has ended.
         stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
         return 1
     except _EXPLAINED as error:
-        return _say(is_rank_zero, error, 1, stop.wait)
+        return _report(is_rank_zero, error, 1, stop.wait)
     except Exception as error:
-        # A collective with a rank that is gone fails, and that is not what went wrong: then
-        # torchrun is about to stop this rank, too.
+        # A collective fails if another rank has died. That is not the cause of the failure, and
+        # torchrun is about to stop this rank as well.
         if not stop.wait(_AGENT_PATIENCE_SECONDS):
             raise
         name = signal.Signals(stop.exit_code - 128).name
-        logger.warning(f"Stopped by {name}, during {type(error).__name__}: {error}")
+        logger.warning(f"{name} stopped this rank, after {type(error).__name__}: {error}")
     finally:
         if trainer is not None:
             trainer.close()
@@ -111,16 +124,22 @@ def _train(
     return 0
 
 
-def _say(
+def _report(
     is_rank_zero: bool,
     error: Exception,
     status: int,
     wait: Callable[[float], bool | None] = time.sleep,
 ) -> int:
-    """The one message that a user needs; a traceback would hide it.
+    """Prints an error without a traceback and returns ``status``.
 
-    As a rule all ranks meet the same error: rank 0 says it and ends, and the others wait
-    for torchrun to end them. One that met it alone says so itself.
+    Usually all ranks fail with the same error. Rank 0 prints it and ends, and the other ranks wait
+    until torchrun ends them. A rank that fails alone prints its error after the wait.
+
+    Args:
+        is_rank_zero: Whether this is rank 0.
+        error: What to print.
+        status: Exit status of the process.
+        wait: Waits for so many seconds; returns True if the rank has been stopped meanwhile.
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -130,11 +149,11 @@ def _say(
 def leave(main: Callable[[], int]) -> None:
     """Runs ``main``, which closes everything, and ends the process with its status.
 
-    At once, for what may be left are threads that Python cannot end well. One may be inside
-    a collective with a rank that is gone, or a broadcast to a server that is stopped. Gloo's
-    may be about to drop the last hold of a tensor, for which it takes the interpreter's lock:
-    where the interpreter is being torn down by then, that aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489).
+    The process ends without Python's usual cleanup, because threads may be left that Python cannot
+    end. A thread may be inside a collective with a rank that has died, or a broadcast to a server
+    that has stopped. One of gloo's threads may be about to release the last reference to a tensor,
+    for which it needs the interpreter's lock; if the interpreter is being torn down at that moment,
+    the process aborts (https://github.com/pytorch/pytorch/issues/190489).
     """
     try:
         status = main()

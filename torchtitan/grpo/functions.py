@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a function's name in the TOML file to the user's function."""
+"""Finds a user's function by its name in the TOML file."""
 
 import importlib
 import importlib.util
@@ -14,16 +14,16 @@ from typing import Any
 
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
-    """Finds a function of the user's.
+    """Returns the user's function or class with this name.
 
     Args:
         path: ``package.module:function``, ``package.module.function`` or
             ``path/to/file.py:function``.
-        what: Begins each error message: the setting, or what the function is.
-        builtin: Names that the setting knows besides, for the message.
+        what: Setting that names the function, or its role. Error messages begin with it.
+        builtin: Built-in names that the setting also accepts, for the message.
 
     Raises:
-        ValueError: It cannot be found or imported, or is not callable.
+        ValueError: If it cannot be found or imported, or is not callable.
     """
     subject = f"{what} {path!r}"
     module_name, name = split_path(path, what, builtin)
@@ -40,10 +40,12 @@ def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[...,
 
 
 def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
-    """Module or file, and function; for the arguments see :func:`load_function`.
+    """Returns the module or file, and the function, that a path names.
+
+    The arguments are those of :func:`load_function`.
 
     Raises:
-        ValueError: The path is neither.
+        ValueError: If the path has no such form.
     """
     module_name, mark, name = path.rpartition(":")
     if not mark:
@@ -59,18 +61,18 @@ def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
 def _load_module(module_name: str, subject: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # a module may raise anything while it is imported
+    except Exception as error:  # importing a module may raise anything
         raise ValueError(
             f"{subject}: importing {module_name} failed with "
-            f"{type(error).__name__}: {error}. Modules are looked up from {Path.cwd()} and in "
-            "the installed packages."
+            f"{type(error).__name__}: {error}. Modules are searched in {Path.cwd()} and among the "
+            "installed packages."
         ) from error
 
 
 def _load_file(file_name: str, subject: str) -> ModuleType:
     file = Path(file_name).expanduser().resolve()
     if not file.is_file():
-        raise ValueError(f"{subject}: there is no file {file}.")
+        raise ValueError(f"{subject}: the file {file} does not exist.")
     spec = importlib.util.spec_from_file_location(f"grpo_user_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{subject}: {file} must be a Python file ending in .py.")
@@ -79,7 +81,7 @@ def _load_file(file_name: str, subject: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a file may raise anything while it runs
+    except Exception as error:  # running a file may raise anything
         raise ValueError(
             f"{subject}: running {file} failed with {type(error).__name__}: {error}"
         ) from error

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""All tables of a run's configuration: torchtitan's own and those that the overlay adds."""
+"""All tables of a run's configuration: torchtitan's own, and those that this project adds."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +13,16 @@ from torchtitan.grpo import config as grpo_config
 
 @dataclass
 class Model(job_config.Model):
-    """``[model]``: torchtitan's table; a Hugging Face directory says the rest."""
+    """``[model]``: torchtitan's table. A Hugging Face directory determines the model."""
 
     name: str = "huggingface"
-    """Always ``huggingface``: the architecture is read from ``hf_assets_path``."""
+    """Must stay ``huggingface``: the architecture is read from ``hf_assets_path``."""
 
     flavor: str = "directory"
-    """Always ``directory``: sizes are read from ``hf_assets_path``."""
+    """Must stay ``directory``: the sizes are read from ``hf_assets_path``."""
 
     hf_assets_path: str = ""
-    """Hugging Face directory with config.json, tokenizer.json and safetensors. Required."""
+    """Hugging Face directory with config.json, tokenizer.json and safetensors files. Required."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class JobConfig(job_config.JobConfig):
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is printed, logged and saved of a configuration: keys are masked."""
+        """Returns the configuration as plain data for printing and logging, with keys masked."""
         values = super().to_dict()
         for name in ("api_key", "admin_key"):
             if values["inference"][name]:

@@ -1,7 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Refuses what cannot work before any process group exists; nothing here needs a device."""
+"""Refuses configurations that cannot work, before any process group exists.
+
+Each file checks one subject. `ranges.py` enforces the bounds that stand at the fields of the
+tables; the other files find settings that contradict each other, or that nothing would read. No
+check needs a device.
+"""
 
 from torchtitan.grpo.config_checks.data import check_data, check_lengths, longest_sequence
 from torchtitan.grpo.config_checks.dispatch import check_dispatch
@@ -20,10 +25,10 @@ __all__ = ["ConfigError", "check_model", "longest_sequence", "validate"]
 
 
 def validate(config: JobConfig) -> None:
-    """Refuses what cannot work, with the keys that contradict each other.
+    """Runs all checks that need nothing but the configuration.
 
     Raises:
-        ConfigError: The first problem found.
+        ConfigError: With the first problem that is found.
     """
     for check in (
         check_required,

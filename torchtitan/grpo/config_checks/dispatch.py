@@ -1,33 +1,34 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What dispatch is to do, and whether anything would come of it."""
+"""Checks settings of the dispatch of completions to servers."""
 
 from torchtitan.grpo.config_checks.rules import require
 from torchtitan.grpo.job_config import JobConfig
 
 
 def check_dispatch(config: JobConfig) -> None:
+    """Refuses hedging and ordering that could never have an effect."""
     rollout, inference = config.rollout, config.inference
     hedge_seconds = rollout.hedge_seconds
     require(
         hedge_seconds < rollout.request_timeout_seconds,
         "rollout.hedge_seconds must be below rollout.request_timeout_seconds "
-        f"({rollout.request_timeout_seconds:g}), after which a completion has failed, got "
+        f"({rollout.request_timeout_seconds:g}), after which the completion has failed, got "
         f"{hedge_seconds:g}.",
     )
     if rollout.replay is not None:
         return  # nothing is dispatched
-    # The file of inference.urls_file may name more servers while the run goes on.
+    # The file of inference.urls_file may name more servers later.
     num_servers = inference.num_servers if inference.launch else len(inference.urls)
     require(
         hedge_seconds == 0 or inference.urls_file is not None or num_servers > 1,
-        f"rollout.hedge_seconds = {hedge_seconds:g} needs a second server to ask, got "
+        f"rollout.hedge_seconds = {hedge_seconds:g} needs a second server, got "
         f"{num_servers}. Raise inference.num_servers, name more inference.urls, or leave "
         "rollout.hedge_seconds at 0.",
     )
     require(
         not rollout.longest_first or config.grpo.prompts_per_step > 1,
-        "rollout.longest_first orders the prompts of a batch, and grpo.prompts_per_step is "
-        f"{config.grpo.prompts_per_step}: nothing would read it. Leave it at false.",
+        "rollout.longest_first orders the prompts of a batch and has no effect with "
+        f"grpo.prompts_per_step = {config.grpo.prompts_per_step}. Leave it at false.",
     )

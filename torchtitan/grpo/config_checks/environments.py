@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Multi-turn rollouts."""
+"""Checks settings of multi-turn rollouts."""
 
 from torchtitan.grpo.config_checks.rules import check_read, require
 from torchtitan.grpo.functions import split_path
@@ -23,15 +23,15 @@ _READ_WITH = (
 
 
 def check_environments(config: JobConfig) -> None:
-    """The environment's name, and settings that nothing would read without one."""
+    """Checks the environment's name, and refuses settings that need an environment."""
     rollout, functions = config.rollout, config.reward.functions
     check_read("rollout", rollout, _READ_WITH)
     if rollout.environment is None:
         require(
             "environment" not in functions or rollout.replay is not None,
-            "reward.functions names the built-in 'environment', which returns what "
-            "rollout.environment gave, and rollout.environment is not set. Set it, or name "
-            "another reward function.",
+            "reward.functions names the built-in 'environment', which returns the reward of "
+            "rollout.environment, but rollout.environment is not set. Set it, or name another "
+            "reward function.",
         )
         return
     if rollout.environment not in BUILTIN:
@@ -41,11 +41,11 @@ def check_environments(config: JobConfig) -> None:
             require(False, str(error))
     require(
         rollout.environment != "verifiers" or bool(rollout.environment_options.get("env_id")),
-        "rollout.environment = 'verifiers' needs rollout.environment_options = { env_id = ... }, "
-        f"the environment's name there, got {rollout.environment_options}.",
+        "rollout.environment = 'verifiers' needs rollout.environment_options = { env_id = ... } "
+        f"with the environment's name in verifiers, got {rollout.environment_options}.",
     )
     require(
         not rollout.ignore_eos or bool(rollout.stop_token_ids),
-        "rollout.environment with rollout.ignore_eos needs rollout.stop_token_ids: a turn ends "
-        "with a stop token. Leave rollout.ignore_eos at false.",
+        "rollout.environment with rollout.ignore_eos needs rollout.stop_token_ids, because a turn "
+        "ends with a stop token. Set them, or leave rollout.ignore_eos at false.",
     )

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which layouts of ranks are refused, and why. Needs no device and no process group."""
+"""Checks the layout of ranks, ``[parallelism]``. Needs no device and no process group."""
 
 import math
 import os
@@ -26,27 +26,27 @@ _PIPELINE_MINIMA = {
 
 
 def layout_problems(config: JobConfig) -> Iterator[str]:
-    """What is wrong with ``[parallelism]``, as far as the file alone tells."""
+    """Yields what is wrong with ``[parallelism]``, as far as the configuration alone tells."""
     yield from _degree_problems(config)
     settings, training = config.parallelism, config.training
     parts = settings.tensor_parallel_degree * settings.context_parallel_degree
     if parts > 0 and training.seq_len % parts:
         yield (
             f"training.seq_len ({training.seq_len}) must be a multiple of parallelism."
-            f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}): each rank "
-            "holds an equal part of a row."
+            f"tensor_parallel_degree * parallelism.context_parallel_degree ({parts}), because each "
+            "rank holds an equal part of a row."
         )
     if training.global_batch_size != -1:
         yield (
-            f"training.global_batch_size must be left at -1, got {training.global_batch_size}: "
-            "a step's size is grpo.prompts_per_step * grpo.group_size."
+            f"training.global_batch_size must be left at -1, got {training.global_batch_size}. The "
+            "size of a step is grpo.prompts_per_step * grpo.group_size."
         )
     if settings.enable_async_tensor_parallel and not _compiles_model(config):
         yield "parallelism.enable_async_tensor_parallel needs compile.enable = true."
     if settings.expert_parallel_comm_backend != "standard":
         yield (
             "parallelism.expert_parallel_comm_backend must be 'standard', got "
-            f"{settings.expert_parallel_comm_backend!r}, which upstream's Qwen3 does not know."
+            f"{settings.expert_parallel_comm_backend!r}, which torchtitan's Qwen3 does not support."
         )
     yield from _context_problems(settings)
     yield from _checkpoint_problems(config)
@@ -67,7 +67,7 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
         if degree < 1:
             yield f"parallelism.{key} must be at least 1, got {degree}."
             return
-    experts = degrees.pop("expert_parallel_degree")  # borrows ranks from the others
+    experts = degrees.pop("expert_parallel_degree")  # adds no ranks of its own
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     product, shard = math.prod(degrees.values()), settings.data_parallel_shard_degree
     above = [f"parallelism.{key} ({degree})" for key, degree in degrees.items() if degree > 1]
@@ -76,8 +76,8 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
     elif shard != -1 and (shard < 1 or shard * product != world_size):
         above.insert(0, f"parallelism.data_parallel_shard_degree ({shard})")
         yield (
-            f"{' * '.join(above)} must be the number of ranks, {world_size}. Start as many, or set "
-            "parallelism.data_parallel_shard_degree = -1 to take what the others leave."
+            f"{' * '.join(above)} must be the number of ranks, {world_size}. Start as many ranks, or "
+            "set parallelism.data_parallel_shard_degree = -1, which takes all remaining ranks."
         )
     elif experts > 1:
         shard = world_size // product if shard == -1 else shard
@@ -85,7 +85,7 @@ def _degree_problems(config: JobConfig) -> Iterator[str]:
 
 
 def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
-    """Expert parallelism borrows ranks that share data, sequences or tensors."""
+    """Yields problems of expert parallelism, which uses the ranks of other parallelisms."""
     experts, tensor = settings.expert_parallel_degree, settings.tensor_parallel_degree
     expert_tensor = settings.expert_tensor_parallel_degree
     if expert_tensor not in (1, tensor):
@@ -96,8 +96,8 @@ def _expert_degree_problems(settings: Parallelism, shard: int) -> Iterator[str]:
     elif (lent := shard * settings.context_parallel_degree * tensor) % (experts * expert_tensor):
         yield (
             f"parallelism.expert_parallel_degree ({experts}) * parallelism."
-            f"expert_tensor_parallel_degree ({expert_tensor}) must divide the ranks that lend "
-            "themselves: parallelism.data_parallel_shard_degree * parallelism."
+            f"expert_tensor_parallel_degree ({expert_tensor}) must divide the number of ranks that "
+            "experts can use, parallelism.data_parallel_shard_degree * parallelism."
             f"context_parallel_degree * parallelism.tensor_parallel_degree = {lent}."
         )
 
@@ -108,8 +108,8 @@ def _context_problems(settings: Parallelism) -> Iterator[str]:
         value, default = getattr(settings, key), getattr(defaults, key)
         if value != default:
             yield (
-                f"parallelism.{key} must be left at its default, {default!r}, got {value!r}: "
-                "context parallelism is by all-to-all here, which rotates and balances nothing."
+                f"parallelism.{key} must be left at its default, {default!r}, got {value!r}. Context "
+                "parallelism uses all-to-all here, which neither rotates nor balances."
             )
 
 
@@ -152,7 +152,7 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
 
 
 def _refused_features(config: JobConfig, schedule: Schedule) -> Iterator[str]:
-    """Settings that the schedule's row refuses."""
+    """Yields the settings that the schedule's row refuses."""
     if "compile" in schedule.refuses and _compiles_model(config):
         yield (
             f"compile.enable cannot be used with parallelism.pipeline_parallel_schedule = "
@@ -187,7 +187,7 @@ def _checkpoint_problems(config: JobConfig) -> Iterator[str]:
         )
     if checkpoint.mode == "memory_budget" and not _compiles_model(config):
         yield (
-            "activation_checkpoint.mode = 'memory_budget' is the compiler's: it needs "
+            "activation_checkpoint.mode = 'memory_budget' is a feature of the compiler and needs "
             "compile.enable = true and 'model' in compile.components."
         )
 
@@ -197,7 +197,7 @@ def _compiles_model(config: JobConfig) -> bool:
 
 
 def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
-    """What ``[parallelism]`` asks of this model that it cannot give."""
+    """Yields what is wrong with ``[parallelism]`` for this model."""
     settings, args = config.parallelism, model.model_args
     tensor, context = settings.tensor_parallel_degree, settings.context_parallel_degree
     heads: int = args.n_heads  # pyright: ignore[reportAttributeAccessIssue]
@@ -225,8 +225,8 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     if is_tied and settings.pipeline_parallel_degree > 1:
         yield (
             "parallelism.pipeline_parallel_degree must be 1 for a model with tied embeddings "
-            f"({model.path}): its first and last stage would share a weight. Use tensor or data "
-            "parallelism; tied models are small."
+            f"({model.path}), because its first and last stage would share a weight. Use tensor or "
+            "data parallelism instead."
         )
     if settings.pipeline_parallel_degree > 1:
         try:
@@ -254,17 +254,17 @@ def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     if getattr(args, "enable_weight_tying", False):
         yield (
             f"parallelism.expert_parallel_degree must be 1 for a model with tied embeddings "
-            f"({model.path}), got {experts}: its FSDP groups know no experts of their own."
+            f"({model.path}), got {experts}: experts have no FSDP group of their own in such a model."
         )
 
 
 def _feed_forward_width(args: Any) -> int:
-    """``intermediate_size``, as either family's arguments say it."""
+    """Returns the ``intermediate_size`` of a model of either family."""
     return getattr(args, "hidden_dim", None) or getattr(args, "multiple_of", 0)
 
 
 def describe_layout(config: JobConfig) -> str:
-    """The ranks as a product, such as ``8 = 2 stages x 2 shards x 2 tensor parts``."""
+    """Returns the ranks as a product, such as ``8 = 2 stages x 2 shards x 2 tensor parts``."""
     settings = config.parallelism
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     degrees = {

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Settings of the loss that contradict each other, or that nothing would read."""
+"""Checks settings of the loss."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def check_losses(config: JobConfig) -> None:
-    """Settings of the loss that contradict each other, or that nothing would read."""
+    """Refuses settings of the loss that contradict each other, or that nothing would read."""
     _check_comparisons(config)
     _check_policy_loss(config.grpo)
     _check_mismatch(config.grpo)
@@ -19,23 +19,23 @@ def check_losses(config: JobConfig) -> None:
 
 
 def _check_comparisons(config: JobConfig) -> None:
-    """Rewards, advantages and aggregation."""
+    """Checks rewards, advantages and aggregation."""
     grpo, longest = config.grpo, config.rollout.max_new_tokens
     require(
         grpo.group_size > 1 or grpo.advantage == "batch_norm",
-        "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise "
-        f"it, or set grpo.advantage = 'batch_norm' (now {grpo.advantage!r}).",
+        "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise it, "
+        f"or set grpo.advantage = 'batch_norm' (it is {grpo.advantage!r}).",
     )
     require(
         grpo.group_size > 1 or not grpo.filter_zero_advantage,
-        "grpo.filter_zero_advantage leaves out every group of one sample: raise grpo.group_size "
-        "(now 1) or set grpo.filter_zero_advantage = false.",
+        "grpo.filter_zero_advantage leaves out every group of one rollout. Raise grpo.group_size (it "
+        "is 1) or set grpo.filter_zero_advantage = false.",
     )
     require(
         not (grpo.filter_zero_advantage and grpo.kl_coef > 0 and grpo.kl_in == "reward"),
         "grpo.filter_zero_advantage cannot be used with grpo.kl_coef above 0 "
-        f"({grpo.kl_coef}) and grpo.kl_in = 'reward': groups are left out before the penalty is "
-        "known, which would tell their samples apart. Set grpo.kl_in = 'loss', or "
+        f"({grpo.kl_coef}) and grpo.kl_in = 'reward': groups with equal rewards are left out before "
+        "the penalty, which makes their rewards differ, is known. Set grpo.kl_in = 'loss' or "
         "grpo.filter_zero_advantage = false.",
     )
     require(
@@ -45,9 +45,9 @@ def _check_comparisons(config: JobConfig) -> None:
     )
     require(
         grpo.aggregation_length == 0 or grpo.aggregation == "constant_length",
-        f"grpo.aggregation_length ({grpo.aggregation_length}) is the divisor of grpo.aggregation "
-        f"= 'constant_length' alone, got {grpo.aggregation!r}: change the one or leave the other "
-        "at 0.",
+        f"grpo.aggregation_length ({grpo.aggregation_length}) is read with grpo.aggregation = "
+        f"'constant_length' only, got {grpo.aggregation!r}. Change grpo.aggregation, or leave "
+        "grpo.aggregation_length at 0.",
     )
 
 
@@ -55,12 +55,13 @@ def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
     loss = grpo.policy_loss
     require(
         grpo.dual_clip == 0 or loss in ("clip", "gspo"),
-        f"grpo.dual_clip bounds grpo.policy_loss = 'clip' and 'gspo' alone, got {loss!r} with "
-        f"grpo.dual_clip = {grpo.dual_clip}.",
+        f"grpo.dual_clip is read with grpo.policy_loss = 'clip' or 'gspo' only, got {loss!r} with "
+        f"grpo.dual_clip = {grpo.dual_clip}. Leave grpo.dual_clip at 0.",
     )
     require(
         not grpo.cispo_two_sided or loss == "cispo",
-        f"grpo.cispo_two_sided is of grpo.policy_loss = 'cispo' alone, got {loss!r}.",
+        f"grpo.cispo_two_sided is read with grpo.policy_loss = 'cispo' only, got {loss!r}. Leave "
+        "grpo.cispo_two_sided at false.",
     )
     from torchtitan.grpo.losses.policy_function import check_policy_function
 
@@ -78,8 +79,8 @@ def _check_mismatch(grpo: grpo_config.GRPO) -> None:
     )
     require(
         grpo.old_policy == "step_start" or grpo.mismatch_correction != "mask",
-        "grpo.mismatch_correction = 'mask' needs grpo.old_policy = 'step_start': with 'sampling' "
-        "the ratio itself is against the sampling-time policy, and nothing is corrected.",
+        "grpo.mismatch_correction = 'mask' needs grpo.old_policy = 'step_start': with 'sampling' the "
+        "ratio is taken against the policy that sampled the tokens, and nothing is corrected.",
     )
 
 
@@ -93,7 +94,7 @@ _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
     ),
     (
         lambda grpo: grpo.advantage in ("group_norm", "batch_norm"),
-        "grpo.advantage = 'group_norm' or 'batch_norm', which divide by a deviation",
+        "grpo.advantage = 'group_norm' or 'batch_norm', which divide by a standard deviation",
         ("advantage_std", "advantage_eps"),
     ),
     (lambda grpo: grpo.overlong_buffer > 0, "grpo.overlong_buffer above 0", ("overlong_penalty",)),
@@ -109,4 +110,4 @@ _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
     ),
     (lambda grpo: grpo.ptx_path is not None, "grpo.ptx_path", ("ptx_coef", "ptx_per_step")),
 )
-"""Keys of ``[grpo]`` that something reads only where another setting holds."""
+"""Keys of ``[grpo]`` that are read only if another setting holds."""

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What must be there where the trainer runs, and what the model allows."""
+"""Checks what the trainer's machine must have, and what the model allows."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_machine(config: JobConfig) -> None:
-    """What must be there where the trainer runs."""
+    """Checks that this machine has the GPU and the directories that the settings need."""
     grpo = config.grpo
     for is_needed, setting, instead in (
         (grpo.packed_attention == "flex", "grpo.packed_attention = 'flex'", "'auto' or 'sdpa'"),
         (
             config.weight_sync.staging == "host",
             "weight_sync.staging = 'host'",
-            "'auto', since all memory is the host's",
+            "'auto'",
         ),
     ):
         if is_needed:
@@ -31,7 +31,7 @@ def check_machine(config: JobConfig) -> None:
 
             require(
                 torch.cuda.is_available(),
-                f"{setting} needs a CUDA GPU, and none is visible: use {instead}.",
+                f"{setting} needs a CUDA GPU, and none is visible. Use {instead}.",
             )
     require(
         grpo.kl_coef <= 0 or grpo.ref_model_path is None or Path(grpo.ref_model_path).is_dir(),
@@ -41,13 +41,13 @@ def check_machine(config: JobConfig) -> None:
 
 
 def check_layout(config: JobConfig) -> None:
+    """Refuses a layout of ranks that cannot work, as far as the configuration tells."""
     for problem in layout_problems(config):
         raise ConfigError(problem)
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:
-    """Refuses what this model cannot do: sequences longer than it was made for, which
-    servers refuse, too, and layouts that it cannot be cut into.
+    """Refuses sequences longer than the model's maximum, and layouts that do not fit the model.
 
     Raises:
         ConfigError: With the keys to change.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One set of prompts, or several with weights."""
+"""Checks which sets of prompts there are, and how often each is drawn from."""
 
 import math
 from pathlib import Path
@@ -14,10 +14,10 @@ _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 
 
 def check_prompts(config: JobConfig) -> None:
-    """Which sets there are, and how often each is drawn from."""
+    """Refuses prompt sets that are missing or named twice, and weights that do not fit them."""
     prompts = config.prompts
     if config.rollout.replay is not None:
-        return  # nothing is asked
+        return  # recorded rollouts have their prompts
     require(
         not (prompts.path and prompts.paths),
         f"Set prompts.path or prompts.paths, not both, got {prompts.path!r} and {prompts.paths}.",
@@ -31,14 +31,14 @@ def check_prompts(config: JobConfig) -> None:
 
 
 def _check_paths(paths: list[str]) -> None:
-    require(all(paths), f"prompts.paths must name a set with each entry, got {paths}.")
+    require(all(paths), f"prompts.paths must name a set in each entry, got {paths}.")
     require(
         len(set(paths)) == len(paths),
-        f"prompts.paths must name each set once, got {paths}. One is drawn from more often by its "
-        "entry in prompts.weights.",
+        f"prompts.paths must name each set once, got {paths}. Raise an entry of prompts.weights to "
+        "draw from a set more often.",
     )
     for path in paths:
-        # Anything else may be the name of a data set, known when it is opened.
+        # Any other path may be the name of a data set, which is looked up when it is opened.
         if path.endswith(_FILE_ENDINGS) and not Path(path).is_dir():
             check_file(f"Each of prompts.paths that ends in one of {_FILE_ENDINGS}", path)
 
@@ -47,16 +47,16 @@ def _check_weights(prompts: Prompts) -> None:
     weights, paths = prompts.weights, prompts.paths
     require(
         not weights or bool(paths),
-        f"prompts.weights needs prompts.paths, got {weights} and a single set: nothing would read "
-        "it. Set prompts.paths, or leave prompts.weights out.",
+        f"prompts.weights needs prompts.paths, got {weights} and a single set. Set prompts.paths, or "
+        "remove prompts.weights.",
     )
     require(
         len(weights) in (0, len(paths)),
-        f"prompts.weights must have one entry for each of the {len(paths)} prompts.paths, or none "
-        f"for their sizes, got {len(weights)}.",
+        f"prompts.weights must have one entry for each of the {len(paths)} prompts.paths, or be "
+        f"empty to weight sets by their sizes, got {len(weights)} entries.",
     )
     require(
         all(weight > 0 and math.isfinite(weight) for weight in weights),
-        f"prompts.weights must be finite and above 0, got {weights}. Take a set that is not to be "
-        "used out of prompts.paths.",
+        f"prompts.weights must be finite and above 0, got {weights}. Remove a set that should not be "
+        "used from prompts.paths.",
     )

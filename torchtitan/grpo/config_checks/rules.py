@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How the checks refuse a setting."""
+"""What all checks share: the error, and the ways to refuse a setting."""
 
 import os
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message says which key, and what to do."""
+    """A configuration that cannot be used. The message names the key and the remedy."""
 
 
 def require(holds: bool, message: str) -> None:
-    """Raises :class:`ConfigError` with the message where it does not hold."""
+    """Raises :class:`ConfigError` with ``message`` unless ``holds``."""
     if not holds:
         raise ConfigError(message)
 
 
 def get(config: JobConfig, key: str) -> Any:
-    """The value of ``table.name``."""
+    """Returns the value of the key ``table.name``."""
     table, name = key.split(".")
     return getattr(getattr(config, table), name)
 
@@ -34,7 +34,14 @@ _Table = TypeVar("_Table", grpo_config.GRPO, grpo_config.Rollout, grpo_config.We
 def check_read(
     name: str, table: _Table, read_with: tuple[tuple[Callable[[_Table], bool], str, tuple], ...]
 ) -> None:
-    """Refuses settings that would be ignored; one that is left at its default is no setting."""
+    """Refuses keys that are set and would be ignored. A key at its default counts as not set.
+
+    Args:
+        name: Name of the table, for the message.
+        table: Its values.
+        read_with: Rows of a condition, the condition in words, and the keys that are read only
+            if it holds.
+    """
     defaults = type(table)()
     for holds, needed, keys in read_with:
         if holds(table):
@@ -43,13 +50,13 @@ def check_read(
             value, default = getattr(table, key), getattr(defaults, key)
             require(
                 value == default,
-                f"{name}.{key} needs {needed}, got {value!r}: nothing would read it. Set what it "
+                f"{name}.{key} needs {needed}, got {value!r}, which nothing would read. Set what it "
                 f"needs, or leave {name}.{key} at its default, {default!r}.",
             )
 
 
 def check_file(key: str, path: str | None) -> None:
-    """Where rank 0 runs, which alone reads it: other machines need not have it."""
+    """Requires a file on the machine of rank 0. Other machines do not read it."""
     require(
         path is None or not _is_rank_zero_here() or Path(path).is_file(),
         f"{key} must be a file, got {path}.",

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Servers, and the push of weights to them."""
+"""Checks settings of the servers, and of the push of weights to them."""
 
 import os
 from collections.abc import Callable
@@ -15,8 +15,9 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def check_inference(config: JobConfig) -> None:
+    """Checks that the servers of the run are named in one place, and that they can be started."""
     if config.rollout.replay is not None:
-        return  # there is no server
+        return  # a replay has no servers
     inference = config.inference
     sources = {
         "inference.launch = true": inference.launch,
@@ -26,8 +27,8 @@ def check_inference(config: JobConfig) -> None:
     given = [name for name, is_given in sources.items() if is_given]
     require(
         len(given) == 1,
-        "Set either inference.launch = true or inference.urls or inference.urls_file, got "
-        + (f"both {' and '.join(given)}." if given else "none of them."),
+        "Set exactly one of inference.launch = true, inference.urls and inference.urls_file, got "
+        + (f"{' and '.join(given)}." if given else "none of them."),
     )
     check_file("inference.urls_file", inference.urls_file)
     try:
@@ -70,10 +71,11 @@ _SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
         ("attest_tolerance",),
     ),
 )
-"""Keys of ``[weight_sync]`` that something reads only where another setting holds."""
+"""Keys of ``[weight_sync]`` that are read only if another setting holds."""
 
 
 def check_weight_sync(config: JobConfig) -> None:
+    """Refuses settings of the push that contradict each other, or that the servers cannot do."""
     sync = config.weight_sync
     check_read("weight_sync", sync, _SYNC_READ_WITH)
     require(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a batch that comes in parts can be: nothing may need all of it before its gradient."""
+"""Checks that a batch may be handed to the trainer in parts."""
 
 from torchtitan.grpo.config_checks.rules import check_read, require
 from torchtitan.grpo.job_config import JobConfig
@@ -10,6 +10,7 @@ _READ_WITH = ((lambda rollout: rollout.stream, "rollout.stream = true", ("stream
 
 
 def check_stream(config: JobConfig) -> None:
+    """Refuses ``rollout.stream`` with settings that need the whole batch before its gradient."""
     rollout, grpo = config.rollout, config.grpo
     check_read("rollout", rollout, _READ_WITH)
     if not rollout.stream:
@@ -33,6 +34,6 @@ def check_stream(config: JobConfig) -> None:
     for setting, is_set in needs_all.items():
         require(
             not is_set,
-            f"rollout.stream begins with a batch's gradient before all of it is there, and "
-            f"{setting} needs all of it first. Leave one of them out.",
+            f"rollout.stream and {setting} cannot be combined: the former computes gradients before "
+            "the batch is complete, and the latter needs the whole batch first. Remove one of them.",
         )

@@ -3,9 +3,9 @@
 
 """Child processes that cannot outlive their owner.
 
-Every child is started in a session of its own, so that a Ctrl-C in the terminal reaches
-its owner alone, which then ends it in order; and on Linux the kernel sends it SIGTERM
-when the owner dies without having done so.
+Every child is started in a session of its own, so that Ctrl-C in the terminal reaches only its
+owner, which then ends the child in order. If the owner dies before it has done so, the kernel sends
+the child SIGTERM (on Linux).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-# Loaded before any fork: the hook below may not import or allocate much.
+# Loaded before any fork, because the hook below should import and allocate as little as possible.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -27,9 +27,9 @@ _RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what torchrun told this process about its own rank.
+    """Returns the environment without the variables in which torchrun describes a rank.
 
-    A child that is no training rank would take it for its own.
+    A child that is not a training rank would otherwise take them for its own.
     """
     return {
         name: value
@@ -39,7 +39,7 @@ def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to end this process when its parent's starting thread ends."""
+    """Makes the kernel send SIGTERM to this process when the thread that started it ends."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -51,10 +51,16 @@ def start_child(
     log_file: Path | None = None,
     cwd: str | None = None,
 ) -> subprocess.Popen:
-    """Starts ``command``; its output goes to ``log_file``, or to ours where None.
+    """Starts ``command`` as a child that ends with this process.
 
-    Call it from a thread that lives as long as the child should (see
-    :func:`die_with_parent`).
+    Call it from a thread that lives as long as the child should, see :func:`die_with_parent`.
+
+    Args:
+        command: Program and arguments.
+        env: Environment of the child; ``None`` inherits this process's.
+        log_file: File to which the child's output is appended; ``None`` leaves the output where
+            this process's goes.
+        cwd: Working directory of the child; ``None`` inherits this process's.
     """
     output = open(log_file, "ab") if log_file is not None else None  # noqa: SIM115
     try:
@@ -74,14 +80,19 @@ def start_child(
 
 
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
-    """Ends the children with everything in their sessions: SIGTERM, then SIGKILL."""
+    """Ends the children, and all processes in their sessions.
+
+    Args:
+        children: Processes from :func:`start_child`. They may have ended already.
+        grace_seconds: Time between SIGTERM and SIGKILL, for all children together.
+    """
     for child in children:
         _signal_session(child, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))
-        # Also after a clean exit: a server's own workers may have stayed behind.
+        # Sent also after a clean exit, because a server's own workers may still be running.
         _signal_session(child, signal.SIGKILL)
         child.wait(timeout=10)
 

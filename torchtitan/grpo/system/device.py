@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The seam between CPU and CUDA, and every workaround that a CPU or gloo needs.
+"""The differences between CPU and CUDA, with all workarounds that CPU and gloo need.
 
-``import torchtitan`` settles on CUDA wherever it finds no accelerator, and several of its
-modules copy that choice when they are imported. :func:`settle_device` corrects the copies
-that exist and what later imports will read; call it before importing ``torchtitan.train``.
+If ``import torchtitan`` finds no accelerator, it assumes CUDA, and several of its modules copy this
+choice when they are imported. :func:`settle_device` corrects the copies that exist and the value
+that later imports read. Call it before importing ``torchtitan.train``.
 """
 
 import os
@@ -29,14 +29,14 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 def settle_device() -> DeviceType:
-    """Chooses CUDA where there is a GPU and CPU elsewhere, for all of torchtitan."""
+    """Makes all of torchtitan use CUDA if there is a GPU and CPU otherwise; returns the choice."""
     if torch.cuda.is_available():
         return "cuda"
 
     def available_device_type() -> str:
         return "cpu"
 
-    # What torchtitan.tools.utils asks at import.
+    # torchtitan.tools.utils calls this when it is imported.
     torch._utils._get_available_device_type = available_device_type
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
@@ -48,23 +48,23 @@ def settle_device() -> DeviceType:
 
 
 def _use_host_memory_monitor() -> None:
-    """Replaces the monitor that asks for CUDA properties, and the `lspci` call."""
+    """Replaces torchtitan's memory monitor, which needs CUDA, and its peak FLOPS lookup."""
     import torchtitan.components.metrics as upstream_metrics
     import torchtitan.tools.utils as upstream_utils
 
     upstream_metrics.build_device_memory_monitor = HostMemoryMonitor
-    # No peak is known for a CPU; a finite figure keeps upstream's MFU defined (and near 0).
+    # The peak of a CPU is not known. A finite number keeps upstream's MFU defined.
     upstream_utils.get_peak_flops = lambda device_name: 1e12
 
 
 def keep_gloo_on_loopback(server_urls: Sequence[str]) -> None:
-    """On one node, gloo needs no other interface than loopback.
+    """Makes gloo use the loopback interface if the whole run is on one machine.
 
-    Otherwise it binds to whatever address this host's name resolves to. Call it before any
-    process group exists.
+    By default gloo binds to the address that this host's name resolves to, which may not be
+    reachable. Call it before any process group exists.
 
     Args:
-        server_urls: Servers that were not launched here; empty where all are.
+        server_urls: URLs of servers that the run did not launch itself.
     """
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     hosts = {urlsplit(url).hostname for url in server_urls}
@@ -75,9 +75,9 @@ def keep_gloo_on_loopback(server_urls: Sequence[str]) -> None:
 
 
 class HostMemoryMonitor:
-    """Torchtitan's device memory monitor, for a process without a device.
+    """Takes the place of torchtitan's device memory monitor in a process without a GPU.
 
-    Reports the process's peak resident memory since it started.
+    It reports the peak resident memory of the process since its start.
     """
 
     device_name = "cpu"
@@ -89,20 +89,20 @@ class HostMemoryMonitor:
     def get_peak_stats(self):
         from torchtitan.components.metrics import DeviceMemStats
 
-        # Kilobytes on Linux, bytes on macOS.
+        # ru_maxrss is in KiB on Linux and in bytes on macOS.
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         gib, pct = peak / 1024**3, 100 * peak / self.device_capacity
         return DeviceMemStats(gib, pct, gib, pct, 0, 0)
 
     def reset_peak_stats(self) -> None:
-        """The kernel keeps one peak for the process's whole life."""
+        """Does nothing: the kernel keeps a single peak for the life of the process."""
 
 
 def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
-    """Makes FSDP2 reduce by plain sums, since gloo lacks PREMUL_SUM.
+    """Makes FSDP2 reduce gradients by plain sums, because gloo does not support PREMUL_SUM.
 
-    Upstream sets the gradient divide factor to 1, so nothing is left out by it.
+    Upstream sets the gradient divide factor to 1, so the result is the same.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -113,30 +113,32 @@ def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:
 
 
 def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
-    """Applies ``comm.train_timeout_seconds`` once the first step, with its slow starts, is done.
+    """Applies ``comm.train_timeout_seconds`` after the first step, which is slower than others.
 
     Upstream's ``set_pg_timeouts`` does the same, but it needs a device index, which a CPU lacks.
+    Collective over all ranks.
 
     Args:
         dims: Meshes of the run, whose process groups get the timeout.
         timeout_seconds: Maximum duration of a collective from now on.
     """
     groups = [mesh.get_group() for mesh in dims.get_all_one_dimensional_meshes().values()]
-    # No rank may use the shorter bound while another is still in what took longer.
+    # No rank may use the shorter timeout while another is still in the slow first step.
     dist.barrier()
     for group in [*groups, dist.group.WORLD]:
-        # Meshes that a layout does not use have groups without a backend.
+        # Groups of meshes that the layout does not use have no real backend.
         if dist.get_backend(group) == "fake":
             continue
         _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def gpus_for_servers() -> tuple[list[str], bool]:
-    """The GPUs that servers launched on this machine may use.
+    """Returns the GPUs that servers launched on this machine may use.
 
     Returns:
-        Names as in ``CUDA_VISIBLE_DEVICES``, and whether they are the servers' own: those
-        that the training ranks of this machine leave, or all of them where none is left.
+        The GPUs, named as in ``CUDA_VISIBLE_DEVICES``, and whether the servers have them for
+        themselves. These are the GPUs that the training ranks of this machine do not use, or all
+        GPUs if there are no others.
     """
     if not torch.cuda.is_available():
         return [], False
@@ -147,5 +149,5 @@ def gpus_for_servers() -> tuple[list[str], bool]:
 
 
 def default_backend(device_type: str) -> str:
-    """The collective backend of a device: NCCL on CUDA, gloo on CPU."""
+    """Returns the backend for collectives on a device: NCCL for CUDA, gloo for CPU."""
     return "nccl" if device_type == "cuda" else "gloo"

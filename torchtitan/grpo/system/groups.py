@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Process groups beside torchtitan's own, and where ranks meet without one.
+"""Process groups besides torchtitan's own, and the address at which ranks find rank 0.
 
-Two threads must not issue collectives on one communicator, so whatever talks beside the
-training has groups of its own: the feed, the publisher's commands, the gathering of shards.
+Two threads must not issue collectives on one communicator. Therefore everything that communicates
+beside the training step has process groups of its own.
 """
 
 import errno
@@ -23,15 +23,18 @@ def new_group(
     timeout_seconds: float,
     ranks: Sequence[int] | None = None,
 ) -> dist.ProcessGroup:
-    """A further group; every rank of the run calls it, members or not, in one order.
+    """Returns a new process group.
+
+    Collective over all ranks of the run, members or not. All ranks must create their groups in
+    the same order.
 
     Args:
-        description: Shown in torch's messages.
+        description: Name of the group in torch's messages.
         backend: ``gloo`` or ``nccl``.
-        timeout_seconds: Bound of one collective.
-        ranks: Its members; None is all.
+        timeout_seconds: Maximum duration of one collective.
+        ranks: Members of the group; ``None`` means all ranks.
     """
-    # A rank that is no member gets a placeholder, which it never uses.
+    # A rank that is not a member gets a placeholder, which it never uses.
     return dist.new_group(  # pyright: ignore[reportReturnType]
         list(ranks) if ranks is not None else None,
         backend=backend,
@@ -41,7 +44,7 @@ def new_group(
 
 
 def leader_address() -> str:
-    """Where the other ranks reach this one, rank 0: loopback where there is but one host."""
+    """Returns the address at which other ranks reach rank 0: loopback if all are on one host."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
     return socket.gethostbyname(os.environ["MASTER_ADDR"])

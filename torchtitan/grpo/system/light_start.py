@@ -5,19 +5,19 @@
 
     python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.rollout.process ARGS...
 
-``import torchtitan`` runs an ``__init__`` that imports torch, its compiler and the
-quantization packages: several seconds of one core for each process that only needs
-aiohttp. This launcher puts a bare package in its place whose path holds both the overlay
-and the installed torchtitan, so ``torchtitan.grpo`` and everything else stay importable.
-Run it by path: started with ``-m`` it would import torchtitan itself.
+``import torchtitan`` runs an ``__init__`` that imports torch, its compiler and the quantization
+packages, which takes several seconds of a core in processes that need none of them. This launcher
+puts an empty package in its place, whose path holds both this overlay and the installed torchtitan,
+so that ``torchtitan.grpo`` and all other modules stay importable. Run it by its path: with ``-m``
+Python would import torchtitan itself first.
 """
 
 import os
 import sys
 
 if __name__ == "__main__":
-    # Before any further import: the launcher's own folder must not be importable, its
-    # `types.py` would shadow the standard library's.
+    # Before any other import, the launcher's own folder leaves the search path, so that no module
+    # of it can shadow one of the standard library.
     sys.path[0] = os.getcwd()
 
 import importlib.util
@@ -25,12 +25,12 @@ import runpy
 import types
 from pathlib import Path
 
-# What a child of ours is started with, before the module's name and arguments.
+# The command that starts a child process; the module's name and its arguments follow.
 LIGHT_PYTHON = (sys.executable, str(Path(__file__).resolve()))
 
 
 def install_bare_package() -> None:
-    """Puts a ``torchtitan`` package without ``__init__`` into ``sys.modules``."""
+    """Puts a ``torchtitan`` package that runs no ``__init__`` into ``sys.modules``."""
     paths = [str(Path(__file__).resolve().parents[2])]
     spec = importlib.util.find_spec("torchtitan")
     if spec is not None and spec.submodule_search_locations:

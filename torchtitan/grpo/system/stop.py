@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ctrl-C and SIGTERM: end in order, and soon."""
+"""Handles Ctrl-C and SIGTERM: the run ends in order, and within a bounded time."""
 
 import os
 import select
@@ -15,22 +15,28 @@ from types import FrameType
 from torchtitan.tools.logging import logger
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# How often a rank looks whether torchrun is still there.
+# Interval at which a rank checks that torchrun is still running.
 _AGENT_POLL_SECONDS = 1.0
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag that the training loop looks at.
+    """Turns SIGINT and SIGTERM into a flag that the training loop reads.
 
-    Under torchrun each rank may get the signal more than once (from the terminal and from
-    the agent), so a repeated signal changes nothing. An agent that is gone counts as
-    SIGTERM: nobody else would end its ranks. What cannot end in order by itself is ended
-    after ``timeout_seconds``: children of this process then get SIGTERM from the kernel
-    (see `child.py`).
+    Under torchrun each rank may receive the signal more than once (from the terminal and from
+    torchrun), so a repeated signal has no effect. If torchrun itself has died, this counts as
+    SIGTERM, because nothing else would end its ranks. If the process has not ended by itself within
+    ``timeout_seconds`` of the signal, it is ended at once; the kernel then sends SIGTERM to its
+    children (see `child.py`).
 
-    Python runs signal handlers on the main thread only, and that may be inside a collective
-    that waits for a rank that is gone. The interpreter's own handler also writes to a pipe,
-    so a thread that reads the pipe learns of the signal, and starts the clock, in any case.
+    Python runs signal handlers on the main thread only, and this thread may be inside a collective
+    that waits for a dead rank. The interpreter's own handler also writes to a pipe, however, so the
+    thread that reads the pipe always notices the signal and starts the clock.
+
+    Args:
+        timeout_seconds: Maximum time between a signal and the end of the process.
+
+    Attributes:
+        signum: The first signal that was received; ``None`` before.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -38,7 +44,7 @@ class StopRequest:
         self.signum: int | None = None
         self._on_hangup: Callable[[], None] | None = None
         self._parent = os.getppid()
-        # Only torchrun's ranks end with their parent; a run started by hand may outlive a shell.
+        # A run that was started without torchrun may outlive the shell that started it.
         self._has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self._pipe, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -49,29 +55,30 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
+        """True once the process has been asked to stop."""
         return self.signum is not None
 
     @property
     def exit_code(self) -> int:
-        """The shell's convention for a process ended by a signal."""
+        """Exit status for a process that a signal ended, by the convention of shells."""
         return 128 + (self.signum or 0)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Returns when asked to stop, or after the timeout; True where asked."""
+        """Waits for a stop request, at most ``timeout_seconds``; returns whether there was one."""
         deadline = time.monotonic() + timeout_seconds
         while not self.requested and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.requested
 
     def on_hangup(self, callback: Callable[[], None]) -> None:
-        """From now on SIGHUP calls ``callback``, from another thread, and ends nothing.
+        """Makes SIGHUP call ``callback`` on another thread instead of ending the process.
 
-        Send it to this process alone: torchrun ends all ranks when it gets one itself.
+        Users must send SIGHUP to this process alone: torchrun ends all ranks when it receives one.
         """
         self._on_hangup = callback
-        # What matters is that Python handles it: the handler's pipe tells the watching thread.
+        # With any Python handler, the interpreter writes to the pipe that the other thread reads.
         signal.signal(signal.SIGHUP, lambda *_: None)
-        logger.info("inference.urls_file is read again on: kill -HUP %d", os.getpid())
+        logger.info("To read inference.urls_file again at once: kill -HUP %d", os.getpid())
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.signum = self.signum or signum
@@ -91,8 +98,9 @@ class StopRequest:
 
     def _give_up(self) -> None:
         print(
-            f"Not stopped within grpo.stop_timeout_seconds ({self.timeout_seconds:.0f} s) after "
-            f"{signal.Signals(self.signum or 0).name}: exiting at once.",
+            f"The run did not end within grpo.stop_timeout_seconds ({self.timeout_seconds:g} s) after "
+            f"{signal.Signals(self.signum or 0).name}, so this process exits now. Raise the setting "
+            "if a step or a checkpoint takes longer.",
             file=sys.stderr,
             flush=True,
         )

@@ -24,7 +24,7 @@ LAUNCH = [*SETTINGS, "--inference.launch"]
         (["--rollout.hedge_seconds=5"], r"hedge_seconds = 5 needs a second server.*got 1\."),
         (
             ["--rollout.longest_first", "--grpo.prompts_per_step=1"],
-            r"longest_first orders the prompts of a batch, and grpo\.prompts_per_step is 1",
+            r"longest_first orders the prompts of a batch .* grpo\.prompts_per_step = 1",
         ),
     ],
 )

@@ -22,7 +22,7 @@ ENVIRONMENT = ["--rollout.environment=calculator"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rollout.buffer_size_limit=31"], r"buffer_size_limit must be 0, or .* = 32\).* got 31"),
+        (["--rollout.buffer_size_limit=31"], r"buffer_size_limit must be 0 .* = 32\), got 31"),
         (
             ["--rollout.buffer_size_limit=-1"],
             r"buffer_size_limit must be at least 1, or 0 \(twice a batch\), got -1",
@@ -31,21 +31,21 @@ ENVIRONMENT = ["--rollout.environment=calculator"]
         (["--rollout.dynamic_sampling_limit=2"], r"needs rollout\.dynamic_sampling = true"),
         (
             ["--rollout.dynamic_sampling", "--grpo.filter_zero_advantage"],
-            r"rollout\.dynamic_sampling and grpo\.filter_zero_advantage both",
+            r"rollout\.dynamic_sampling and grpo\.filter_zero_advantage cannot be",
         ),
         (
             ["--rollout.overdue=drop", "--rollout.max_head_offpolicyness=0"],
             r"rollout\.overdue needs rollout\.max_head_offpolicyness above 0",
         ),
-        (["--rollout.overdue=cut"], r'overdue = "cut" keeps the segments'),
-        (["--rollout.overdue=resume"], r'overdue = "resume" keeps the segments'),
+        (["--rollout.overdue=cut"], r'overdue = "cut" keeps the finished segments'),
+        (["--rollout.overdue=resume"], r'overdue = "resume" keeps the finished segments'),
         (
             ["--rollout.overdue=resume", "--rollout.segment_tokens=4", *ENVIRONMENT],
-            r'overdue = "resume" ends or goes on with completions amid a turn',
+            r'overdue = "resume" interrupts completions in the middle of a turn',
         ),
         (
             ["--rollout.overdue=cut", "--rollout.segment_tokens=4", *ENVIRONMENT],
-            r'overdue = "cut" ends or goes on with completions amid a turn',
+            r'overdue = "cut" interrupts completions in the middle of a turn',
         ),
         (["--rollout.should_accept= "], r"should_accept must name a function"),
     ],

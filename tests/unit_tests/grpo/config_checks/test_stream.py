@@ -24,11 +24,20 @@ BASE = [
         (["--rollout.stream_parts=3"], r"stream_parts needs rollout\.stream = true"),
         (["--rollout.stream", "--rollout.stream_parts=5"], r"at most grpo.* \(4\).* got 5"),
         (["--rollout.stream", "--rollout.stream_parts=1"], r"at least 2, got 1"),
-        (["--rollout.stream", "--grpo.num_minibatches=2"], r"num_minibatches = 2 needs all"),
-        (["--rollout.stream", "--grpo.num_epochs=2"], r"grpo\.num_epochs = 2 needs all"),
-        (["--rollout.stream", "--grpo.advantage=batch_norm"], r'"batch_norm" needs all'),
-        (["--rollout.stream", "--grpo.advantage_length_power=1"], r"length_power = 1 needs all"),
-        (["--rollout.stream", "--prompts.no-single-rank-load"], r"single_rank_load = false"),
+        (
+            ["--rollout.stream", "--grpo.num_minibatches=2"],
+            r"num_minibatches = 2 cannot be combined",
+        ),
+        (["--rollout.stream", "--grpo.num_epochs=2"], r"grpo\.num_epochs = 2 cannot be combined"),
+        (["--rollout.stream", "--grpo.advantage=batch_norm"], r'"batch_norm" cannot be combined'),
+        (
+            ["--rollout.stream", "--grpo.advantage_length_power=1"],
+            r"length_power = 1 cannot be combined",
+        ),
+        (
+            ["--rollout.stream", "--prompts.no-single-rank-load"],
+            r"single_rank_load = false cannot be combined",
+        ),
     ],
 )
 def test_what_needs_the_whole_batch_is_refused(arguments, message):
