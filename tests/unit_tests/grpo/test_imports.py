@@ -1,0 +1,216 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Imports between the files of the package: without circles, and from upper floors to lower ones.
+
+Imports are read from the source with `ast`, those inside functions included. An import under
+``if TYPE_CHECKING`` names a type alone and may point anywhere. `inference/kinds.py` names the
+modules of each kind as text; these point from the table to the kinds' folders.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PACKAGE = "torchtitan.grpo"
+
+FLOORS = (
+    {"functions", "types", "system", "weight_wire"},
+    {"config", "workers"},
+    {"job_config", "losses", "inference", "rewards"},
+    {"rollout"},
+    {"observe"},
+    {"models"},
+    {"pipeline"},
+    {"data"},
+    {"training", "weight_sync", "config_checks"},
+    {"checkpoint", "config_manager", "controller", "verify"},
+    {"cli", "entry"},
+    {"grpo_train"},
+)
+"""Rooms (a folder, or a file beside the folders) from the ground floor to the top. A room may
+import rooms of lower floors, and of its own floor as long as no circle of rooms arises."""
+
+EXCEPTIONS: set[tuple[str, str]] = {
+    ("models.reference", "data.rows"),
+    ("models.reference", "training.runner"),
+    ("models.spec", "pipeline.schedule_builder"),
+    ("models.spec", "pipeline.split"),
+    ("models.spec", "pipeline.stage_runner"),
+    ("models.spec", "pipeline.stages"),
+    ("models.spec", "training.runner"),
+    ("pipeline.stage_runner", "data.rows"),
+    ("pipeline.stage_runner", "training.runner"),
+}
+"""Imports that still point to an upper floor. The list only shrinks: an entry that is no longer
+needed fails the test."""
+
+Graph = dict[str, set[str]]
+
+
+def read_graph() -> Graph:
+    """Returns the imports of each module at run time, by names without the package's own."""
+    root = REPOSITORY / "torchtitan"
+    paths = {module_name(p.relative_to(root)): p for p in (root / "grpo").rglob("*.py")}
+    paths["grpo_train"] = root / "grpo_train.py"
+    return {
+        name: set(imported(ast.parse(path.read_text()), set(paths))) - {name}
+        for name, path in paths.items()
+    }
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST, modules: set[str]) -> Iterator[str]:
+    """Yields the package's modules that a source file imports at run time."""
+    for node in run_time_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (local_name(alias.name) for alias in node.names if is_local(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module and is_local(node.module):
+            module = local_name(node.module)
+            for alias in node.names:
+                submodule = f"{module}.{alias.name}".removeprefix(".")
+                yield submodule if submodule in modules else module
+
+
+def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from run_time_nodes(child)
+
+
+def is_local(module: str) -> bool:
+    return module == PACKAGE or module.startswith(f"{PACKAGE}.")
+
+
+def local_name(module: str) -> str:
+    return module.removeprefix(PACKAGE).removeprefix(".")
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Returns the strongly connected components with more than one member (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in graph.get(node, ()):
+            if target not in index:
+                visit(target)
+            if target in stack:
+                low[node] = min(low[node], low[target])
+        if low[node] == index[node]:
+            component = set(stack[stack.index(node) :])
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(component)
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return read_graph()
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_an_import_under_type_checking_or_of_another_package_does_not_count() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\nimport torch\n"
+        "from torchtitan.grpo import types\n"
+        "def late():\n    from torchtitan.grpo.inference.kinds import KINDS\n"
+        "if TYPE_CHECKING:\n    from torchtitan.grpo.config import Inference\n"
+    )
+    modules = {"types", "config", "inference.kinds"}
+    assert set(imported(ast.parse(source), modules)) == {"types", "inference.kinds"}
+
+
+def test_the_whole_package_is_read(graph: Graph) -> None:
+    assert "inference.kinds" in graph["verify"]
+    assert "weight_wire.checksum" in graph["weight_wire.buckets"]
+    assert any(room_of(target) == "training" for target in graph["grpo_train"])
+
+
+def test_no_files_import_each_other_in_a_circle(graph: Graph) -> None:
+    assert circles(graph) == []
+
+
+def test_every_room_has_a_floor(graph: Graph) -> None:
+    rooms = {room_of(module) for module in graph} - {""}
+    assert rooms == set().union(*FLOORS)
+    assert sum(map(len, FLOORS)) == len(rooms)
+
+
+def test_imports_point_to_lower_floors(graph: Graph) -> None:
+    floor_of = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+    upwards = {
+        (module, target)
+        for module, targets in graph.items()
+        for target in targets
+        if target and floor_of[room_of(target)] > floor_of[room_of(module)]
+    }
+    assert upwards == EXCEPTIONS
+
+
+def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -> None:
+    rooms: Graph = {}
+    for module, targets in graph.items():
+        allowed = {target for target in targets if (module, target) not in EXCEPTIONS}
+        rooms.setdefault(room_of(module), set()).update(map(room_of, allowed))
+    for room, targets in rooms.items():
+        targets -= {room, ""}
+    assert circles(rooms) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "allowed"),
+    [
+        ("functions", set()),
+        ("types", set()),
+        ("weight_wire", set()),
+        ("inference", {"system", "types", "weight_wire"}),
+        ("losses", {"config", "functions"}),
+    ],
+)
+def test_a_room_on_which_others_build_imports_few(
+    graph: Graph, room: str, allowed: set[str]
+) -> None:
+    found = {
+        room_of(target)
+        for module, targets in graph.items()
+        if room_of(module) == room
+        for target in targets
+    }
+    assert found - {room} <= allowed
+
+
+def test_weight_synchronisation_knows_the_interface_of_servers_and_no_kind(graph: Graph) -> None:
+    found = {
+        target
+        for module, targets in graph.items()
+        if room_of(module) == "weight_sync"
+        for target in targets
+        if room_of(target) == "inference"
+    }
+    assert found <= {"inference.client", "inference.kinds"}
