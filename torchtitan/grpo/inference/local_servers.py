@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Starts inference servers on this machine, as children that end with the run."""
+"""Starts inference servers on this machine, as child processes that end with the run."""
 
 import asyncio
 import os
@@ -30,12 +30,12 @@ _LOG_TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class LaunchedServer:
-    """A server that was started here.
+    """A server that this process started.
 
     Attributes:
-        spec: What it was started with.
-        process: The child; its session holds the server's own workers.
-        log_file: Its output.
+        spec: Settings that it was started with.
+        process: The child process. The server's own workers belong to the child's session.
+        log_file: File that holds the server's output.
     """
 
     spec: ServerSpec
@@ -51,18 +51,18 @@ class LaunchedServer:
         return f"http://{self.spec.host}:{self.spec.port}"
 
     def stop(self, grace_seconds: float = 3.0) -> None:
-        """Ends the server with all its workers. Harmless when it has ended."""
+        """Ends the server and all of its workers. Does nothing if it has ended."""
         stop_children([self.process], grace_seconds)
 
     def describe_end(self) -> str:
-        """How it ended, and its last words."""
+        """Returns a message with the exit status and the end of the log."""
         return (
             f"The {self.kind} server {self.url} ended with exit status "
             f"{self.process.returncode}. The end of its log {self.log_file}:\n{self.log_tail()}"
         )
 
     def log_tail(self) -> str:
-        """The end of the log, for an error message."""
+        """Returns the end of the log, for an error message."""
         try:
             with self.log_file.open("rb") as file:
                 file.seek(max(0, self.log_file.stat().st_size - _LOG_TAIL_BYTES))
@@ -74,22 +74,22 @@ class LaunchedServer:
 def server_command(
     spec: ServerSpec, environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment that start a server.
+    """Returns the command line and the environment that start a server.
 
     Args:
-        spec: The server.
-        environ: Our own environment. What it sets wins over the defaults here.
+        spec: Settings of the server.
+        environ: Environment of this process. It overrides the defaults of the kind's launcher.
 
     Raises:
-        ValueError: The kind is unknown.
+        ValueError: If the kind has no row in `kinds.py`.
     """
     command = kind_row(spec.kind).launch_command(spec)
     defaults = dict(command.defaults)
     kept = without_rank_variables(environ)
-    # Without bytecode files, each start would compile the server's sources for a minute.
+    # Without bytecode files, each start would spend a minute on compiling the server's sources.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     if spec.device == "cpu":
-        defaults["OMP_NUM_THREADS"] = "1"  # the cores belong to the trainer, too
+        defaults["OMP_NUM_THREADS"] = "1"  # the trainer needs the cores, too
     elif spec.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
     keys = {name: key for name, key in command.keys.items() if key}
@@ -97,7 +97,7 @@ def server_command(
 
 
 def mask_keys(command: Sequence[str]) -> list[str]:
-    """A command line to print: ``***`` in the place of keys."""
+    """Returns a command line for printing, with ``***`` in place of keys."""
     secret = {option for row in KINDS.values() for option in row.key_options}
     shown: list[str] = []
     for argument in command:
@@ -113,7 +113,7 @@ def mask_keys(command: Sequence[str]) -> list[str]:
 def server_specs(
     config: "RolloutProcessConfig", environ: Mapping[str, str], ports: Sequence[int]
 ) -> list[ServerSpec]:
-    """What ``[inference]`` asks for; a server for each of the ports."""
+    """Returns the settings of the servers of ``[inference]``, one server for each port."""
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
@@ -122,7 +122,7 @@ def server_specs(
     return [
         ServerSpec(
             kind=inference.kind,
-            # The server runs in another directory.
+            # Absolute, because the server runs in another directory.
             model_path=str(Path(config.hf_assets_path).resolve()),
             port=port,
             device=device,
@@ -134,7 +134,7 @@ def server_specs(
             admin_key=inference.admin_key or environ.get(ADMIN_KEY_VARIABLE),
             extra_args=tuple(inference.extra_args),
             gpus=gpus_of(index, len(ports), config.server_gpus),
-            # Servers with one seed would write the same completions to the same prompt.
+            # Servers with equal seeds would sample equal completions of a prompt.
             seed=config.seed + index,
         )
         for index, port in enumerate(ports)
@@ -142,7 +142,7 @@ def server_specs(
 
 
 def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """An even share of the GPUs for server ``index``; some share one where there are few."""
+    """Returns the GPUs of server ``index``: an even part, or one that servers have in common."""
     if not gpus:
         return ()
     share = len(gpus) // num_servers
@@ -152,12 +152,13 @@ def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...
 
 
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
-    """Starts a server on each of the ports and returns at once; they are not up yet.
+    """Starts a server on each port, and returns before the servers are up.
 
-    Call it from the main thread: the children end with the thread that started them.
+    It must be called from the main thread, because the children end with the thread that started
+    them.
 
     Raises:
-        ValueError: ``inference.python`` cannot be run.
+        ValueError: If ``inference.python`` cannot be run.
     """
     specs = server_specs(config, os.environ, ports)
     folder = Path(config.dump_folder).resolve() / "servers"
@@ -175,17 +176,18 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
     """Starts one server; see :func:`start_servers`.
 
     Args:
-        spec: The server.
-        log_file: For its output.
-        keep_log: Write behind what is in the file, as when it is started again. Else the file
-            is of an earlier run, whose last words are not this one's.
+        spec: Settings of the server.
+        log_file: File for the server's output.
+        keep_log: Whether to append to the file, as for a server that is started again. If
+            false, the file is removed first, because it belongs to an earlier run.
     """
     command, environ = server_command(spec, os.environ)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     if not keep_log:
         log_file.unlink(missing_ok=True)
     try:
-        # Another directory than ours: `-m` would make the overlay's folder importable.
+        # In another directory: `-m` makes the working directory importable, and with it the
+        # overlay's `torchtitan` folder.
         process = start_child(command, env=environ, log_file=log_file, cwd=str(log_file.parent))
     except OSError as error:
         script = kind_row(spec.kind).install_script
@@ -205,13 +207,13 @@ async def wait_until_up(
     """Returns when every server answers that it is up.
 
     Args:
-        clients: All servers, launched or not.
-        servers: The launched ones among them, found by their URL.
+        clients: Clients of all servers, launched or not.
+        servers: The launched servers among them, which are matched by their URLs.
         timeout_seconds: ``inference.startup_timeout_seconds``.
 
     Raises:
-        RuntimeError: A launched server has ended; the message holds the end of its log.
-        TimeoutError: One did not come up in time.
+        RuntimeError: If a launched server has ended. The message holds the end of its log.
+        TimeoutError: If a server is not up within ``timeout_seconds``.
     """
     launched = {server.url: server for server in servers}
     deadline = time.monotonic() + timeout_seconds
@@ -222,7 +224,7 @@ async def wait_until_up(
             )
             for c in clients
         ]
-        # The first failure ends the other waits; it is raised by itself, not in a group.
+        # The first failure ends the other waits and is raised by itself, not in a group.
         for wait in asyncio.as_completed(waits):
             error = await wait
             if error is not None:
@@ -256,36 +258,39 @@ async def _wait_for_one(
         except (ServerError, TimeoutError) as error:
             last = f"{type(error).__name__}: {error}" if str(error) else "none in time"
         if server is not None and server.process.poll() is not None:
-            raise RuntimeError(f"Before it was up: {server.describe_end()}")
+            raise RuntimeError(
+                f"A server must stay up, but it ended early. {server.describe_end()}"
+            )
         if time.monotonic() >= deadline:
             log = f" The end of its log:\n{server.log_tail()}" if server is not None else ""
             raise TimeoutError(
                 f"The server {client.url} must be up within inference.startup_timeout_seconds "
-                f"({timeout_seconds:g} s). Last answer: {last}. Start it first, correct "
-                f"its URL in inference.urls or inference.urls_file, or allow it more time.{log}"
+                f"({timeout_seconds:g} s). Last answer: {last}. Start the server first, correct "
+                "its URL in inference.urls or inference.urls_file, or raise "
+                f"inference.startup_timeout_seconds.{log}"
             )
         await asyncio.sleep(_POLL_SECONDS)
 
 
 def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:
-    """Ends all servers at once, with their workers."""
+    """Ends all servers and their workers at the same time."""
     stop_children([server.process for server in servers], grace_seconds)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nothing listens on just now."""
+    """Returns distinct ports that are free at the moment."""
     with HeldPorts(count) as held:
         return held.ports
 
 
 class HeldPorts:
-    """Different free ports that nobody else is given while they are held.
+    """Distinct free ports that the kernel gives to no other connection while they are held.
 
-    A server that ended must find its port free when it is started again, and the port may be
-    among those that the kernel gives to any connection. On Linux a socket that is bound and
-    does not listen keeps it from them, and lets those have it who ask for it by number with
-    SO_REUSEADDR, as all kinds of servers do: an ended server's old connections do not hinder
-    it either. On other systems the ports are free at first, and not held.
+    A server that has ended must find its port free when it is started again, but the kernel may
+    give the port to any outgoing connection meanwhile. On Linux, a socket that is bound and does
+    not listen prevents this. It does not prevent a server from listening on the port, because
+    all kinds of servers set SO_REUSEADDR, and neither do old connections of the ended server. On
+    other systems the ports are free at first, and they are not held.
     """
 
     def __init__(self, count: int) -> None:
@@ -295,7 +300,7 @@ class HeldPorts:
             self.close()
 
     def close(self) -> None:
-        """Lets go of the ports. Idempotent."""
+        """Releases the ports. Further calls do nothing."""
         for holder in self._sockets:
             holder.close()
 
@@ -308,14 +313,14 @@ class HeldPorts:
 
 def _bound_socket() -> socket.socket:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Only after the choice of a port: with it, the kernel may choose one twice.
+    # Bound before SO_REUSEADDR is set: with that option, the kernel may choose a port twice.
     holder.bind((LOOPBACK, 0))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
 
 
 def default_device(environ: Mapping[str, str]) -> str:
-    """``cuda`` where there is a GPU that is not hidden, else ``cpu``."""
-    # Not torch.cuda: this module is used where torch is not imported.
+    """Returns ``cuda`` if this process sees a GPU, else ``cpu``."""
+    # torch.cuda is not asked, because processes without torch use this module.
     hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"

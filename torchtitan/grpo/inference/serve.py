@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Becomes one inference server, in the foreground, as a run would launch it.
+"""Replaces this process with an inference server that is started as a run would launch it.
 
     python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.inference.serve \\
         vllm MODEL_DIR [--host H] [--port P] [--device D] [further server arguments]
 
-`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with their environments.
+`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torchtitan.grpo.inference.server_spec import ServerSpec
 
 
 def parse_arguments(arguments: list[str]) -> ServerSpec:
-    """The server that a command line asks for; what it does not know goes to the server."""
+    """Returns the server of a command line. Unknown arguments are passed to the server."""
     parser = argparse.ArgumentParser(prog="serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("model_path", help="Hugging Face directory")
@@ -35,7 +35,9 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
     parser.add_argument("--max-running-requests", type=int, default=64)
     options, extra = parser.parse_known_args(arguments)
     if not (Path(options.model_path) / "config.json").is_file():
-        parser.error(f"{options.model_path} must be a Hugging Face directory with a config.json")
+        parser.error(
+            f"MODEL_DIR must be a Hugging Face directory with a config.json, got {options.model_path}"
+        )
     device = default_device(os.environ) if options.device == "auto" else options.device
     dtype = options.dtype
     if dtype == "auto":

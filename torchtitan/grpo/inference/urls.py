@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""URLs of servers: how they look, and the file that names those of a run.
+"""The URLs of a run's servers, and the file that lists them.
 
-Nothing but the standard library is needed: the configuration's checks use it, too.
+The checks of the configuration use this module, so it needs the standard library alone.
 """
 
 import re
@@ -21,14 +21,15 @@ _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """The URLs without closing slashes.
+    """Returns the URLs without trailing slashes.
 
     Args:
-        urls: As written by the user.
-        source: Where they stand, for the message: ``inference.urls``.
+        urls: URLs as written by the user.
+        source: TOML key or file that holds them, for the error message.
 
     Raises:
-        ValueError: There is none, one is not ``http://host:port``, or one comes twice.
+        ValueError: If there is no URL, if one is not ``http://host:port``, or if one is
+            repeated.
     """
     for url in urls:
         if _URL.fullmatch(url) is None:
@@ -37,15 +38,17 @@ def checked_urls(urls: Sequence[str], source: str) -> list[str]:
     if not checked:
         raise ValueError(f"{source} must name at least one server, got none.")
     if twice := sorted({url for url in checked if checked.count(url) > 1}):
-        raise ValueError(f"{source} must name each server once, got {', '.join(twice)} again.")
+        raise ValueError(
+            f"{source} must name each server once, got {', '.join(twice)} more than once."
+        )
     return checked
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Reads one URL a line; empty lines and those that begin with # are passed over.
+    """Returns the URLs of a text with one URL a line. Empty lines and # comments are ignored.
 
     Raises:
-        ValueError: As :func:`checked_urls`.
+        ValueError: See :func:`checked_urls`.
     """
     lines = (line.strip() for line in text.splitlines())
     return checked_urls([s for s in lines if s and not s.startswith(_COMMENT)], source)
@@ -55,7 +58,7 @@ def read_urls(path: Path) -> list[str]:
     """Reads ``inference.urls_file``.
 
     Raises:
-        ValueError: It cannot be read, or see :func:`parse_urls`.
+        ValueError: If the file cannot be read; see also :func:`checked_urls`.
     """
     source = f"inference.urls_file ({path})"
     try:
@@ -66,12 +69,13 @@ def read_urls(path: Path) -> list[str]:
 
 
 def named_urls(inference: "Inference") -> list[str]:
-    """The URLs that ``[inference]`` names now; none where servers are launched.
+    """Returns the URLs that ``[inference]`` names now.
 
-    None either where ``inference.urls_file`` is not on this machine: rank 0 alone needs it.
+    The list is empty if servers are launched, or if ``inference.urls_file`` does not exist on
+    this machine, because rank 0 alone needs the file.
 
     Raises:
-        ValueError: As :func:`read_urls`.
+        ValueError: See :func:`read_urls`.
     """
     if inference.urls_file is None:
         return inference.urls
@@ -80,11 +84,11 @@ def named_urls(inference: "Inference") -> list[str]:
 
 
 class UrlsFile:
-    """``inference.urls_file``, followed while it changes.
+    """Follows the changes of ``inference.urls_file``.
 
-    A file may be replaced by a rename or written in place. In place it is half-written for a
-    moment, and the half may look whole (``:80`` of ``:8000``), so :meth:`poll` takes a change
-    only when the file stood still from one call to the next.
+    A file may be replaced by a rename or written in place. A file that is written in place is
+    incomplete for a moment and may still look complete (``:80`` of ``:8000``). :meth:`poll`
+    therefore reports a change only after the file was the same in two successive calls.
     """
 
     def __init__(self, path: str) -> None:
@@ -93,20 +97,21 @@ class UrlsFile:
         self._moving: _Mark | None = None
 
     def read(self) -> list[str]:
-        """What the file says now.
+        """Returns the URLs that the file holds now.
 
         Raises:
-            ValueError: It names no servers; :meth:`poll` is silent about it until it changes.
+            ValueError: If the file names no servers. :meth:`poll` does not report this state of
+                the file again.
         """
-        # Before it is read: what is written meanwhile is then seen as a change.
+        # Before the file is read, so that a write during the read counts as a change.
         self._taken = self._moving = self._mark()
         return read_urls(self._path)
 
     def poll(self) -> list[str] | None:
-        """What the file says where it has changed since it was read, else None.
+        """Returns the URLs if the file has changed since it was read, else ``None``.
 
         Raises:
-            ValueError: It names no servers; once for each change.
+            ValueError: If the changed file names no servers; raised once for each change.
         """
         mark = self._mark()
         stands_still, self._moving = mark == self._moving, mark
@@ -115,7 +120,7 @@ class UrlsFile:
         return self.read()
 
     def _mark(self) -> _Mark | None:
-        """Tells one state of the file from another; None while there is no file."""
+        """Identifies the state of the file; ``None`` while there is no file."""
         try:
             stat = self._path.stat()
         except OSError:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Weights as they travel: the bytes of buckets, and directories of safetensors files.
+"""The bytes of buckets, and directories of safetensors files.
 
-Runs in every server's process as well, so it imports torch and safetensors alone.
+Servers import this module too, so it needs torch and safetensors alone.
 """
 
 import json
@@ -22,9 +22,9 @@ WIRE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Dtypes that weights may come in."""
+"""Dtypes in which weights may be sent, by their names in messages."""
 
-# Vector instructions want it, and allocators give it.
+# In bytes. Vector instructions are slow on tensors that begin elsewhere.
 _ALIGNMENT = 64
 
 CHECKSUMS_FILE = "checksums.json"
@@ -32,7 +32,7 @@ CHECKSUMS_FILE = "checksums.json"
 
 
 def tensor_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Size of each tensor in bytes."""
+    """Returns the size of each tensor in bytes."""
     return [
         torch.Size(shape).numel() * WIRE_DTYPES[dtype].itemsize
         for dtype, shape in zip(dtypes, shapes, strict=True)
@@ -40,10 +40,11 @@ def tensor_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list
 
 
 def bucket_bytes(bucket: BucketSpec) -> int:
-    """Length of the payload that a bucket travels as.
+    """Returns the length of a bucket's payload in bytes.
 
     Raises:
-        ValueError: A delta's counts are impossible, or its tensors differ in item size.
+        ValueError: If the bucket is a delta whose counts are impossible or whose tensors differ
+            in item size.
     """
     if bucket.num_changed is None:
         return sum(tensor_bytes(bucket.dtypes, bucket.shapes))
@@ -52,7 +53,7 @@ def bucket_bytes(bucket: BucketSpec) -> int:
 
 
 def check_lengths(bucket: BucketSpec) -> None:
-    """Raises ValueError unless a bucket's lists are of one length, at least 1."""
+    """Raises ValueError unless all lists of a bucket have one length, which is at least 1."""
     lists = (bucket.dtypes, bucket.shapes, bucket.checksums, bucket.num_changed)
     lengths = [len(bucket.names)] + [len(entries) for entries in lists if entries is not None]
     if min(lengths) != max(lengths) or not lengths[0]:
@@ -63,19 +64,19 @@ def check_lengths(bucket: BucketSpec) -> None:
 
 
 def element_counts(bucket: BucketSpec) -> tuple[list[int], int]:
-    """Elements of each tensor of a delta, and bytes of an element.
+    """Returns the number of elements of each tensor of a delta, and the bytes of one element.
 
     Raises:
-        ValueError: They differ in item size.
+        ValueError: If the tensors differ in item size.
     """
     itemsizes = {WIRE_DTYPES[dtype].itemsize for dtype in bucket.dtypes}
     if len(itemsizes) != 1:
-        raise ValueError(f"The tensors of a delta must be of one item size, got {bucket.dtypes}.")
+        raise ValueError(f"The tensors of a delta must have one item size, got {bucket.dtypes}.")
     return [torch.Size(shape).numel() for shape in bucket.shapes], itemsizes.pop()
 
 
 def split_bucket(buffer: torch.Tensor, bucket: BucketSpec) -> list[torch.Tensor]:
-    """The tensors that follow one another in a buffer, as views where they are aligned."""
+    """Returns the tensors of a payload: views where they are aligned, copies elsewhere."""
     sizes = tensor_bytes(bucket.dtypes, bucket.shapes)
     return [
         aligned(part).view(WIRE_DTYPES[dtype]).view(shape)
@@ -86,21 +87,21 @@ def split_bucket(buffer: torch.Tensor, bucket: BucketSpec) -> list[torch.Tensor]
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where computing with it would be slow."""
+    """Returns the tensor itself, or a copy if it is not aligned in memory."""
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def is_exact_in(wire_dtype: torch.dtype, held_dtype: torch.dtype) -> bool:
-    """Whether every value of one dtype is also one of the other."""
+    """Returns whether ``held_dtype`` represents every value of ``wire_dtype``."""
     return held_dtype in (wire_dtype, torch.float32)
 
 
 def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
-    """All tensors of a directory's safetensors files, on the CPU.
+    """Returns all tensors of a directory's safetensors files, on the CPU.
 
     Raises:
-        ValueError: There are none, or they are not those of the directory's
-            ``checksums.json``, where it has one.
+        ValueError: If there are none, or if the directory has a ``checksums.json`` with which
+            they disagree.
     """
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
@@ -109,7 +110,7 @@ def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
     for file in files:
         try:
             with safe_open(str(file), framework="pt") as opened:
-                # Copied: else they are maps of the file, and change or fail with it while served.
+                # Cloned: a mapped tensor would change, or fail, with the file while it is served.
                 tensors.update({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} must be a whole safetensors file: {error}") from error
@@ -124,7 +125,9 @@ def _compare_checksums(directory: Path, tensors: dict[str, torch.Tensor]) -> Non
     expected = json.loads(file.read_text())
     if expected.keys() != tensors.keys():
         different = sorted(expected.keys() ^ tensors.keys())
-        raise ValueError(f"{file} must name the tensors beside it; {different[:3]} differ.")
+        raise ValueError(f"{file} must name exactly the tensors beside it; {different[:3]} differ.")
     for name, tensor in tensors.items():
         if (found := tensor_checksum(tensor)) != expected[name]:
-            raise ValueError(f"{name} must have checksum {expected[name]} by {file}, got {found}.")
+            raise ValueError(
+                f"{name} must have checksum {expected[name]} according to {file}, got {found}."
+            )

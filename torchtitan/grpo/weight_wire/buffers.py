@@ -1,16 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Receive buffers that are used again, push after push.
+"""Receive buffers that are reused from one push to the next.
 
-Fresh host memory costs a page fault every 4 KiB, about as much as receiving into it does.
-So the buffers of the version before are kept for the next one:
+Fresh host memory costs a page fault for every 4 KiB, which takes about as long as receiving into
+it. The buffers of the previous version are therefore kept for the next one:
 
     take -> LENT -- settle, still used --> HELD -- settle, no longer used --> FREE -> take
                  \\- settle, not used / give_back ---------------------------^
 
-A pool belongs to one server; its memory is that of two versions at most: what is served
-from it (or kept as the base of deltas) and as much again.
+LENT: an update receives into the buffer. HELD: weights that are served, or are the base of deltas,
+lie in the buffer. FREE: the next update may take it.
+
+A pool belongs to one server. It holds the memory of at most two versions: the one that is served
+from it and the one that is being received.
 """
 
 from collections.abc import Iterable
@@ -19,7 +22,7 @@ import torch
 
 
 class BufferPool:
-    """Flat byte buffers; used by one update at a time."""
+    """Flat byte buffers, used by one update at a time."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -27,7 +30,7 @@ class BufferPool:
         self._held: list[torch.Tensor] = []
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """An uninitialised [num_bytes] uint8 buffer."""
+        """Returns an uninitialised [num_bytes] uint8 buffer."""
         for i, buffer in enumerate(self._free):
             if buffer.numel() == num_bytes and buffer.device == device:
                 del self._free[i]
@@ -38,29 +41,29 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Nothing refers to a lent buffer any more."""
+        """Makes a lent buffer free again. Nothing may refer to it any more."""
         self._lent = [lent for lent in self._lent if lent is not buffer]
         self._reuse([buffer])
 
     def settle(self, in_use: Iterable[torch.Tensor]) -> None:
-        """An update was committed; what ``in_use`` does not lie in can be used again."""
+        """Ends an update that was committed: buffers without a tensor of ``in_use`` become free."""
         used = {storage_of(tensor) for tensor in in_use}
         known = self._held + self._lent
         self._held = [buffer for buffer in known if storage_of(buffer) in used]
-        # What the update did not take is of sizes that are not sent any more.
+        # Buffers that the update did not take have sizes that are no longer sent.
         self._free = []
         self._reuse([buffer for buffer in known if storage_of(buffer) not in used])
         self._lent = []
 
     def forget(self) -> None:
-        """An update was dropped. Its buffers are too: a broken broadcast may still write."""
+        """Drops the buffers of a failed update: its last broadcast may still write to one."""
         self._lent = []
 
     def _reuse(self, buffers: list[torch.Tensor]) -> None:
-        # CUDA's allocator keeps what it is given back, and others can use it meanwhile.
+        # CUDA's caching allocator keeps freed memory itself, and others can use it meanwhile.
         self._free += [buffer for buffer in buffers if buffer.device.type == "cpu"]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The memory that a tensor lies in."""
+    """Returns the address of the storage that a tensor lies in."""
     return tensor.untyped_storage().data_ptr()

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Process groups between the trainer and one server, beside the default group.
+"""Process groups between the trainer and one server, beside the default process group.
 
-The trainer is rank 0, the server's workers follow. The same few lines run in the
-trainer, in the embedded server and in vLLM's worker (SGLang brings its own), so this
-module imports torch alone. The rendezvous is the one SGLang uses, which makes one
-trainer side serve all kinds of server.
+The trainer has rank 0, and the server's workers have the ranks after it. The trainer, the embedded
+server and vLLM's workers call these functions, so this module needs torch alone. SGLang has its
+own implementation; the rendezvous here is compatible with it, so that the trainer treats all kinds
+of servers alike.
 """
 
 from datetime import timedelta
@@ -26,20 +26,20 @@ def create_weight_group(
     *,
     store: dist.Store | None = None,
 ) -> dist.ProcessGroup:
-    """Joins a weight group; returns once all ``world_size`` peers have joined.
+    """Joins a weight group; returns when all ``world_size`` members have joined.
 
     Args:
         master_address: Host of the trainer's store.
         master_port: Port of the trainer's store.
         rank: 0 on the trainer, ``rank_offset + worker`` on a server.
         world_size: 1 plus the number of the server's workers.
-        group_name: Prefix of the keys in the store; a name is used once.
+        group_name: Prefix of the keys in the store. Each name may be used only once.
         backend: ``gloo`` or ``nccl``.
-        timeout_seconds: Bound of the rendezvous and of each later collective.
-        store: The trainer passes the store it listens on; a server connects to it.
+        timeout_seconds: Maximum duration of the rendezvous, and of each later collective.
+        store: The store on which the trainer listens; ``None`` connects to it, as servers do.
 
     Raises:
-        torch.distributed.DistStoreError: The peers were not all there in time.
+        torch.distributed.DistStoreError: If not all members joined in time.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if store is None:
@@ -63,7 +63,7 @@ def create_weight_group(
 
 
 def destroy_weight_group(group: dist.ProcessGroup) -> None:
-    """Leaves the group. NCCL communicators are aborted, not waited for."""
+    """Leaves the group. An NCCL communicator is aborted without waiting for its operations."""
     if group in c10d._world.pg_map:
         if dist.get_backend(group) == dist.Backend.NCCL:
             group.abort()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A server's end of a weight group: joining, receiving, leaving while a receive waits."""
+"""A server's end of a weight group, which it can leave even while it waits for a broadcast."""
 
 import contextlib
 import threading
@@ -13,19 +13,21 @@ import torch.distributed as dist
 
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 
-# How soon a waiting receive notices that its group was left.
+# How often a waiting receive checks whether its group was left.
 _POLL = timedelta(seconds=0.1)
 
-# Groups left while a gloo operation was outstanding, with that. Dropping the last reference would
-# join gloo's threads, and so block whoever drops it until the trainer closes its end.
+# Groups that were left while a gloo operation was outstanding, with that operation. Dropping the
+# last reference to a group joins gloo's threads, which blocks until the trainer closes its end.
 _abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
 
 
 class WeightGroup:
-    """A process group whose rank 0, the trainer, broadcasts to this server.
+    """A process group in which rank 0, the trainer, broadcasts to this server.
+
+    See :func:`create_weight_group` for the arguments.
 
     Args:
-        timeout_seconds: Bound of the rendezvous and of each broadcast.
+        timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
     """
 
     def __init__(
@@ -49,21 +51,22 @@ class WeightGroup:
         )
 
     def buffer_device(self, model_device: torch.device) -> torch.device:
-        """Where tensors are received: the model's device over NCCL, the CPU over gloo."""
+        """Returns where tensors are received: the model's device over NCCL, the CPU over gloo."""
         return model_device if self._is_nccl else torch.device("cpu")
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Receives rank 0's broadcast into ``tensor``.
+        """Receives one broadcast of rank 0 into ``tensor``.
 
         Raises:
-            RuntimeError: The trainer has gone, the time is up, or :meth:`leave` was called.
+            RuntimeError: If the trainer has ended, if nothing arrives within the group's
+                timeout, or if :meth:`leave` is called.
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
         work = self._outstanding = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None, "this server is a member of the group"
         if self._is_nccl:
-            # NCCL only queues the broadcast; returning must mean that it has arrived.
+            # NCCL only queues the broadcast, but returning must mean that the bytes are there.
             work.wait()
             torch.cuda.current_stream(tensor.device).synchronize()
         else:
@@ -79,26 +82,26 @@ class WeightGroup:
             if time.monotonic() > deadline:
                 _abandoned.append((self._group, work))
                 raise RuntimeError(
-                    f"No broadcast came in group {self.name!r} within {self._timeout_seconds} s."
+                    f"No broadcast arrived in group {self.name!r} within {self._timeout_seconds} s."
                 )
-            # Raises at the poll's own timeout (the work may be complete by now) and at the
-            # operation's failure, which the last wait raises again.
+            # Raises at the timeout of the poll, when the work may be complete, and on a failure
+            # of the operation, which the last wait raises again.
             with contextlib.suppress(RuntimeError):
                 work.wait(_POLL)
         work.wait()
 
     def leave(self) -> None:
-        """Leaves the group; a waiting :meth:`receive` fails. Harmless when called again."""
+        """Leaves the group. A waiting :meth:`receive` fails. Further calls do nothing."""
         if self._left.is_set():
             return
         self._left.set()
         outstanding = self._outstanding
         if outstanding is not None and not self._is_nccl:
-            # Before the waiting thread can end, and drop its reference.
+            # Kept before the waiting thread can end and drop its reference.
             _abandoned.append((self._group, outstanding))
         destroy_weight_group(self._group)
 
 
 def _let_go_of_ended() -> None:
-    """Groups whose operation the trainer has ended since have threads to join no longer."""
+    """Drops the groups whose operation has ended, and whose threads can be joined at once."""
     _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]

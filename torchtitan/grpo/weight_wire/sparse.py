@@ -3,11 +3,10 @@
 
 """Lossless deltas between two versions of a bucket.
 
-A bucket is a flat payload of bytes, tensors of one item size after one another. Its delta
-is the same in short: for each tensor the positions of the elements that changed, int32,
-and then their new values; or the whole tensor, where that is not longer. Elements are
-compared and copied as bits, so NaNs and the sign of zero arrive as they were. Imports torch
-alone, since it runs in every server's process as well.
+The payload of a bucket holds tensors of one item size, one after another. The payload of its delta
+holds for each tensor the int32 positions of the elements that changed, followed by their new
+values, or the whole tensor if that is not longer. Elements are compared and copied as bits, so
+NaNs and the sign of zero are preserved. Servers import this module too, so it needs torch alone.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 WHOLE = -1
-"""``num_changed`` of a tensor that comes whole."""
+"""``num_changed`` of a tensor that is sent whole."""
 
 _INDEX_BYTES = 4
 _MAX_NUMEL = 2**31 - 1
@@ -25,12 +24,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Changes:
-    """What is new in one tensor.
+    """The new elements of one tensor.
 
     Attributes:
-        indices: [num_changed] int32 positions in the flattened tensor; None where all of
-            it is new.
-        values: [num_changed], or [numel], bits of the new elements as integers.
+        indices: [num_changed] int32, positions in the flattened tensor; ``None`` if the tensor
+            is sent whole.
+        values: [num_changed] or [numel] integers, the bits of the new elements.
     """
 
     indices: torch.Tensor | None
@@ -40,20 +39,20 @@ class Changes:
 def encode(
     previous: torch.Tensor, current: torch.Tensor, numels: Sequence[int], itemsize: int
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The delta from one version of a bucket to the next.
+    """Returns the delta from one version of a bucket to the next.
 
     Args:
-        previous: [num_bytes] uint8, what the receiver holds.
-        current: [num_bytes] uint8, what it is to hold.
+        previous: [num_bytes] uint8, the version that the receiver holds.
+        current: [num_bytes] uint8, the version that the receiver is to hold.
         numels: Number of elements of each tensor.
         itemsize: Bytes of one element: 1, 2, 4 or 8.
 
     Returns:
-        [delta_bytes] uint8, and for each tensor the number of changed elements, or -1
-        where it comes whole.
+        [delta_bytes] uint8, and for each tensor the number of changed elements, or -1 if it is
+        sent whole.
 
     Raises:
-        ValueError: The sizes contradict one another.
+        ValueError: If the sizes contradict each other.
     """
     num_bytes = sum(numels) * itemsize
     if not previous.numel() == current.numel() == num_bytes:
@@ -78,11 +77,11 @@ def encode(
 
 
 def _changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-    """Where two tensors of bits differ; None where sending all of it is not longer."""
+    """Returns where two tensors of bits differ, or ``None`` if the whole tensor is not longer."""
     if new.numel() > _MAX_NUMEL:
         return None
     differs = old != new
-    # Counted first: the indices of a tensor that is new throughout are large.
+    # Counted first, because the indices of a tensor that changed everywhere take much memory.
     count = int(differs.sum())
     if count * (_INDEX_BYTES + new.element_size()) >= new.nbytes and count:
         return None
@@ -106,11 +105,11 @@ def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int
 def decode(
     payload: torch.Tensor, numels: Sequence[int], num_changed: Sequence[int], itemsize: int
 ) -> list[Changes]:
-    """What a delta says of each tensor; the inverse of :func:`encode`.
+    """Returns the changes of each tensor of a delta. This is the inverse of :func:`encode`.
 
     Raises:
-        ValueError: The payload's length is not what the counts make, or an index is
-            outside its tensor.
+        ValueError: If the length of the payload contradicts the counts, or an index is outside
+            its tensor.
     """
     expected = delta_bytes(numels, num_changed, itemsize)
     if payload.numel() != expected:
@@ -132,7 +131,7 @@ def decode(
 
 
 def apply(target: torch.Tensor, changes: Changes) -> None:
-    """Writes changes into a contiguous tensor of the wire dtype."""
+    """Writes changes into a contiguous tensor of the dtype in which they were sent."""
     bits = target.view(-1).view(_BITS[target.element_size()])
     if changes.indices is None:
         bits.copy_(changes.values)
@@ -141,7 +140,7 @@ def apply(target: torch.Tensor, changes: Changes) -> None:
 
 
 def _as_bits(octets: torch.Tensor, itemsize: int) -> torch.Tensor:
-    # A view of another dtype must be aligned, to the storage and in memory.
+    # A view of another dtype must be aligned in its storage and in memory.
     if octets.storage_offset() % itemsize or octets.data_ptr() % itemsize:
         octets = octets.clone()
     return octets.view(_BITS[itemsize])

@@ -1,20 +1,20 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The receiving end of an update: buckets go to staging while the old weights are served.
+"""The receiving end of an update: buckets are staged while the old weights are served.
 
     consumes        broadcasts of the trainer's ranks, on the thread "weight-staging"
-    produces        all tensors of the update, whole and verified, or one reason why not
-    waits for       each broadcast, as long as its group allows
-    unblocked by    the broadcast, the group's timeout, its trainer's death, or `drop`
+    produces        all tensors of the update, whole and verified, or the reason of a failure
+    waits for       each broadcast, up to the timeout of its group
+    unblocked by    the broadcast, the group's timeout, the end of the trainer, or `drop`
 
-Requests that announce buckets may overtake one another on their way. A bucket therefore
-carries its number among those of its group, and is received when all before it were
-announced; else one bucket's bytes could be taken for another's of the same size. The order
-in which buckets of several groups are received follows from the order of announcement
-alone, so all workers of a server keep the same.
+Requests that announce buckets may overtake each other. Each bucket therefore has a number within
+its group, and it is received after all lower numbers were announced. Otherwise the bytes of one
+bucket could be taken for those of another one with the same size. The order in which the buckets
+of several groups are received depends on the order of the announcements alone, so it is the same
+in all workers of a server.
 
-Runs in vLLM's workers and in the embedded server: torch and numpy are all it needs.
+vLLM's workers and the embedded server use this module, so it needs torch and numpy alone.
 """
 
 import queue
@@ -42,19 +42,19 @@ _LEAVE_SECONDS = 5.0
 
 
 class StagingError(RuntimeError):
-    """The update cannot be committed; the weights served are what they were."""
+    """The update cannot be committed. The weights that are served have not changed."""
 
 
 @dataclass(frozen=True)
 class StagingPlace:
-    """Where an update's tensors come from and go to.
+    """How staging reads the served weights, and what it does with received ones.
 
     Attributes:
-        device: The model's; NCCL groups receive there, gloo groups on the CPU.
-        base: A copy of what is served now, in the wire dtype, by name and dtype: what a
-            delta is applied to.
-        place: What becomes of a whole, verified tensor of the wire dtype, such as a cast
-            or a move to another device. It may keep the tensor itself.
+        device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
+        base: Returns a copy of a served tensor, by its name and the dtype in which it was sent.
+            A delta is applied to the copy.
+        place: Converts a whole, verified tensor, for example by a cast or a move to another
+            device. It may return the tensor itself.
     """
 
     device: torch.device
@@ -76,7 +76,7 @@ class Staging:
 
     Args:
         place: See :class:`StagingPlace`.
-        buffers: Where received bytes lie; the caller settles it after the commit.
+        buffers: Pool of the receive buffers. The caller settles it after the commit.
     """
 
     def __init__(self, place: StagingPlace, buffers: BufferPool) -> None:
@@ -96,31 +96,31 @@ class Staging:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Wire dtypes of what was announced, tensors that a delta leaves as they are too."""
+        """Dtype of each announced tensor, by name. Tensors without changes are included."""
         return dict(self._dtypes)
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a bucket was announced that has neither arrived nor failed."""
+        """Whether an announced bucket has neither arrived nor failed yet."""
         return self._num_open > 0
 
     @property
     def failure(self) -> str | None:
-        """Why the update cannot be committed."""
+        """Why the update cannot be committed, or ``None``."""
         return self._failure
 
     def refuse(self, reason: str) -> None:
-        """A bucket is not received: the update cannot be committed, and no later one is either.
+        """Refuses a bucket. The update cannot be committed, and no further bucket is received.
 
-        Its bytes may be on their way already and would come as those of the next bucket: gloo
-        ends a process that is sent more than it receives into.
+        The bytes of the refused bucket may have been sent already and would be received as those
+        of the next one. (gloo ends a process that receives more bytes than it expects.)
         """
         self._broken = True
         self._fail(reason)
         self._put_early()
 
     def _fail(self, reason: str) -> None:
-        """The first reason counts."""
+        """Records why the update failed. The first reason is kept."""
         self._failure = self._failure or reason
 
     def announce(
@@ -131,23 +131,24 @@ class Staging:
         sequence: int | None = None,
         flattened: bool = True,
     ) -> "Future[None]":
-        """Queues a bucket; the future ends when its tensors are whole and verified.
+        """Queues a bucket. The future ends when its tensors are whole and verified.
 
         Args:
-            bucket: Names, dtypes and shapes must fit the model: the caller sees to it.
-            group: Which it comes over.
-            sequence: Its number among the buckets of the update over this group, from 0;
-                None where the caller announces one only after the other.
-            flattened: One broadcast of all bytes, or one for each tensor.
+            bucket: Description of the bucket. The caller has checked that names, dtypes and
+                shapes fit the model.
+            group: Group over which the bucket is broadcast.
+            sequence: Number of the bucket among those of the update over this group, from 0.
+                ``None`` if the caller announces each bucket after the one before has arrived.
+            flattened: Whether all bytes are one broadcast, or each tensor is one.
 
         Raises:
-            ValueError: A tensor was announced before.
+            ValueError: If a tensor was announced before, or a sequence number twice.
         """
         item = _Announced(lambda: self._receive(bucket, group, flattened), group)
         with self._lock:
             again = self._dtypes.keys() & set(bucket.names)
             if again:
-                raise ValueError(f"{min(again)} came twice in one update.")
+                raise ValueError(f"{min(again)} was announced twice in one update.")
             in_order = self._in_order(item, group.name, sequence)
             self._dtypes.update(zip(bucket.names, bucket.dtypes, strict=True))
             self._num_open += 1
@@ -158,11 +159,12 @@ class Staging:
     def read(
         self, dtypes: Mapping[str, str], load: Callable[[], Mapping[str, torch.Tensor]]
     ) -> "Future[None]":
-        """Queues the reading of verified tensors from elsewhere, such as a disk.
+        """Queues the reading of verified tensors from another source, such as a disk.
 
         Args:
-            dtypes: Of all tensors, which must fit the model.
-            load: Called on the thread; a ValueError or OSError of it fails the update.
+            dtypes: Dtype of each tensor, by name. The tensors must fit the model.
+            load: Reads the tensors on the staging thread. If it raises ValueError or OSError,
+                the update fails.
         """
 
         def work() -> None:
@@ -184,23 +186,23 @@ class Staging:
             self._thread.start()
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
-        """All tensors that are new, once all announced buckets have come.
+        """Waits for all announced buckets and returns the new tensors, by name.
 
         Raises:
-            StagingError: Something failed, or the time is up.
+            StagingError: If a bucket failed, or did not arrive within ``timeout_seconds``.
         """
         with self._lock:
             if self._early:
                 self._fail(f"Buckets before {sorted(self._early)[0]} were not announced.")
         self._end_thread(timeout_seconds)
         if self._thread is not None and self._thread.is_alive():
-            self._fail(f"Not all announced buckets came within {timeout_seconds} s.")
+            self._fail(f"Not all announced buckets arrived within {timeout_seconds} s.")
         if self._failure is not None:
             raise StagingError(self._failure)
         return self._tensors
 
     def drop(self) -> None:
-        """Ends the thread, and forgets all. A broadcast that it waits for ends its group."""
+        """Ends the thread and drops all tensors. The group of an awaited broadcast is left."""
         self._broken = True
         self._fail("The update was dropped.")
         current = self._current
@@ -220,9 +222,9 @@ class Staging:
             self._thread.join(timeout_seconds)
 
     def _in_order(self, item: _Announced, group: str, sequence: int | None) -> list[_Announced]:
-        """What can be received now that this item is known, in order."""
+        """Returns the buckets that can be received after this announcement, in order."""
         if sequence is None or self._broken:
-            return [item]  # of a broken update it is only told why
+            return [item]  # its future only receives the reason of the failure
         if sequence < self._next.get(group, 0) or (group, sequence) in self._early:
             raise ValueError(f"Bucket {sequence} of group {group!r} was announced twice.")
         self._early[group, sequence] = item
@@ -241,7 +243,7 @@ class Staging:
                 self._current = item.group
                 item.work()
             except (RuntimeError, ValueError, OSError) as caught:
-                # Also told to whoever commits: without this bucket it would be a mixture.
+                # Recorded for the commit too: without this bucket it would serve a mixture.
                 self._fail(str(caught))
                 error = StagingError(str(caught))
                 if self._broken:
@@ -250,7 +252,7 @@ class Staging:
             self._settle(item, error)
 
     def _put_early(self) -> None:
-        """Nobody waits any more for what should have come before them."""
+        """Queues buckets that waited for an earlier one, which will not be received."""
         with self._lock:
             for early in self._early.values():
                 self._put(early)
@@ -291,12 +293,12 @@ class Staging:
             self._broken = True
             raise
         if self._failure is not None:
-            # Received all the same: a trainer that does not know yet must not be left
-            # waiting in a broadcast for its group's timeout.
+            # Received although the update has failed: a trainer that does not know of the failure
+            # yet would otherwise wait in its broadcast until the timeout of the group.
             raise StagingError(self._failure)
 
     def _keep(self, bucket: BucketSpec, tensors: list[torch.Tensor]) -> set[int]:
-        """Verifies whole tensors and puts them in their place; returns where they lie."""
+        """Verifies whole tensors and places them; returns the storages in which they lie."""
         storages = set()
         for i, (name, tensor) in enumerate(zip(bucket.names, tensors, strict=True)):
             if bucket.checksums is not None:

@@ -3,7 +3,7 @@
 
 """What the trainer tells a server about a transfer: the group to join, and each bucket.
 
-Plain data without torch, so that HTTP clients can import it.
+These are plain data without torch, so that HTTP clients can import them.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightGroupInfo:
-    """How a server joins the trainer's process group for weights.
+    """How a server joins one of the trainer's process groups for weights.
 
     Attributes:
         master_address: Host on which the trainer's store listens.
-        master_port: Its port.
-        rank_offset: Rank of the server's first worker; the trainer is rank 0.
+        master_port: Port of that store.
+        rank_offset: Rank of the server's first worker in the group. The trainer has rank 0.
         world_size: 1 plus the number of the server's workers.
-        group_name: Unique for each connection.
+        group_name: Name of the group, unique for each connection.
         backend: ``gloo`` or ``nccl``.
-        timeout_seconds: Bound of the rendezvous and of each collective.
-        deltas: Whether deltas may follow. A server that cannot read its weights back
-            (vLLM) then keeps a copy of what it was sent, on the host.
+        timeout_seconds: Maximum duration of the rendezvous, and of each collective.
+        deltas: Whether deltas may be sent. If so, a server that cannot read its own weights
+            back (vLLM) keeps a copy of what it received, on the host.
     """
 
     master_address: str
@@ -37,20 +37,21 @@ class WeightGroupInfo:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Describes one bucket, broadcast as a single uint8 tensor.
+    """Description of one bucket, which is broadcast as a single uint8 tensor.
 
-    The bytes of the tensors follow one another in this order, without padding. A delta
-    holds changes instead; see `weight_wire/sparse.py` for its bytes.
+    The payload holds the bytes of the tensors in this order, without padding. The payload of a
+    delta holds changes instead; `sparse.py` defines its bytes.
 
     Attributes:
         names: Hugging Face parameter names.
-        dtypes: Wire dtypes, as ``float32`` or ``bfloat16``.
+        dtypes: Dtypes in which the tensors are sent, such as ``float32`` or ``bfloat16``.
         shapes: Full (unsharded) shapes.
-        checksums: Of each tensor's bytes, once it is whole; see `weight_wire/checksum.py`.
-            None where the receiver is not to compare.
-        num_changed: In a delta, how many elements of each tensor follow; -1 for a tensor
-            that comes whole. None where all do.
-        base_version: Version that a delta is against; None where all tensors come whole.
+        checksums: Checksum of each whole tensor's bytes; see `checksum.py`. ``None`` if the
+            receiver is not to compare them.
+        num_changed: For each tensor of a delta, the number of elements in the payload, or -1
+            if the tensor is sent whole. ``None`` if the bucket is not a delta.
+        base_version: Version to which the changes of a delta are applied; ``None`` if the
+            bucket is not a delta.
     """
 
     names: tuple[str, ...]

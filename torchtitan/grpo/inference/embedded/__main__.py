@@ -5,7 +5,8 @@
 
     python -m torchtitan.grpo.inference.embedded --model-path DIR --port 30000
 
-A program starts it lighter, by path, through ``torchtitan/grpo/system/light_start.py``.
+A run starts it through ``torchtitan/grpo/system/light_start.py``, which does not import all of
+torchtitan first.
 """
 
 import argparse
@@ -38,32 +39,47 @@ _DEFAULT_MAX_MODEL_LEN = 4096
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line; unknown arguments end the process with a message."""
+    """Parses the command line. Unknown arguments end the process with a message."""
     parser = argparse.ArgumentParser(prog="torchtitan.grpo.inference.embedded")
     add = parser.add_argument
     add("--model-path", required=True, help="Hugging Face directory")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=30000, help="0 takes a free port and prints it")
-    add("--port-file", help="file that the port is written to once the server is up")
+    add("--port", type=int, default=30000, help="0 chooses a free port and prints it")
+    add("--port-file", help="file to which the port is written when the server is up")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    add("--max-running-requests", type=int, default=128, help="requests in one batch")
+    add(
+        "--max-running-requests",
+        type=int,
+        default=128,
+        help="maximum number of requests in the batch",
+    )
     add(
         "--max-model-len",
         type=int,
         default=0,
-        help="prompt and completion; 0 is the model's own, at most 4096",
+        help="prompt and completion together; 0 is the model's own limit, but at most 4096",
     )
-    add("--max-prefill-tokens", type=int, default=4096, help="padded tokens in one prefill")
-    # In the environment a key is not seen by whoever lists processes.
+    add(
+        "--max-prefill-tokens",
+        type=int,
+        default=4096,
+        help="maximum number of padded tokens in one prefill",
+    )
+    # Other users of the machine can list command lines, but not environments.
     for option, variable, routes in (
         ("--api-key", API_KEY_VARIABLE, "generation"),
         ("--admin-api-key", ADMIN_KEY_VARIABLE, "control"),
     ):
         default = os.environ.get(variable)
         add(option, default=default, help=f"key of {routes} routes; else ${variable}, else none")
-    add("--seed", type=int, help="of sampling; none is a random one")
-    add("--dist-timeout", type=float, default=120.0, help="seconds, of each weight broadcast")
+    add("--seed", type=int, help="seed of sampling; random by default")
+    add(
+        "--dist-timeout",
+        type=float,
+        default=120.0,
+        help="timeout of each weight broadcast, in seconds",
+    )
     arguments = parser.parse_args(argv)
     for name in ("max_running_requests", "max_prefill_tokens", "dist_timeout"):
         if getattr(arguments, name) <= 0:
@@ -74,7 +90,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
-    """Loads the model and puts the parts together; the engine is not started yet."""
+    """Loads the model and connects the parts of the server. The engine is not started yet."""
     path = arguments.model_path
     model = load_model(path, arguments.device, arguments.dtype)
     own_length = getattr(model.config, "max_position_embeddings", _DEFAULT_MAX_MODEL_LEN)
@@ -111,7 +127,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Serves until SIGTERM or SIGINT, then ends within two seconds."""
+    """Serves until SIGTERM or SIGINT, and then ends within two seconds."""
     stop = asyncio.Event()
     server = build_server(arguments)
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -130,14 +146,14 @@ async def serve(arguments: argparse.Namespace) -> None:
         write_port_file(arguments.port_file, port)
     await stop.wait()
     logger.info("Stopping.")
-    # First the engine, so that those who wait are answered before connections close.
+    # The engine ends first, so that waiting requests are answered before connections close.
     await asyncio.get_running_loop().run_in_executor(None, server.engine.close, 1.0)
     server.updater.close()
     await runner.cleanup()
 
 
 def write_port_file(path: str, port: int) -> None:
-    """Writes the port, whole or not at all, for whoever started us on port 0."""
+    """Writes the port to a file, completely or not at all, for the program that chose port 0."""
     partial = f"{path}.partial"
     with open(partial, "w") as file:
         file.write(f"{port}\n")
@@ -146,7 +162,7 @@ def write_port_file(path: str, port: int) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # Bars of several lines each would fill the log file of whoever started us.
+    # Progress bars would fill the log file.
     transformers.utils.logging.disable_progress_bar()
     arguments = parse_arguments(sys.argv[1:])
     try:
@@ -155,10 +171,9 @@ def main() -> None:
         logger.error("%s", error)
         sys.exit(1)
     except KeyboardInterrupt:
-        # Before the handlers stood: the model was still being loaded.
+        # Ctrl-C before the signal handlers were set, while the model was being loaded.
         sys.exit(130)
-    # Not by the interpreter's own end: it would wait for gloo's threads, and they for a
-    # trainer that is in no hurry.
+    # The interpreter's own end would wait for gloo's threads, which wait for the trainer.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)

@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Who may call which route, by SGLang's rule."""
+"""Which key a request needs, by SGLang's rules."""
 
 import secrets
 from enum import Enum
 
 
 class AuthLevel(Enum):
-    """What a route asks for.
+    """Which key a route needs.
 
-    OPEN: nothing, for probes. NORMAL: the API key, where one is set. CONTROL: the admin
-    key where one is set (the API key does not do), else the API key where one is set.
+    OPEN: No key; for probes. NORMAL: The API key, if one is set. CONTROL: The admin key if one is
+    set, in which case the API key does not suffice; else the API key, if one is set.
     """
 
     OPEN = "open"
@@ -22,7 +22,7 @@ class AuthLevel(Enum):
 def is_allowed(
     level: AuthLevel, authorization: str | None, api_key: str | None, admin_api_key: str | None
 ) -> bool:
-    """Whether a request with this ``Authorization`` header may pass."""
+    """Returns whether a request with this ``Authorization`` header is allowed."""
     if level is AuthLevel.OPEN:
         return True
     expected = (admin_api_key or api_key) if level is AuthLevel.CONTROL else api_key

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of the embedded server: SGLang's dialect, and what this project adds to it."""
+"""Client of the embedded server, which has SGLang's routes and some additions."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 class EmbeddedClient(SGLangClient):
     """See :class:`InferenceClient`.
 
-    The server receives beside its work, and swaps a whole, verified update in between two
-    steps; requests in flight have their keys and values computed again. So it need not be
-    paused, and its version is the old one until it is the new one.
+    The server receives while it generates, and swaps in a whole, verified update between two
+    steps. It then computes the keys and values of running requests again. It therefore need not
+    be paused, and it always serves either the old or the new version.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class EmbeddedClient(SGLangClient):
         self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
     ) -> None:
         group = joined_group(self._groups, group_name, self.url)
-        # Counted before anything is awaited: the order of the calls is the order of the
-        # broadcasts, whichever request arrives first.
+        # Counted before anything is awaited, so that the numbers have the order of the calls, which
+        # is that of the broadcasts, whichever request arrives first.
         sequence = self._sequences.get(group_name, 0)
         self._sequences[group_name] = sequence + 1
         await self._http.post(
@@ -75,10 +75,10 @@ class EmbeddedClient(SGLangClient):
 
 
 def swap_seconds(answer: Answer, source: str) -> float:
-    """How long the engine stood still, as the server says.
+    """Returns for how many seconds the engine stopped, as the server reports it.
 
     Raises:
-        ServerError: It does not.
+        ServerError: If the server does not report it.
     """
     body: Any = answer.body
     seconds = body.get("swap_seconds") if isinstance(body, dict) else None

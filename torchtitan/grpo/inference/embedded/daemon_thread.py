@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Blocking calls of the server, each on a thread of its own."""
+"""Runs blocking calls of the server, each on a thread of its own."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 async def run_in_thread(name: str, function: Callable[[], _T]) -> _T:
-    """Runs ``function`` on a daemon thread: one that hangs cannot keep the process alive."""
+    """Runs ``function`` on a daemon thread, which cannot keep the process alive if it hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
 
@@ -29,7 +29,7 @@ async def run_in_thread(name: str, function: Callable[[], _T]) -> _T:
         try:
             result = function()
         except BaseException as error:
-            # The boundary of the thread; raised again where it is awaited.
+            # Caught at the boundary of the thread, and raised again by the future.
             caught = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, caught)

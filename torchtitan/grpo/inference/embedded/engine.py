@@ -3,18 +3,20 @@
 
 """The engine: one thread that schedules requests, samples tokens and swaps weights.
 
-Each turn of its loop carries out the calls other threads left (submit, abort, pause, swap
-weights), then, unless paused, prefills waiting requests into free rows and decodes one
-token for every row. Calls run between two steps only, therefore
+Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
+pause, swap weights). Then, unless the engine is paused, it prefills waiting requests into free
+rows and decodes one token for every row. Calls run only between two steps. Therefore
 
-    - a token is sampled under one version of the weights, whole;
-    - a pause is complete when its future is;
-    - new weights never meet keys and values of old ones, except after an ``in_place``
-      pause, which asks for exactly that: every running request goes back to the front of
-      the queue and its prompt and tokens are computed again.
+    - each token is sampled with the weights of a single version;
+    - a pause is complete when its future is done;
+    - new weights are never combined with keys and values of old ones: a swap sends every running
+      request back to the front of the queue, and its prompt and tokens are computed again. The
+      exception is a swap during an ``in_place`` pause, which keeps the old keys and values.
 
-Rows stay dense (see kv_cache.py): finished rows become holes, new requests fill them, and
-the last rows move into those that are left.
+Modes of a pause: ``abort`` ends all requests; ``retract`` and ``in_place`` keep them.
+
+Rows stay dense (see `kv_cache.py`): finished rows become holes, new requests fill holes, and the
+last rows move into the remaining ones.
 """
 
 import logging
@@ -36,28 +38,28 @@ logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Events = list[tuple[Request, int, bool]]
-"""``(request, num_tokens, finished)`` of every request there is news of."""
+"""``(request, num_tokens, finished)`` of every request that has changed."""
 
 _T = TypeVar("_T")
 
 
 class EngineError(RuntimeError):
-    """The engine's thread has ended, by an error or by :meth:`Engine.close`."""
+    """The engine's thread has ended because of an error or of :meth:`Engine.close`."""
 
 
 class Engine:
     """Continuous batching over a :class:`ModelRunner`.
 
-    All public methods may be called from any thread, and none waits for the engine's
-    thread but :meth:`close`: they return futures.
+    All public methods may be called from any thread. Only :meth:`close` waits for the engine's
+    thread; the others return futures.
 
     Args:
-        runner: The model; the engine's thread alone uses it from :meth:`start` on.
-        report: Called on the engine's thread with the news of each step.
-        seed: Of the random numbers of requests without a seed of their own.
-        max_prefill_tokens: Bound of one prefill's padded tokens (a longer prompt goes
-            alone), so that running requests do not wait long for new ones.
-        version: The weights' version at the start.
+        runner: The model. Only the engine's thread uses it after :meth:`start`.
+        report: Called on the engine's thread with the events of each step.
+        seed: Seed of the random numbers of requests that have none of their own.
+        max_prefill_tokens: Maximum number of padded tokens in one prefill, which bounds how long
+            running requests wait for new ones. A longer prompt is prefilled by itself.
+        version: Version of the weights at the start.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Engine:
         self._thread.start()
 
     def close(self, timeout_seconds: float = 1.0) -> bool:
-        """Ends the thread and aborts what is left; returns whether it ended in time."""
+        """Ends the thread and aborts all requests; returns whether the thread ended in time."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -109,24 +111,24 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """False once requests can no longer be served."""
+        """Whether requests can still be served."""
         return self._thread.is_alive() and self.failure is None
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
+        """Number of requests that have a row."""
         return len(self._rows) - len(self._holes)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row."""
+        """Number of requests that wait for a row."""
         return len(self._waiting)
 
     def load(self) -> ServerLoad:
-        """How busy the engine is, between two steps or amid one.
+        """Returns how busy the engine is, between two steps or during one.
 
-        Requests that the next steps take in are counted as running: new weights send all of
-        them back to the queue for a moment, which is no sign that there is no room.
+        Waiting requests for which there is a free row count as running. New weights send all
+        requests back to the queue for a moment, which does not mean that the engine is full.
         """
         running = [request for request in list(self._rows) if request is not None]
         num_rows, num_queued = self._runner.max_slots, self.num_waiting
@@ -136,41 +138,41 @@ class Engine:
         return ServerLoad(len(running) + entering, num_queued - entering, num_tokens / capacity)
 
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
-        """Queues requests; their listeners hear of their tokens."""
+        """Queues requests, whose listeners are told of their tokens."""
         batch = list(requests)
         return self._call(lambda: self._enqueue(batch))
 
     def abort(self, prefix: str | None, reason: str = "Aborted by request.") -> "Future[int]":
-        """Ends the requests whose id starts with ``prefix``, all where None; counts them."""
+        """Ends the requests whose id begins with ``prefix``, or all if ``None``; counts them."""
         return self._call(lambda: self._abort(prefix, reason))
 
     def abort_request(self, request: Request) -> "Future[None]":
-        """Ends exactly this request; harmless when it has finished."""
+        """Ends exactly this request. Does nothing if it has finished."""
         return self._call(lambda: self._finish(request, "The client went away."))
 
     def pause(self, mode: PauseMode) -> "Future[None]":
-        """Stops after the current step; see the module's docstring for the modes."""
+        """Stops generation after the current step; see the module's docstring for the modes."""
         return self._call(lambda: self._pause(mode))
 
     def resume(self) -> "Future[None]":
-        """Undoes :meth:`pause`; harmless when not paused."""
+        """Ends a pause. Does nothing if the engine is not paused."""
         return self._call(self._resume)
 
     def set_version(self, version: str) -> "Future[None]":
-        """Renames the version that tokens are attributed to from here on."""
+        """Sets the version to which all further tokens are attributed."""
         return self._call(lambda: self._set_version(version))
 
     def swap_weights(
         self, swap: Callable[[], None], version: str | None, *, abort_all: bool = False
     ) -> "Future[float]":
-        """Runs ``swap`` between two steps and renews what was computed with old weights.
+        """Runs ``swap`` between two steps, and computes keys and values of old weights again.
 
-        The future holds the seconds for which the engine stood still.
+        The future holds the seconds for which the engine stopped.
 
         Args:
-            swap: Writes the parameters. It must not fail halfway.
-            version: The new version's name; None keeps the old one.
-            abort_all: End all requests instead of computing them again.
+            swap: Replaces the parameters. It must not fail half-way.
+            version: Name of the new version; ``None`` keeps the old one.
+            abort_all: Whether to end all requests instead of computing them again.
         """
         return self._call(lambda: self._swap_weights(swap, version, abort_all))
 
@@ -203,8 +205,8 @@ class Engine:
                     self._step()
                 self._flush_events()
         except BaseException as error:
-            # The boundary of the thread: everyone who waits is told the cause.
-            logger.exception("The engine's thread has failed; requests are answered 500.")
+            # Caught at the boundary of the thread: all waiting callers are told the cause.
+            logger.exception("The engine's thread has failed. All requests are answered with 500.")
             self.failure = error
         finally:
             self._end()
@@ -223,7 +225,7 @@ class Engine:
         while calls:
             function, future = calls.popleft()
             if not future.set_running_or_notify_cancel():
-                continue  # whoever asked has gone
+                continue  # the caller has cancelled the call
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -256,7 +258,7 @@ class Engine:
         for request in requests:
             request.start_segment(self.version)
             if request.logprob_start is not None:
-                # At once, and so under one version, whatever is paused or in the way.
+                # Computed at once, under one version, even while the engine is paused.
                 request.prompt_logprobs = self._runner.prompt_logprobs(request.prompt_ids)
             if request.sampling.max_new_tokens == 0:
                 request.finish_reason = {"type": "length", "length": 0}
@@ -338,9 +340,9 @@ class Engine:
         self.num_steps += 1
 
     def _prefill(self) -> None:
-        """Computes as many waiting requests as there are rows and budget for.
+        """Prefills as many waiting requests as free rows and the token budget allow.
 
-        Equal token sequences (the prompt of a group) are computed once.
+        Equal token sequences, such as the prompts of a group, are computed once.
         """
         unique: dict[tuple[int, ...], int] = {}
         requests: list[Request] = []
@@ -379,7 +381,7 @@ class Engine:
         return request.row
 
     def _close_holes(self) -> None:
-        """Moves the last rows into the holes, so that rows are dense again."""
+        """Moves the last rows into the holes, which makes the rows dense again."""
         if not self._holes:
             return
         while self._rows and self._rows[-1] is None:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The JSON of /generate, both ways, as SGLang writes it."""
+"""The JSON of /generate in SGLang's form: parsing requests and writing answers."""
 
 import uuid
 from collections.abc import Mapping
@@ -31,13 +31,13 @@ _SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a request is checked against, and its answer is written with.
+    """Facts about the model that parsing a request and writing its answer need.
 
     Attributes:
-        vocab_size: Token ids must be below.
-        max_model_len: Bound of prompt and completion together.
-        eos_ids: The model's own end-of-sequence tokens.
-        tokenizer: Writes the answer's text; None leaves it empty.
+        vocab_size: Exclusive upper bound of token ids.
+        max_model_len: Maximum length of prompt and completion together.
+        eos_ids: End-of-sequence tokens of the model.
+        tokenizer: Decodes the text of answers; ``None`` leaves the text empty.
     """
 
     vocab_size: int
@@ -51,10 +51,10 @@ class GenerateBody:
     """A checked body of /generate.
 
     Attributes:
-        prompts: One token id list a completion: each prompt ``n`` times in a row.
-        request_ids: One a completion.
-        sampling: One a completion.
-        logprob_start: Position from which prompt logprobs are answered; None for none.
+        prompts: Token ids of the prompt of each completion: each prompt ``n`` times in a row.
+        request_ids: Id of each completion.
+        sampling: Sampling parameters of each completion.
+        logprob_start: First position whose prompt logprob is answered; ``None`` for none.
         is_list: Whether the answer is a list.
     """
 
@@ -70,10 +70,10 @@ class GenerateBody:
 def body_field(
     body: Mapping[str, Any], name: str, kind: type[_T] | tuple[type, ...], default: Any = ...
 ) -> Any:
-    """``body[name]``, of type ``kind``; ``default`` where it is absent or null.
+    """Returns ``body[name]``, of type ``kind``, or ``default`` if it is absent or null.
 
     Raises:
-        ValueError: It is of another type, or absent without a default.
+        ValueError: If it is of another type, or absent without a default.
     """
     value = body.get(name)
     if value is None and default is not ...:
@@ -86,10 +86,10 @@ def body_field(
 
 
 def parse_generate(body: Mapping[str, Any], facts: ModelFacts) -> GenerateBody:
-    """Checks a body of /generate.
+    """Parses and checks a body of /generate.
 
     Raises:
-        ValueError: Something in it cannot be served; the message names the field.
+        ValueError: If the request cannot be served. The message names the field.
     """
     input_ids = body.get("input_ids")
     if not isinstance(input_ids, list):
@@ -143,18 +143,19 @@ def _logprob_start(body: Mapping[str, Any], prompts: list[list[int]]) -> int | N
 def _parse_sampling(
     given: Any, num_prompts: int, facts: ModelFacts
 ) -> tuple[list[SamplingParams], int]:
-    """One :class:`SamplingParams` a prompt, and ``n``."""
+    """Returns the :class:`SamplingParams` of each prompt, and ``n``."""
     entries = given if isinstance(given, list) else [given or {}] * num_prompts
     if len(entries) != num_prompts:
         raise ValueError(
-            f"sampling_params must be one object, or one a prompt: {num_prompts}, got {len(entries)}."
+            f"sampling_params must be one object, or one for each of the {num_prompts} prompts, got "
+            f"{len(entries)}."
         )
     counts = set()
     parsed = []
     for entry in entries:
         if not isinstance(entry, dict):
             raise ValueError(f"sampling_params must be an object, got {entry!r:.80}.")
-        # What SGLang takes to be off is harmless, whether or not we know the field.
+        # A null field has no effect in SGLang, so it may be one that this server does not support.
         unknown = [k for k, v in entry.items() if k not in _SAMPLING_TYPES and v is not None]
         if unknown:
             raise ValueError(
@@ -183,7 +184,7 @@ def _parse_sampling(
 
 
 def _sample_params(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of a prompt's ``index``-th completion: seeds must differ."""
+    """Returns the parameters of a prompt's ``index``-th completion, with a seed of its own."""
     if params.sampling_seed is None or index == 0:
         return params
     return SamplingParams(**{**params.__dict__, "sampling_seed": params.sampling_seed + index})
@@ -197,14 +198,16 @@ def _request_ids(rid: Any, num_prompts: int, num_samples: int, is_batch: bool) -
     elif isinstance(rid, list) and len(rid) == num_prompts and all(type(r) is str for r in rid):
         bases = list(rid)
     else:
-        raise ValueError(f"rid must be a string, or a list of one a prompt, got {rid!r:.80}.")
+        raise ValueError(
+            f"rid must be a string, or a list of one string for each prompt, got {rid!r:.80}."
+        )
     if num_samples == 1:
         return bases
     return [f"{base}_{i}" for base in bases for i in range(num_samples)]
 
 
 def stop_ids_of(params: SamplingParams, facts: ModelFacts) -> frozenset[int]:
-    """All tokens that end a completion."""
+    """Returns all tokens that end a completion."""
     return params.stop_token_ids if params.ignore_eos else params.stop_token_ids | facts.eos_ids
 
 
@@ -216,7 +219,7 @@ def format_answer(
     *,
     return_logprob: bool,
 ) -> dict[str, Any]:
-    """What /generate says of a request after its first ``num_tokens`` tokens."""
+    """Returns the answer of /generate for a request after its first ``num_tokens`` tokens."""
     output_ids = request.output_ids[:num_tokens]
     finish_reason = request.finish_reason if finished else None
     segments = [(version, start) for version, start in request.segments if start <= num_tokens]
@@ -242,7 +245,7 @@ def format_answer(
             [logprob, token, None] for logprob, token in zip(logprobs, output_ids, strict=True)
         ]
     if request.logprob_start is not None:
-        # The first token follows nothing.
+        # The first token has no context, and so no logprob.
         prompt = zip([None, *request.prompt_logprobs], request.prompt_ids, strict=True)
         meta["input_token_logprobs"] = [
             [logprob, token, None] for logprob, token in list(prompt)[request.logprob_start :]

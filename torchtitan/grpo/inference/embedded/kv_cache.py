@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keys and values of the running requests, one slot each.
+"""Keys and values of the running requests, one slot for each.
 
-A running request is row ``i`` of every decode batch and owns slot ``i``; the engine keeps
-the rows dense, so a decode step reads slots ``0 .. num_rows`` as a view, without a gather.
-When requests leave, the last rows move into the holes.
+A running request is row ``i`` of every decode batch and owns slot ``i``. The engine keeps the rows
+dense, so a decode step reads slots ``0 .. num_rows`` as a view, without a gather. When requests
+end, the last rows move into the free slots.
 
 Invariants:
-    - positions ``[0, length)`` of a slot hold its request's tokens, the rest is finite
-      but meaningless and masked out (it is zeroed when allocated, because an attention
-      weight of 0 times NaN is NaN);
-    - storage grows by doubling and never shrinks, so it is allocated a few times a run.
+    - Positions ``[0, length)`` of a slot hold the tokens of its request. The rest is finite but
+      meaningless, and masked. (It is zeroed on allocation, because an attention weight of 0
+      times NaN is NaN.)
+    - Storage grows by doubling and never shrinks, so it is allocated a few times in a run.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ from transformers.cache_utils import Cache
 
 
 class SlotCache(Cache):
-    """A transformers cache whose rows are at different lengths.
+    """A transformers cache whose rows have different lengths.
 
-    Before each forward call :meth:`plan_prefill` or :meth:`plan_decode`.
+    :meth:`plan_prefill` or :meth:`plan_decode` must be called before each forward.
 
     Args:
-        max_slots: Most rows there can ever be.
-        max_length: Most tokens a slot can ever hold.
+        max_slots: Maximum number of rows.
+        max_length: Maximum number of tokens of a row.
     """
 
     def __init__(self, max_slots: int, max_length: int) -> None:
@@ -45,24 +45,24 @@ class SlotCache(Cache):
         self._view_length = 0
 
     def plan_prefill(self, slots: torch.Tensor, sources: torch.Tensor | None, length: int) -> None:
-        """The next forward holds whole sequences.
+        """Prepares for a forward over whole sequences.
 
         Args:
-            slots: [num_new] long, where the new rows go.
-            sources: [num_new] long, the row of the forward's batch that each slot takes,
-                or None where slot ``i`` takes row ``i``. Several slots may share a row.
-            length: The padded sequence length.
+            slots: [num_new] long, slots of the new rows.
+            sources: [num_new] long, for each slot the row of the forward's batch that it stores,
+                or ``None`` if slot ``i`` stores row ``i``. Several slots may store one row.
+            length: Padded length of the sequences.
         """
         self._slots, self._sources, self._positions = slots, sources, None
         self._reserve(int(slots.max()) + 1, length)
 
     def plan_decode(self, rows: torch.Tensor, positions: torch.Tensor, view_length: int) -> None:
-        """The next forward holds one token of each row.
+        """Prepares for a forward over one token of each row.
 
         Args:
             rows: [num_rows] long, ``0 .. num_rows``.
-            positions: [num_rows] long, where each row's new token goes.
-            view_length: Largest position plus 1: the length that attention sees.
+            positions: [num_rows] long, position of each row's new token.
+            view_length: Largest position plus 1, which is the length that attention reads.
         """
         self._slots, self._positions, self._view_length = rows, positions, view_length
         self._reserve(len(rows), view_length)
@@ -81,15 +81,15 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a layer's new keys and values; returns those that attention reads.
+        """Stores the new keys and values of a layer and returns those that attention reads.
 
         Args:
             key_states: [batch, kv_heads, seq, head_dim], after the rotary embedding.
-            value_states: The same shape.
+            value_states: Same shape as ``key_states``.
 
         Returns:
-            Prefill: the arguments themselves. Decode: [num_rows, kv_heads, view_length,
-            head_dim] views.
+            In a prefill, the arguments themselves. In a decode step, views of shape [num_rows,
+            kv_heads, view_length, head_dim].
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
@@ -111,7 +111,7 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: rows have no common length; positions and masks are given explicitly."""
+        """Returns 0: rows have no common length, and positions and masks are passed explicitly."""
         return 0
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The transformers model: loading, and prefill and decode over the slots."""
+"""The transformers model: loading it, and its prefill and decode over the slots."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
 logger = logging.getLogger(__name__)
 
 _ATTENTION = "grouped_sdpa"
-# Positions whose logits over the vocabulary are in memory at once.
+# Number of positions whose logits over the vocabulary are in memory at once.
 _LOGIT_ROWS = 256
 
 
@@ -31,10 +31,11 @@ def _grouped_sdpa(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention that never copies keys and values for each query head of a group.
+    """Attention that does not copy keys and values for each query head of a group.
 
-    ``attention_mask`` is None (causal, whole sequences) or [rows, 1, 1, length] additive
-    (one token a row): the heads of a group then attend as so many query positions.
+    ``attention_mask`` is ``None`` for whole sequences, whose attention is causal, or an additive
+    mask [rows, 1, 1, length] for one token a row. In the latter case the query heads of a group are
+    treated as query positions of one head.
     """
     rows, num_heads, seq_len, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -57,14 +58,14 @@ AttentionInterface.register(_ATTENTION, _grouped_sdpa)
 
 
 class ModelRunner:
-    """A causal language model with its slots.
+    """A causal language model and the slots of its running requests.
 
-    Used by one thread only, the engine's, once it runs.
+    Only the engine's thread uses it after the engine has started.
 
     Args:
-        model: On its device, in its dtype.
-        max_slots: Most rows at once.
-        max_length: Longest sequence, prompt and completion together.
+        model: Model on its device, in its dtype.
+        max_slots: Maximum number of rows.
+        max_length: Maximum length of a sequence, prompt and completion together.
     """
 
     def __init__(self, model: PreTrainedModel, max_slots: int, max_length: int) -> None:
@@ -84,16 +85,16 @@ class ModelRunner:
         """Computes whole sequences and stores their keys and values.
 
         Args:
-            sequences: Token ids, each at least one.
-            slots: Where each new row goes.
-            sources: For each slot its index in ``sequences``; None is the identity.
+            sequences: Token ids of each sequence, at least one.
+            slots: Slot of each new row.
+            sources: For each slot the index of its sequence; ``None`` is the identity.
 
         Returns:
             [len(slots), vocab] logits after each row's last token.
         """
         lengths = [len(tokens) for tokens in sequences]
         longest = max(lengths)
-        # Padded on the right: under a causal mask no real token sees the padding.
+        # Padded on the right, where a causal mask hides the padding from all real tokens.
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
         picked = None if sources is None else torch.tensor(sources, device=self.device)
         self.cache.plan_prefill(torch.tensor(slots, device=self.device), picked, longest)
@@ -114,9 +115,9 @@ class ModelRunner:
         """Computes one token of each row.
 
         Args:
-            ids: [rows] long, each row's newest token.
+            ids: [rows] long, newest token of each row.
             rows: [rows] long, ``0 .. num_rows``.
-            positions: [rows] long, that token's position.
+            positions: [rows] long, position of that token.
             longest: Largest position plus 1.
 
         Returns:
@@ -136,10 +137,10 @@ class ModelRunner:
         return self.model.lm_head(hidden[:, 0])
 
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        """Log-probability of each token but the first; the slots are left alone.
+        """Returns the log-probability of each token but the first, without using the slots.
 
         Returns:
-            [len(tokens) - 1], at temperature 1.
+            [len(tokens) - 1] log-probabilities at temperature 1.
         """
         ids = torch.tensor([tokens], device=self.device)
         hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
@@ -153,7 +154,7 @@ class ModelRunner:
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Refuses what the slots cannot hold, by name."""
+    """Raises ValueError for models that the slots or the logits of this server do not support."""
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
@@ -161,7 +162,7 @@ def _check_attention(model: PreTrainedModel) -> None:
             f"The embedded server needs full attention in every layer; {config.model_type} has "
             f"{sorted(layer_types)}. Serve this model with vLLM or SGLang."
         )
-    # Logits are taken as lm_head(hidden): whatever a model does to them afterwards is lost.
+    # Logits are lm_head(hidden), so anything that a model does to them afterwards would be lost.
     altered = [
         name
         for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -169,26 +170,27 @@ def _check_attention(model: PreTrainedModel) -> None:
     ]
     if altered or not hasattr(model, "lm_head") or not hasattr(model, "model"):
         raise ValueError(
-            f"The embedded server needs `model` and a plain `lm_head`, as Qwen3 and Llama have; "
-            f"{type(model).__name__} differs {altered}. Serve this model with vLLM or SGLang."
+            "The embedded server needs a model with the attributes `model` and `lm_head` and with "
+            f"unchanged logits, as in Qwen3 and Llama; {type(model).__name__} differs {altered}. "
+            "Serve this model with vLLM or SGLang."
         )
 
 
 def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
-    """Loads a Hugging Face directory; nothing is downloaded.
+    """Loads the model of a Hugging Face directory, without downloading anything.
 
     Args:
-        path: Directory with config.json and safetensors.
-        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` is CUDA where there is a GPU.
+        path: Directory with config.json and safetensors files.
+        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` is CUDA if there is a GPU.
         dtype: ``auto``, ``float32`` or ``bfloat16``; ``auto`` is float32 on CPU, bfloat16
             on CUDA.
 
     Raises:
-        ValueError: The directory holds no model that can be served.
+        ValueError: If the directory has no config.json.
     """
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
-            f"--model-path must be a Hugging Face directory: no config.json in {path}."
+            f"--model-path must be a Hugging Face directory with a config.json, got {path}."
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,21 +203,21 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
         attn_implementation="sdpa",
         local_files_only=True,
     )
-    # pyright cannot read how transformers decorates `to`.
+    # pyright does not understand how transformers decorates `to`.
     return model.to(device=torch.device(device))  # pyright: ignore[reportCallIssue]
 
 
 def load_tokenizer(path: str) -> Tokenizer | None:
-    """The directory's tokenizer.json, or None: answers then carry no text."""
+    """Loads the directory's tokenizer.json, or returns ``None``: answers then have no text."""
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
-        logger.info("No tokenizer.json in %s: answers carry no text.", path)
+        logger.info("There is no tokenizer.json in %s, so answers have no text.", path)
         return None
     return Tokenizer.from_file(str(file))
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """End-of-sequence ids of config.json and generation_config.json together."""
+    """Returns the end-of-sequence ids of config.json and generation_config.json together."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name

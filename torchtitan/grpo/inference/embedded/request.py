@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion in the making."""
+"""One completion that the engine samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,25 +16,27 @@ from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 class Request:
     """A request as the engine sees it.
 
-    The engine's thread writes it; its lists of tokens only ever grow, so another thread may
-    read the first ``num_tokens`` entries that it was told of.
+    Only the engine's thread writes to it. The lists of tokens only grow, so another thread may
+    read the first ``num_tokens`` entries after the listener was told of them.
 
-    WAITING (``row`` is None) -> RUNNING (``row`` is its slot) -> finished
-    (``finish_reason`` is set). New weights send a running request back to WAITING, to have
-    its keys and values computed again.
+    WAITING (``row`` is ``None``) -> RUNNING (``row`` is its slot) -> finished (``finish_reason`` is
+    set). New weights send a running request back to WAITING, so that its keys and values are
+    computed again.
 
     Attributes:
         request_id: SGLang's ``rid``.
         prompt_ids: At least one token id below the vocabulary size.
         sampling: See :class:`SamplingParams`.
-        stop_ids: All tokens that end it, the model's own included.
-        stream: Whether to report every token, or the end alone.
-        listener: Called with ``(num_tokens, finished)``, on the server's event loop.
-        segments: ``[version, start]`` of each run of tokens under one version.
-        shared_prompt_tokens: Prompt tokens whose keys and values another request computed.
-        logprob_start: Position from which the answer holds the prompt's logprobs, or None.
-        prompt_logprobs: Of each prompt token but the first, at temperature 1; computed
-            where ``logprob_start`` asks for them.
+        stop_ids: Tokens that end the completion, the model's own included.
+        stream: Whether the listener is told of every token, or of the end alone.
+        listener: Called with ``(num_tokens, finished)`` on the server's event loop.
+        segments: ``(version, start)`` for each version that sampled tokens of the completion.
+        shared_prompt_tokens: Number of prompt tokens whose keys and values were computed for
+            another request.
+        logprob_start: First position whose prompt logprob the answer holds; ``None`` if it holds
+            none.
+        prompt_logprobs: Logprob of each prompt token but the first, at temperature 1. Empty if
+            ``logprob_start`` is ``None``.
     """
 
     request_id: str
@@ -55,26 +57,26 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and completion so far."""
+        """Tokens of the prompt and of the completion so far."""
         return self.prompt_ids + self.output_ids
 
     @property
     def length(self) -> int:
-        """Number of tokens so far, prompt included."""
+        """Number of tokens so far, those of the prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     def start_segment(self, version: str) -> None:
-        """The tokens from here on are sampled under ``version``."""
+        """Attributes all further tokens to ``version``."""
         start = len(self.output_ids)
-        # A new list: another thread may be reading the old one.
+        # A new list, because another thread may be reading the old one.
         self.segments = [*(s for s in self.segments if s[1] < start), (version, start)]
 
     def append(self, token_id: int, logprob: float) -> bool:
-        """Takes one sampled token; returns whether it was the last."""
+        """Appends one sampled token; returns whether the request has finished."""
         if logprob != logprob:
             self.finish_reason = {
                 "type": "abort",
-                "message": "The model's logits are not finite. Check the weights it was given.",
+                "message": "The model's logits are not finite. Check the weights that were pushed.",
             }
             return True
         self.output_ids.append(token_id)

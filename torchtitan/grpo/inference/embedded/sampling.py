@@ -13,15 +13,17 @@ class SamplingParams:
     """How one completion is sampled.
 
     Attributes:
-        max_new_tokens: Upper bound of the completion's length; 0 writes nothing.
-        temperature: 0 (below 1e-6) is greedy; logprobs are then those of temperature 1.
+        max_new_tokens: Maximum length of the completion; 0 samples nothing.
+        temperature: Below 1e-6, sampling is greedy, and logprobs are those of temperature 1.
         top_p: Nucleus bound in (0, 1]; 1 is off.
         top_k: Number of most likely tokens kept; -1 is off.
-        min_p: Tokens less likely than this times the likeliest are left out, in [0, 1].
+        min_p: Tokens whose probability is below ``min_p`` times the highest one are excluded,
+            in [0, 1].
         stop_token_ids: Tokens that end the completion, besides the model's own.
-        ignore_eos: The model's own end-of-sequence tokens do not end the completion.
-        skip_special_tokens: Leave special tokens out of the answer's text.
-        sampling_seed: Makes the request's random numbers its own, whatever runs beside it.
+        ignore_eos: Whether the model's own end-of-sequence tokens do not end the completion.
+        skip_special_tokens: Whether special tokens are left out of the answer's text.
+        sampling_seed: Seed of the request's own random numbers, which do not depend on other
+            requests; ``None`` uses the engine's random numbers.
     """
 
     max_new_tokens: int = 128
@@ -36,16 +38,16 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < 1e-6
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-p, top-k or min-p leave anything out."""
+        """Whether top-p, top-k or min-p may exclude tokens."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def validate(self) -> None:
-        """Raises ValueError naming the first field out of range."""
+        """Raises ValueError that names the first field out of range."""
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 0, "at least 0"),
             ("temperature", 0 <= self.temperature <= 1e6, "in [0, 1e6]"),
@@ -63,13 +65,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The sampling parameters of a batch's rows as tensors; rebuilt when rows change.
+    """The sampling parameters of a batch's rows, as tensors.
 
     Attributes:
-        temperature: [rows, 1] float32, 1 for greedy rows; None where all are 1.
-        greedy: [rows] bool; None where no row is greedy.
-        filtered: Rows that top-p, top-k or min-p apply to, with their parameters.
-        seeded: Rows with random numbers of their own.
+        temperature: [rows, 1] float32, 1 for greedy rows; ``None`` if all entries are 1.
+        greedy: [rows] bool; ``None`` if no row is greedy.
+        filtered: Rows with top-p, top-k or min-p, and their parameters.
+        seeded: Rows with random numbers of their own, and their generators.
     """
 
     temperature: torch.Tensor | None
@@ -84,7 +86,7 @@ class SamplingBatch:
         generators: list[torch.Generator | None],
         device: torch.device,
     ) -> "SamplingBatch":
-        """One entry of each list a row."""
+        """Builds the batch from lists with one entry for each row."""
         temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
         greedy = [p.is_greedy for p in params]
         return cls(
@@ -100,16 +102,16 @@ class SamplingBatch:
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token a row.
+    """Samples one token for each row.
 
     Args:
         logits: [rows, vocab], any float dtype.
-        batch: The rows' parameters.
+        batch: Parameters of the rows.
         generator: Random numbers of the rows without a seed of their own.
 
     Returns:
-        Token ids [rows] long, and their logprobs [rows] float32: after the temperature,
-        not renormalised for what top-p, top-k and min-p leave out.
+        Token ids [rows] long, and their logprobs [rows] float32. Logprobs are those after the
+        temperature, not renormalised over the tokens that top-p, top-k and min-p keep.
     """
     logits = logits.float()
     if batch.temperature is not None:
@@ -119,7 +121,7 @@ def sample(
     noise = torch.empty_like(logprobs).exponential_(generator=generator)
     for row, own_generator in batch.seeded:
         noise[row].exponential_(generator=own_generator)
-    # A noise of exactly 0 would win whatever the token's probability.
+    # Noise of exactly 0 would select its token whatever the probability.
     noise = noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
     candidates = _filtered(logprobs, batch.filtered) if batch.filtered else logprobs
     ids = (candidates + noise).argmax(dim=-1)
@@ -129,7 +131,7 @@ def sample(
 
 
 def _filtered(logprobs: torch.Tensor, filtered: list[tuple[int, SamplingParams]]) -> torch.Tensor:
-    """Copies ``logprobs`` with -inf where a row's top-k, top-p or min-p forbid a token."""
+    """Returns ``logprobs`` with -inf for the tokens that a row's filters exclude."""
     rows = torch.tensor([row for row, _ in filtered], device=logprobs.device)
     params = [p for _, p in filtered]
 
@@ -141,7 +143,7 @@ def _filtered(logprobs: torch.Tensor, filtered: list[tuple[int, SamplingParams]]
     vocab = logprobs.shape[-1]
     rank = torch.arange(vocab, device=logprobs.device)
     forbidden = rank >= column([p.top_k if p.top_k > 0 else vocab for p in params])
-    # A token stays while the ones before it hold less than top_p: the first always does.
+    # A token is kept if the more likely ones have less than top_p together, as for the first.
     forbidden |= (probs.cumsum(-1) - probs) >= column([p.top_p for p in params])
     forbidden |= probs < probs[:, :1] * column([p.min_p for p in params])
     forbidden[:, 0] = False

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The HTTP routes, in SGLang's dialect.
+"""The HTTP routes, with the names and shapes of SGLang's.
 
-The event loop never waits for the model or for a trainer: generation is told of by the
-engine's thread, and whatever blocks (joining a group, receiving a chunk, reading a
-checkpoint, checksums) runs on a thread of its own. A control call therefore carries on to
-its end when its client has gone; a generation is aborted.
+The event loop never waits for the model or for a trainer. The engine's thread reports the progress
+of generation, and blocking operations (joining a group, receiving a chunk, reading a checkpoint)
+run on threads of their own. If a client disconnects, its control operation still runs to its end,
+and its generation is aborted.
 """
 
 import asyncio
@@ -46,14 +46,16 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class EmbeddedServer:
-    """Ties the engine and the updater to HTTP.
+    """Connects the engine and the updater to HTTP.
 
     Args:
-        engine_factory: Makes the engine, given where it reports its news.
+        engine_factory: Makes the engine, given the function to which it reports events.
         updater_factory: Makes the updater for that engine.
-        table: The model's parameters, for checksums.
-        facts: What requests are checked against.
-        info: Constant facts for ``/model_info`` and ``/server_info``.
+        table: Parameters of the model, for checksums.
+        facts: Facts about the model that requests are checked against.
+        info: Constant entries of ``/model_info`` and ``/server_info``.
+        api_key: Key that generation routes need; ``None`` for none.
+        admin_api_key: Key that control routes need; ``None`` for none of their own.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class EmbeddedServer:
         self._active_ids: set[str] = set()
 
     def make_app(self) -> web.Application:
-        """The aiohttp application; serve it with ``handler_cancellation=True``."""
+        """Returns the aiohttp application. It must be served with ``handler_cancellation=True``."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         open_, normal, control = AuthLevel.OPEN, AuthLevel.NORMAL, AuthLevel.CONTROL
         routes: list[tuple[str, str, _Handler, AuthLevel]] = [
@@ -109,7 +111,7 @@ class EmbeddedServer:
         return app
 
     def _guarded(self, handler: _Handler, level: AuthLevel) -> _Handler:
-        """Adds the key check, and turns our errors into answers."""
+        """Adds the check of the key, and turns exceptions into answers."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             authorization = request.headers.get("Authorization")
@@ -127,7 +129,7 @@ class EmbeddedServer:
     # -- generation -------------------------------------------------------------------
 
     def _report(self, events: Events) -> None:
-        """On the engine's thread: one call into the loop a step, however many requests."""
+        """Called on the engine's thread: schedules one call on the loop for each step."""
         self._loop.call_soon_threadsafe(_tell_listeners, events)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
@@ -145,10 +147,12 @@ class EmbeddedServer:
     async def _submitted(
         self, body: GenerateBody
     ) -> AsyncIterator[tuple[list[Request], asyncio.Queue[tuple[int, int, bool]]]]:
-        """The body's requests on the engine; those unfinished at the exit are aborted."""
+        """Submits the body's requests to the engine; on exit, unfinished ones are aborted."""
         taken = self._active_ids.intersection(body.request_ids)
         if taken or len(set(body.request_ids)) < len(body.request_ids):
-            raise ValueError(f"rid must be unique among running requests: {sorted(taken)[:3]}.")
+            raise ValueError(
+                f"rid must be unique among running requests, got {sorted(taken)[:3]} again."
+            )
         news: asyncio.Queue[tuple[int, int, bool]] = asyncio.Queue()
 
         def listener_of(index: int) -> Callable[[int, bool], None]:
@@ -195,7 +199,7 @@ class EmbeddedServer:
             try:
                 answer = self._answer(body, requests[index], num_tokens, finished)
             except EngineError as error:
-                # The status line has gone out: SGLang's form of an error in a stream.
+                # The status line has been sent, so the error is part of the stream, as in SGLang.
                 answer = {"error": {"message": str(error), "code": 500}}
             if body.is_list:
                 answer["index"] = index
@@ -218,7 +222,7 @@ class EmbeddedServer:
         body = await json_body(http)
         rid = body_field(body, "rid", str, "")
         if not rid and not body_field(body, "abort_all", bool, False):
-            raise ValueError("abort_request needs a rid (a prefix), or abort_all: true.")
+            raise ValueError("abort_request needs a rid, which is a prefix, or abort_all = true.")
         prefix = None if body.get("abort_all") else rid
         count = await asyncio.wrap_future(self.engine.abort(prefix))
         return success(f"Aborted {count} requests.", num_aborted=count)
@@ -280,8 +284,8 @@ class EmbeddedServer:
     async def _weights_checker(self, http: web.Request) -> web.Response:
         body = await json_body(http)
         if body_field(body, "action", str, "checksum") != "checksum":
-            raise ValueError("weights_checker knows the action 'checksum' only.")
-        # On the engine's thread: no swap can fall between two parameters.
+            raise ValueError("weights_checker supports the action 'checksum' only.")
+        # On the engine's thread, so that no swap happens between two parameters.
         checksums = await asyncio.wrap_future(self.engine.run(self._table.checksums))
         return success("Success.", ranks=[{"checksums": checksums, "algorithm": "sha256"}])
 
@@ -299,8 +303,8 @@ class EmbeddedServer:
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush_cache(self, http: web.Request) -> web.Response:
-        # Nothing is kept from one request to the next, and the keys and values of running
-        # ones are renewed with the weights.
+        # Nothing is kept from one request to the next, and the keys and values of running requests
+        # are computed again when the weights change.
         return web.Response(text="Cache flushed.\n")
 
     async def _init_group(self, http: web.Request) -> web.Response:
@@ -336,7 +340,7 @@ class EmbeddedServer:
             self.updater.fail(str(error))
             raise
         arrived = self.updater.announce(bucket, **arguments)
-        # Shielded, and so received to its end when its client has gone.
+        # Shielded: if the client disconnects, the bucket is still received.
         await asyncio.shield(asyncio.wrap_future(arrived))
         return success("Succeeded to receive the weights; end_weight_update serves them.")
 

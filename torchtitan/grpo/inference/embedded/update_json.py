@@ -11,7 +11,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 def parse_chunk(body: Mapping[str, Any]) -> tuple[BucketSpec, dict[str, Any]]:
-    """What a chunk holds, and the further arguments of the updater's ``receive``."""
+    """Returns the bucket of a chunk, and the further arguments of ``WeightUpdater.announce``."""
     load_format = body.get("load_format")
     if load_format not in (None, "flattened_bucket"):
         raise ValueError(f"load_format must be null or 'flattened_bucket', got {load_format!r}.")

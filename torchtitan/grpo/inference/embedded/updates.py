@@ -1,20 +1,21 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Weight updates: the process groups they come through, and their sessions.
+"""Weight updates of the embedded server: their process groups and their sessions.
 
     (no session) -- begin --> OPEN -- announce, ... --> OPEN -- end --> (no session)
 
-What is announced is received into staging, in order, while the engine generates. ``end``
-swaps all of it in at once, between two steps of the engine, and commits only what is known
-to be whole: every chunk arrived and was verified, and one of them (the last) named the
-``weight_version``. Otherwise all of it is dropped and the model is as it was. So a trainer
-that comes back after a crash may always call ``end`` first, or ``leave_all``.
+Announced chunks are received into staging, in order, while the engine generates. ``end`` swaps all
+of them in at once, between two steps of the engine. It commits only an update that is known to be
+whole: every chunk has arrived and was verified, and the last one has named the ``weight_version``.
+Any other update is dropped, and the model does not change. A trainer that was restarted may
+therefore always call ``end`` or ``leave_all`` first.
 
-A delta is applied to what is served. It is refused unless that is the version it was made
-against, whole, from weights of the dtype it travels in, in a model that holds them exactly.
+A delta is applied to a copy of the served weights. It is refused unless the server serves its base
+version, completely received in the dtype of the delta, with a model whose dtype represents these
+values exactly.
 
-The methods raise :class:`UpdateError` for everything that the caller is told with 400.
+The methods raise :class:`UpdateError` for every failure that is answered with status 400.
 """
 
 import logging
@@ -45,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 2.0
 _UNDER_WAY = (
-    "Another weight operation is under way. Wait for its answer, or end it with "
-    "destroy_weights_update_group."
+    "Another weight operation is under way. Wait for its answer, or end it with a request to "
+    "/destroy_weights_update_group."
 )
 
 
 class UpdateError(RuntimeError):
-    """An update was refused or failed; the weights served are what they were."""
+    """An update was refused or failed. The weights that are served have not changed."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class _Session:
 
 @dataclass(frozen=True)
 class _Served:
-    """The version that every parameter is of, and the dtypes they came in."""
+    """The version of all parameters, and the dtype in which each of them was sent."""
 
     version: str
     dtypes: dict[str, str]
@@ -73,10 +74,10 @@ class WeightUpdater:
     """Receives weights and commits them to the engine.
 
     Args:
-        engine: Whose weights they are.
-        table: Its model's parameters.
-        device: The model's device; NCCL groups receive there, gloo groups on the CPU.
-        timeout_seconds: Bound of a rendezvous, of each broadcast, and of the swap.
+        engine: Engine whose weights are updated.
+        table: Parameters of the engine's model.
+        device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
+        timeout_seconds: Maximum duration of a rendezvous, of each broadcast, and of the swap.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class WeightUpdater:
         self._place = StagingPlace(device, table.in_wire_dtype, table.prepared)
         self._session: _Session | None = None
         self._served: _Served | None = None
-        # None while the group's rendezvous is under way.
+        # A value is None while the group is being joined.
         self._groups: dict[str, WeightGroup | None] = {}
 
     @property
     def group_names(self) -> list[str]:
-        """The groups that this server is in, or is joining."""
+        """Names of the groups that this server has joined or is joining."""
         return list(self._groups)
 
     def init_group(
@@ -109,15 +110,20 @@ class WeightUpdater:
         group_name: str,
         backend: str,
     ) -> None:
-        """Joins a group; returns when all its peers have."""
+        """Joins a group; returns when all of its members have joined."""
         if backend not in ("gloo", "nccl"):
             raise UpdateError(f"backend must be gloo or nccl, got {backend!r}.")
         if backend == "nccl" and self._device.type != "cuda":
-            raise UpdateError("backend nccl needs a server on CUDA; this one is on CPU. Use gloo.")
+            raise UpdateError(
+                "backend must be gloo, because this server runs on a CPU, got nccl. Set "
+                "weight_sync.backend = 'gloo'."
+            )
         if not 0 < rank < world_size:
             raise UpdateError(f"rank_offset must be in [1, {world_size}), got {rank}.")
         if group_name in self._groups:
-            raise UpdateError(f"Group {group_name!r} exists. Destroy it or use another name.")
+            raise UpdateError(
+                f"Group {group_name!r} exists already. Destroy it or use another name."
+            )
         self._groups[group_name] = None
         try:
             self._groups[group_name] = WeightGroup(
@@ -137,7 +143,7 @@ class WeightUpdater:
             ) from error
 
     def destroy_group(self, group_name: str) -> None:
-        """Leaves a group; a broadcast that waits in it fails."""
+        """Leaves a group. A broadcast that waits in it fails."""
         group = self._groups.get(group_name)
         if group is None:
             state = "is being joined" if group_name in self._groups else "does not exist"
@@ -146,9 +152,9 @@ class WeightUpdater:
         group.leave()
 
     def leave_all(self) -> None:
-        """Leaves all groups and drops an open session; harmless without any."""
+        """Leaves all groups and drops an open session. Does nothing if there are none."""
         self._leave_groups()
-        # What waited in a group has failed by now, and is about to say so.
+        # An operation that waited in a group has failed by now and ends soon.
         with self._exclusive(_LEAVE_SECONDS):
             session, self._session = self._session, None
             if session is not None:
@@ -171,9 +177,9 @@ class WeightUpdater:
         version: str | None,
         abort_all: bool,
     ) -> "Future[None]":
-        """Queues one chunk for staging; refuses it before any broadcast is waited for.
+        """Queues one chunk for staging, or refuses it before its broadcast is awaited.
 
-        Returns at once; the future ends when the chunk has come and is verified.
+        Returns at once. The future ends when the chunk has arrived and is verified.
         """
         session = self._session
         if session is None:
@@ -182,7 +188,7 @@ class WeightUpdater:
             group = self._checked_group(bucket, group_name)
             future = session.staging.announce(bucket, group, sequence=sequence, flattened=flattened)
         except ValueError as error:
-            # Also on a refusal: a commit without this chunk would serve a mixture.
+            # The session fails too, because a commit without this chunk would serve a mixture.
             session.staging.refuse(str(error))
             raise UpdateError(str(error)) from error
         session.version = session.version if version is None else version
@@ -190,7 +196,7 @@ class WeightUpdater:
         return future
 
     def fail(self, reason: str) -> None:
-        """Makes :meth:`end` drop the open session: a chunk of it could not even be read."""
+        """Makes :meth:`end` drop the open session, one of whose chunks could not be parsed."""
         if self._session is not None:
             self._session.staging.refuse(reason)
 
@@ -198,10 +204,10 @@ class WeightUpdater:
         """Commits the session, or drops it whole.
 
         Args:
-            version: Name of the new version, where no chunk said it.
+            version: Name of the new version, if no chunk has named it.
 
         Returns:
-            What to tell the caller, and the seconds for which the engine stood still.
+            Message for the caller, and the seconds for which the engine stopped.
         """
         with self._exclusive():
             session = self._session
@@ -221,21 +227,21 @@ class WeightUpdater:
         try:
             tensors = staging.collect(self._timeout_seconds)
         except StagingError as error:
-            raise UpdateError(f"Nothing was changed, since a chunk failed: {error}") from error
+            raise UpdateError(f"Nothing was changed, because a chunk failed: {error}") from error
         if not staging.dtypes:
             return "Ended; no weights were sent.", 0.0
         version = version or session.version
         if version is None:
             raise UpdateError(
-                f"Nothing was changed: {len(staging.dtypes)} tensors came, but no chunk with a "
-                "weight_version, which marks the last one."
+                f"Nothing was changed: {len(staging.dtypes)} tensors arrived, but no chunk with a "
+                "weight_version, which marks the last chunk."
             )
         seconds = self._commit(tensors, version, session.abort_all)
         self._remember(version, staging.dtypes)
         return f"Serving {len(staging.dtypes)} tensors as version {version!r}.", seconds
 
     def load_from_disk(self, model_path: str, version: str | None, abort_all: bool) -> float:
-        """Serves the weights of a Hugging Face directory; returns the seconds of the swap."""
+        """Serves the weights of a Hugging Face directory; returns the duration of the swap."""
         with self._exclusive():
             if self._session is not None:
                 raise UpdateError("A weight update is open. Call end_weight_update first.")
@@ -262,7 +268,7 @@ class WeightUpdater:
 
     def _leave_groups(self) -> None:
         for name, group in list(self._groups.items()):
-            # Another request may be leaving it, too.
+            # Another request may leave the group at the same time.
             if group is not None and self._groups.pop(name, None) is group:
                 group.leave()
 
@@ -286,26 +292,28 @@ class WeightUpdater:
         return group
 
     def _check_base(self, bucket: BucketSpec) -> None:
-        """Raises ValueError unless a delta is against exactly what is served."""
+        """Raises ValueError unless a delta can be applied to the served weights."""
         bucket_bytes(bucket)
         served = self._served
         base = str(bucket.base_version)
         if served is None or not base == served.version == self._engine.version:
             raise ValueError(
-                f"A delta must be against the version that is served whole, got base_version "
-                f"{bucket.base_version}; served is {self._engine.version!r}, whole is "
-                f"{served.version if served else None!r}. Send all of the weights."
+                f"A delta must be against the served version, all of whose weights were received, "
+                f"got base_version {bucket.base_version}; served is {self._engine.version!r}, "
+                f"completely received is {served.version if served else None!r}. Send all of the "
+                "weights."
             )
         for name, dtype in zip(bucket.names, bucket.dtypes, strict=True):
             came_in = served.dtypes.get(name)
             if came_in != dtype or not self._table.is_exact(name, WIRE_DTYPES[dtype]):
                 raise ValueError(
-                    f"{name}: a delta in {dtype} needs weights that came in {dtype} (they came "
-                    f"in {came_in}) and a model that holds them exactly. Send all of the weights."
+                    f"{name}: a delta in {dtype} needs weights that were sent in {dtype} (they "
+                    f"were sent in {came_in}) and a model whose dtype represents them exactly. "
+                    "Send all of the weights."
                 )
 
     def _remember(self, version: str, dtypes: dict[str, str]) -> None:
-        # A part of the weights alone does not make a version that a delta can build on.
+        # A delta cannot be applied to a version of which only a part was received.
         self._served = None if self._table.missing(dtypes) else _Served(version, dtypes)
 
     def _commit(
@@ -322,7 +330,7 @@ class WeightUpdater:
                     f"Nothing was changed: no step of the engine ended within "
                     f"{self._timeout_seconds} s."
                 ) from error
-            seconds = future.result()  # the swap had just begun, and takes no time
+            seconds = future.result()  # the swap has just begun and takes no time
         self._buffers.settle(self._table.tensors())
         logger.info("Serving %d new tensors as version %s.", len(tensors), self._engine.version)
         return seconds

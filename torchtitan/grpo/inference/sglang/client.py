@@ -3,7 +3,7 @@
 
 """Client of SGLang servers (0.5.20 and later).
 
-The embedded server speaks the same dialect, and more: see `inference/embedded/client.py`.
+The embedded server has the same routes and some more; see `inference/embedded/client.py`.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 logger = logging.getLogger(__name__)
 
-# Updates stand between begin and end from this release on.
+# From this release on, an update is a session with a begin and an end request.
 _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
 
 
 class SGLangClient(InferenceClient):
     """See :class:`InferenceClient`.
 
-    Running requests are retracted by :meth:`pause`: their KV is computed anew under the
-    new weights, so what they write after an update is the new policy's.
+    :meth:`pause` retracts running requests: their KV cache is computed again after
+    :meth:`resume`, so every token after an update is sampled from the new policy.
 
     Args:
         http: Connection to the server, with its keys and control timeout.
         capabilities: Those of the row in `kinds.py`.
-        request_timeout_seconds: Bound of one completion.
+        request_timeout_seconds: Maximum duration of one completion.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class SGLangClient(InferenceClient):
         try:
             await self.abort(request_id)
         except ServerError as error:
-            # The caller is already leaving with the error that matters.
+            # Only logged, because the caller raises the error that led here.
             logger.warning("Request %s could not be aborted: %s", request_id, error)
 
     async def health(self) -> None:
-        # `/health` generates a token, which takes a second and fails while paused.
-        # `/ready` is 503 while paused as well as while starting: a server that was ready
-        # once, or holds pushed weights, has started, and then its scheduler must answer.
+        # `/health` generates a token, which takes a second and fails while the server is paused.
+        # `/ready` answers 503 both while the server starts and while it is paused. A server that
+        # was ready before, or holds pushed weights, has started; then its scheduler must answer.
         answer = await self._http.get("/ready", accept=(503,))
         if answer.status == 503:
             if not self._was_ready and await self.version() is None:
@@ -109,7 +109,7 @@ class SGLangClient(InferenceClient):
         return version_or_none((await self._model_info()).get("weight_version"))
 
     async def _model_info(self) -> dict[str, Any]:
-        # With both keys set, the routes that only tell something take the generation key.
+        # If both keys are set, routes that only report something need the generation key.
         answer = await self._http.get("/model_info", scope="generation")
         return as_object(answer.body, f"{self.url}/model_info")
 
@@ -127,7 +127,7 @@ class SGLangClient(InferenceClient):
         for size in ("dp_size", "pp_size"):
             if info.get(size, 1) != 1:
                 raise ServerError(
-                    f"{self.url}: weights can be pushed to SGLang with {size} = 1 only, "
+                    f"{self.url}: SGLang must run with {size} = 1 to receive weights, "
                     f"got {info[size]}. Start one server for each replica, with --tp alone."
                 )
         tp_size = info.get("tp_size", 1)
@@ -159,8 +159,8 @@ class SGLangClient(InferenceClient):
         self._groups[info.group_name] = info
 
     async def leave_weight_groups(self) -> None:
-        # Only groups that this client joined have known names; a dead trainer's are left
-        # to the server, which nobody can make wait for them any more.
+        # Only the groups of this client have known names. The groups of a trainer that has ended
+        # stay with the server, but no request makes it wait for them any more.
         await self._close_session()
         for name in list(self._groups):
             await self._http.post(
@@ -175,13 +175,13 @@ class SGLangClient(InferenceClient):
             await self._http.post("/begin_weight_update", {"selector": "target"})
 
     async def _close_session(self) -> None:
-        # 400: none is open; 404: a release that has no sessions.
+        # 400: no session is open. 404: the release has no sessions.
         await self._http.post("/end_weight_update", {}, accept=(400, 404))
 
     async def _needs_session(self) -> bool:
         if self._has_sessions is None:
             version = release_number((await self._server_info()).get("version"))
-            # The embedded server and development builds have sessions and no release.
+            # Development builds have sessions, but no release number.
             self._has_sessions = version is None or version >= _FIRST_VERSION_WITH_SESSIONS
         return self._has_sessions
 
@@ -190,9 +190,11 @@ class SGLangClient(InferenceClient):
     ) -> None:
         group = joined_group(self._groups, group_name, self.url)
         if bucket.num_changed is not None:
-            raise ServerError(f"{self.url} runs SGLang, which cannot apply deltas. Send all.")
-        # One at a time: requests may overtake one another on their way, and one bucket's
-        # bytes would be taken for another's of the same size.
+            raise ServerError(
+                f"{self.url} runs SGLang, which cannot apply deltas. Set weight_sync.delta = false."
+            )
+        # One at a time, because requests may overtake each other, and the bytes of one bucket
+        # would be taken for those of another one with the same size.
         async with self._one_bucket:
             await self._refuse_unknown_names(bucket, group)
             await self._mark_updating()
@@ -212,10 +214,10 @@ class SGLangClient(InferenceClient):
             )
 
     async def _refuse_unknown_names(self, bucket: BucketSpec, group: WeightGroupInfo) -> None:
-        """SGLang passes over a name it does not know and answers 200, so we ask first.
+        """Raises if SGLang has no parameter for a name, which it would ignore with status 200.
 
-        Its parameters' names come with their checksums, fused; shapes do not, so a wrong
-        shape is found only as the bucket is loaded.
+        The server reports the names of its fused parameters together with their checksums. It
+        does not report shapes, so a wrong shape is found only when the bucket is loaded.
         """
         if self._parameter_names is None:
             answer = await self._http.post(
@@ -237,8 +239,8 @@ class SGLangClient(InferenceClient):
     async def _mark_updating(self) -> None:
         """Takes the version off the server before the first tensor changes.
 
-        Should the push break off, no token from half-updated weights can then pass for
-        one of the old version, whoever resumes the server. (404: an old release.)
+        If the push fails half-way, no token that is sampled from the mixture can then be taken
+        for a token of the old version, whoever resumes the server. (An old release answers 404.)
         """
         if not self._update_marked:
             await self._http.post(
@@ -267,7 +269,9 @@ class SGLangClient(InferenceClient):
     async def _require_version(self, version: int) -> None:
         served = await self.version()
         if served != version:
-            raise ServerError(f"{self.url} must serve version {version} now, it says {served}.")
+            raise ServerError(
+                f"{self.url} must serve version {version} after the update, got {served}."
+            )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         route = "/generate"
@@ -289,7 +293,7 @@ class SGLangClient(InferenceClient):
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Body of ``POST /generate``."""
+    """Returns the body of ``POST /generate``."""
     return {
         "rid": _rid(request.request_id),
         "input_ids": request.prompt_ids,
@@ -308,10 +312,10 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """A verified generation from the answer of ``POST /generate``.
+    """Returns a verified generation from an answer to ``POST /generate``.
 
     Raises:
-        ServerError: The answer lacks something, or its parts disagree.
+        ServerError: If a part of the answer is missing, or its parts contradict each other.
     """
     body = as_object(body, source)
     try:
@@ -319,7 +323,7 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
         token_ids = body["output_ids"]
         spans = meta.get("weight_versions")
         if spans is None:
-            # Servers from before the field: one label, of the moment of completion.
+            # Older releases report one version, that of the end of the completion.
             spans = [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
         return checked_generation(
             source,
@@ -341,13 +345,13 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
 
 
 def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
-    """Logprobs of all prompt tokens but the first.
+    """Returns the logprobs of all prompt tokens but the first.
 
     Raises:
-        ServerError: The answer is of other tokens, or lacks some.
+        ServerError: If the answer is about other tokens, or some are missing.
     """
     try:
-        # SGLang names the last id of the vocabulary 0 here; its logprob is right.
+        # SGLang reports the last id of the vocabulary as 0 here, with the right logprob.
         entries = [
             (entry[0], sent if entry[1] == 0 else entry[1])
             for entry, sent in zip(
@@ -363,22 +367,22 @@ def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[
 
 
 def checksum_names(body: Any) -> frozenset[str]:
-    """Parameter names of all ranks in the answer of ``/weights_checker``; empty if none."""
+    """Returns the parameter names of all ranks in an answer of ``/weights_checker``."""
     ranks = body.get("ranks") if isinstance(body, dict) else None
     named = (rank.get("checksums", ()) for rank in ranks or () if isinstance(rank, dict))
     return frozenset(name for names in named for name in names)
 
 
 def release_number(version: Any) -> tuple[int, int, int] | None:
-    """``(0, 5, 23)`` from ``"0.5.23.post1"``; None where it is no such number."""
+    """Returns ``(0, 5, 23)`` for ``"0.5.23.post1"``, or ``None`` if there is no release number."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", version) if isinstance(version, str) else None
     if match is None:
         return None
     major, minor, patch = (int(part) for part in match.groups())
-    # Builds from a checkout are called 0.0.0.dev.
+    # Builds from a checkout have the version 0.0.0.dev.
     return (major, minor, patch) if (major, minor, patch) > (0, 0, 0) else None
 
 
 def _rid(request_id: str) -> str:
-    # SGLang aborts by prefix: with its length in front, no id is the prefix of another.
+    # SGLang aborts by prefix. With its length in front, no id is a prefix of another one.
     return f"{len(request_id)}:{request_id}"

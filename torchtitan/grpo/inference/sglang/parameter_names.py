@@ -1,24 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which Hugging Face parameter names a server's own, fused parameters stand for."""
+"""The names under which inference engines hold the parameters of a Hugging Face checkpoint."""
 
 import re
 from collections.abc import Collection, Iterable
 
-# Checkpoint name -> the names that inference engines may hold the same weights under.
+# Pattern of a checkpoint name, and the names of the fused parameters that may hold the weights.
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), (".qkv_proj.",)),
     (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), (".experts.w13_weight",)),
     (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), (".experts.w2_weight",)),
     (re.compile(r"\.(gate|up)_proj\."), (".gate_up_proj.",)),
 )
-# Tied models hold the output matrix as the embedding.
+# A model with tied embeddings holds the output matrix as its embedding.
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def unknown_names(names: Iterable[str], held: Collection[str]) -> list[str]:
-    """The Hugging Face names that none of the parameters ``held`` by a server stands for.
+    """Returns the Hugging Face names that belong to none of the parameters that a server holds.
 
     Example:
         >>> unknown_names(["model.layers.0.self_attn.k_proj.weight", "typo.weight"],

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Client of vLLM servers (0.32), with this project's weight transfer engine in them.
+"""Client of vLLM servers (0.32) in which this project's weight transfer engine is installed.
 
-The server must run with ``--enable-scale-out`` (its token-in-token-out route reports the
-weight version of every token, which the OpenAI routes do not), with
-``VLLM_SERVER_DEV_MODE=1`` (the RL routes), with ``--weight-transfer-config
+The server must run with ``--enable-scale-out`` (the route that takes and returns token ids reports
+the weight version of every token, which the OpenAI routes do not), with ``VLLM_SERVER_DEV_MODE=1``
+(the routes for reinforcement learning), with ``--weight-transfer-config
 '{"backend": "torchtitan_grpo"}'`` and with ``--logprobs-mode processed_logprobs``.
 `inference/vllm/launch.py` sets all of them, for launched servers and for `scripts/serve_vllm.sh`.
 """
@@ -40,29 +40,30 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 logger = logging.getLogger(__name__)
 
 NO_ROOM = "no room to stage"
-"""What the server's workers say who cannot hold the weights twice."""
+"""Part of the error message of a worker that has no memory for a second copy of the weights."""
 
 GENERATE_ROUTE = "/inference/v1/generate"
-# The server puts this before the id that it was given, and aborts by the whole.
+# The server prepends this to the id of a request, and aborts by the whole id.
 _REQUEST_ID_PREFIX = "generate-tokens-"
-_PROBE_TOKENS = (0, 1)  # every vocabulary has them
+_PROBE_TOKENS = (0, 1)  # in every vocabulary
 _PROBE_TOLERANCE = 1e-3
 
 
 class VLLMClient(InferenceClient):
     """See :class:`InferenceClient`.
 
-    Requests running at :meth:`pause` are kept. :meth:`commit_update` throws their KV away
-    together with the prefix cache, so that :meth:`resume` computes it anew under the new
-    weights: what they write after an update is the new policy's.
+    Requests that run at :meth:`pause` are kept. :meth:`commit_update` drops their KV cache and
+    the prefix cache, so that both are computed again with the new weights after :meth:`resume`.
+    Every token after an update is therefore sampled from the new policy.
 
-    Buckets go to staging in the server's workers while it generates, if they have room for
-    a second copy of the weights; :attr:`stops_for` is settled when it joins a group.
+    Buckets are staged while the server generates, if all of its workers have room for a second
+    copy of the weights. Whether they have is known, and :attr:`capabilities` is final, when the
+    server has joined a group.
 
     Args:
         http: Connection to the server, with its keys and control timeout.
         capabilities: Those of the row in `kinds.py`.
-        request_timeout_seconds: Bound of one completion.
+        request_timeout_seconds: Maximum duration of one completion.
     """
 
     def __init__(
@@ -99,18 +100,19 @@ class VLLMClient(InferenceClient):
         return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, answer.body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:
-        """Finds out once what the server's logprobs are; requests wait for the answer."""
+        """Checks once that logprobs are those after temperature; requests wait for the result."""
         probe = self._logprobs_probe
         if probe is None or (probe.done() and (probe.cancelled() or probe.exception())):
             probe = self._logprobs_probe = asyncio.ensure_future(self._probe_logprobs(prompt_ids))
         await asyncio.shield(probe)
 
     async def _probe_logprobs(self, prompt_ids: list[int]) -> None:
-        """Asks for one token where one alone is allowed, of two different ones.
+        """Requests one token twice, where a different token is the only allowed one each time.
 
-        After everything that shapes sampling, temperature included, each is certain:
-        logprob 0. Before it, they cannot both be. (The server's ``/server_info`` would
-        tell as well, but it describes the whole machine with it, for half a minute.)
+        If logprobs are computed after everything that shapes sampling, temperature included,
+        each token is certain and its logprob is 0. Logprobs of the unshaped distribution cannot
+        both be 0. (``/server_info`` reports the mode as well, but it takes half a minute,
+        because it describes the whole machine.)
         """
         for token in _PROBE_TOKENS:
             name = f"probe-{uuid.uuid4().hex}"
@@ -127,9 +129,9 @@ class VLLMClient(InferenceClient):
             logprobs = parse_logprobs(source, answer.body)
             if not all(abs(logprob) <= _PROBE_TOLERANCE for logprob in logprobs):  # nor NaN
                 raise ServerError(
-                    f"{self.url}: rollout.temperature other than 1 needs logprobs after "
-                    "temperature, but the server returns them before it. Start it with "
-                    "--logprobs-mode processed_logprobs."
+                    f"{self.url}: with rollout.temperature other than 1, the server must return "
+                    "logprobs of the distribution after temperature, but it returns those before "
+                    "it. Start it with --logprobs-mode processed_logprobs."
                 )
 
     async def abort(self, request_id: str | None) -> None:
@@ -140,7 +142,7 @@ class VLLMClient(InferenceClient):
         try:
             await self.abort(request_id)
         except ServerError as error:
-            # The caller is already leaving with the error that matters.
+            # Only logged, because the caller raises the error that led here.
             logger.warning("Request %s could not be aborted: %s", request_id, error)
 
     async def health(self) -> None:
@@ -165,8 +167,8 @@ class VLLMClient(InferenceClient):
             sizes.append(size)
         if sizes[0] != sizes[1]:
             raise ServerError(
-                f"{self.url}: weights can be pushed to vLLM without data parallelism only, got "
-                f"{sizes[0]} workers in replicas of {sizes[1]}. Start one server a replica."
+                f"{self.url}: vLLM must run without data parallelism to receive weights, got "
+                f"{sizes[0]} workers in replicas of {sizes[1]}. Start one server for each replica."
             )
         return sizes[0]
 
@@ -178,8 +180,8 @@ class VLLMClient(InferenceClient):
 
     async def join_weight_group(self, info: WeightGroupInfo) -> None:
         route, body = "/init_weight_transfer_engine", asdict(info)
-        # Before any worker waits for the rendezvous: all of them must have room, or none
-        # stages. vLLM hands no answers back, so a refusal is the answer.
+        # Asked before any worker waits for the rendezvous: either all workers have room, or none
+        # stages. vLLM does not return the workers' answers, so an error means "no room".
         probe = await self._http.post(
             route, {"init_info": {**body, "probe": True}}, accept=(400, 500)
         )
@@ -187,7 +189,9 @@ class VLLMClient(InferenceClient):
         if not has_room and NO_ROOM not in excerpt(probe.body):
             raise ServerError(f"{self.url}{route} refused: {excerpt(probe.body)}")
         if not has_room:
-            logger.warning("%s receives weights while paused: %s", self.url, excerpt(probe.body))
+            logger.warning(
+                "%s is paused while it receives weights: %s", self.url, excerpt(probe.body)
+            )
         self.capabilities = Capabilities(
             stops_for="commit" if has_room else "transfer",
             verifies_checksums=has_room,
@@ -200,21 +204,21 @@ class VLLMClient(InferenceClient):
         self._groups.clear()
         route = "/shutdown_weight_transfer_engine"
         if (await self._http.post(route, accept=(400, 500))).status != 200:
-            await self._abandon_update()  # it refuses while an update is open
+            await self._abandon_update()  # vLLM refuses to shut down while an update is open
             await self._http.post(route)
 
     async def begin_update(self) -> None:
         self._update_marked = False
         self._sequences = {}
         answer = await self._http.post("/start_weight_update", accept=(400, 500))
-        if answer.status != 200:  # most likely, a predecessor left one open
+        if answer.status != 200:  # most likely, an earlier trainer left an update open
             await self._abandon_update()
             await self._http.post("/start_weight_update")
 
     async def _abandon_update(self) -> None:
-        """Drops what was staged, gives layers without weights their old ones, ends the update."""
+        """Drops staged buckets, restores layers that have no weights, and ends the update."""
         await self._update({"action": "abandon"}, accept=(400, 500))
-        # Refused where no update was open.
+        # The server refuses this if no update was open.
         await self._http.post("/finish_weight_update", {"weight_version": None}, accept=(400, 500))
 
     async def _update(self, info: dict[str, Any], **options: Any) -> None:
@@ -228,8 +232,8 @@ class VLLMClient(InferenceClient):
         if self.stops_for == "transfer":
             await self._load_bucket(info, group)
             return
-        # Counted before anything is awaited: the order of the calls is the order of the
-        # broadcasts, whichever request arrives first.
+        # Counted before anything is awaited, so that the numbers have the order of the calls, which
+        # is that of the broadcasts, whichever request arrives first.
         info["sequence"] = self._sequences.get(group_name, 0)
         self._sequences[group_name] = info["sequence"] + 1
         await self._update({"action": "stage", **info})
@@ -237,7 +241,7 @@ class VLLMClient(InferenceClient):
     async def _load_bucket(self, info: dict[str, Any], group: WeightGroupInfo) -> None:
         async with self._one_bucket:
             if not self._update_marked:
-                # Wrong weights are refused while the old ones are still whole.
+                # Lets the server refuse wrong weights while the old ones are still whole.
                 await self._update({"action": "check", **info})
                 await self._mark_updating()
             await self._update({"action": "receive", **info}, timeout_seconds=group.timeout_seconds)
@@ -245,8 +249,8 @@ class VLLMClient(InferenceClient):
     async def _mark_updating(self) -> None:
         """Takes the version off the server before the first tensor changes.
 
-        Should the load break off, no token from half-updated weights can then pass for
-        one of the old version.
+        If the load fails half-way, no token that is sampled from the mixture can then be taken
+        for a token of the old version.
         """
         await self._http.post("/update_weight_version", {"new_version": UPDATING_LABEL})
         self._update_marked = True
@@ -258,19 +262,19 @@ class VLLMClient(InferenceClient):
 
     async def _commit(self, version: int, patience: float | None, *, staged: bool) -> None:
         if staged:
-            # Refused while the old weights are still whole, and served under their version.
+            # Lets the server refuse the update while it still serves the old weights as a whole.
             info = {"action": "verify", "version": str(version)}
             await self._update(info, timeout_seconds=patience)
             await self._mark_updating()
         await self._http.post(
             "/finish_weight_update", {"weight_version": str(version)}, timeout_seconds=patience
         )
-        # Running requests are preempted: their KV, too, is of the old weights.
+        # Running requests are preempted, because their KV cache is of the old weights, too.
         route = "/reset_prefix_cache?reset_running_requests=true"
         answer = await self._http.post(route)
         if _field(answer.body, "success", f"{self.url}{route}") is not True:
             raise ServerError(
-                f"{self.url}{route}: the cache of the old weights must be thrown away after an "
+                f"{self.url}{route}: the server must drop the caches of the old weights after an "
                 f"update, got {excerpt(answer.body)}"
             )
 
@@ -305,10 +309,10 @@ class VLLMClient(InferenceClient):
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Body of the token-in-token-out route.
+    """Returns the body of a request to :data:`GENERATE_ROUTE`.
 
-    Everything that shapes the distribution is stated, or the server would take defaults
-    from the model's ``generation_config.json``.
+    It sets everything that shapes the distribution. Otherwise the server would use the values of
+    the model's ``generation_config.json``.
     """
     return {
         "request_id": request.request_id,
@@ -330,10 +334,10 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
 
 
 def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """A verified generation from the answer of the token-in-token-out route.
+    """Returns a verified generation from an answer of :data:`GENERATE_ROUTE`.
 
     Raises:
-        ServerError: The answer lacks something, or its parts disagree.
+        ServerError: If a part of the answer is missing, or its parts contradict each other.
     """
     body = as_object(body, source)
     try:
@@ -358,10 +362,10 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
 
 
 def parse_logprobs(source: str, body: Any) -> list[float]:
-    """Logprobs of the sampled tokens, whatever their versions.
+    """Returns the logprobs of the sampled tokens, whatever their versions.
 
     Raises:
-        ServerError: The answer does not hold them.
+        ServerError: If the answer does not hold them.
     """
     try:
         (choice,) = body["choices"]
@@ -374,10 +378,10 @@ def parse_logprobs(source: str, body: Any) -> list[float]:
 
 
 def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
-    """Logprobs of all prompt tokens but the first.
+    """Returns the logprobs of all prompt tokens but the first.
 
     Raises:
-        ServerError: The answer is of other tokens, or lacks some.
+        ServerError: If the answer is about other tokens, or some are missing.
     """
     try:
         first, *others = body["prompt_logprobs"]

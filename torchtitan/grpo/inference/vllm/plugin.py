@@ -4,20 +4,21 @@
 # vLLM has an environment of its own, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""What vLLM calls, in each of its processes, when this package is installed beside it.
+"""The vLLM plugin, which vLLM calls in each of its processes if this package is installed.
 
-Installed with ``--no-deps``: vLLM's environment has neither torchtitan nor the trainer's
-libraries, so this module and the engine import only what needs vLLM's environment alone.
+The package is installed with ``--no-deps`` beside vLLM, whose environment has neither torchtitan
+nor the trainer's libraries. This module and the engine therefore import only modules that need
+torch, numpy, safetensors and vLLM.
 """
 
 ENGINE_NAME = "torchtitan_grpo"
 
 
 def register() -> None:
-    """Registers the weight transfer engine. Harmless when called again."""
+    """Registers the weight transfer engine. Further calls do nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # vLLM may load its plugins more than once in a process, and refuses a second name.
+    # vLLM may load its plugins twice in a process, and refuses to register a name again.
     if ENGINE_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             ENGINE_NAME, "torchtitan.grpo.inference.vllm.engine", "TorchGroupWeightEngine"
