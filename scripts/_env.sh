@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Sourced by the other scripts: finds Python and GPUs, and makes virtual environments. A server's is never
-# the trainer's own, since their requirements contradict.
+# The other scripts source this file. It finds Python and GPUs and makes virtual environments. A server never
+# shares the trainer's environment, because their requirements conflict.
 
 set -euo pipefail
 
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-ADOPTED=" adopted" # ends the stamp of an environment that was made by other means
+ADOPTED=" adopted" # suffix of the stamp of an environment that these scripts did not create
 TORCH_VERSION=2.13.0
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-# Without bytecode files, each start of a server would compile its sources for a minute.
+# Without bytecode files, a server would spend a minute compiling its sources at each start.
 unset PYTHONDONTWRITEBYTECODE
 
 die() {
@@ -24,7 +24,7 @@ has_gpu() {
         && nvidia-smi -L 2>/dev/null | grep -q GPU
 }
 
-# How many GPUs a process started here sees.
+# Prints the number of GPUs that a process started here can use.
 visible_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES-}" ]]; then
         tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
@@ -38,8 +38,8 @@ find_python() {
     for candidate in python3.11 python3.12 python3; do
         if command -v "$candidate" >/dev/null \
             && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            # Of an environment, the interpreter that it was made with: it may be the very one that is
-            # about to be made anew.
+            # If this is the Python of a virtual environment, print the interpreter that the environment
+            # was created with: the environment itself may be about to be replaced.
             "$candidate" -c 'import sys; v = sys.version_info
 print(f"{sys.base_prefix}/bin/python{v[0]}.{v[1]}" if sys.prefix != sys.base_prefix else sys.executable)'
             return
@@ -48,7 +48,7 @@ print(f"{sys.base_prefix}/bin/python{v[0]}.{v[1]}" if sys.prefix != sys.base_pre
     die "Python 3.11 or newer is needed, found none on PATH"
 }
 
-# parse_device "$@": sets DEVICE to cpu or cuda; --cpu forces cpu.
+# parse_device "$@": sets DEVICE to cpu or cuda. --cpu forces cpu.
 parse_device() {
     DEVICE=cpu
     if has_gpu; then DEVICE=cuda; fi
@@ -61,14 +61,15 @@ parse_device() {
     done
 }
 
-# made_for FOLDER: cpu or cuda, what these scripts made FOLDER for; nothing where they did not make it.
+# made_for FOLDER: prints the device (cpu or cuda) that these scripts created FOLDER for, or nothing if they
+# did not create it.
 made_for() {
     cut -d' ' -f1 "$1/.complete" 2>/dev/null || true
 }
 
-# open_environment FOLDER RECIPE_FILE...: exits 0 where FOLDER was made by these very recipes. Else an
-# environment that these scripts made is made anew, and one made by other means is installed into, now and
-# later. Sets PYTHON, and STAMP for close_environment.
+# open_environment FOLDER RECIPE_FILE...: exits 0 if FOLDER is complete and was created from the same recipes.
+# Otherwise it replaces an environment that these scripts created, and keeps one that was created by other
+# means, into which the caller then installs. Sets PYTHON, and STAMP for close_environment.
 open_environment() {
     local folder="$1" found python
     shift
@@ -82,19 +83,35 @@ open_environment() {
     fi
     if [[ -x "$PYTHON" && (-z "$found" || "$found" == *"$ADOPTED") ]]; then
         STAMP+="$ADOPTED"
-        echo "installing into $folder ($DEVICE), which was made by other means"
+        echo "installing into $folder ($DEVICE), which these scripts did not create"
         return
     fi
     python="$(find_python)"
-    echo "making $folder ($DEVICE) with $python"
+    echo "creating $folder ($DEVICE) with $python"
     rm -rf "$folder"
     "$python" -m venv "$folder"
 }
 
-# The overlay alone, for a server's environment, where torchtitan is not installed: the overlay's folder
-# is then a namespace package, which an editable install finds in this mode only.
+# entry_points: prints the entry points of pyproject.toml. A server finds its plugin by them, and they are
+# copied when the overlay is installed, so they are part of the recipe of a server's environment.
+entry_points() {
+    sed -n '/^\[project.entry-points/,/^$/p' "$REPOSITORY/pyproject.toml"
+}
+
+# install_overlay PIP_ARGUMENTS...: installs this repository, one environment at a time, because all
+# installations write to the same build folders in the repository.
+install_overlay() {
+    if command -v flock >/dev/null; then
+        flock "$REPOSITORY/pyproject.toml" "$PYTHON" -m pip install -q "$@"
+    else
+        "$PYTHON" -m pip install -q "$@"
+    fi
+}
+
+# Installs the overlay without its requirements, for a server's environment. torchtitan is not installed
+# there, so the overlay's folder is a namespace package, which an editable install finds in this mode only.
 install_overlay_alone() {
-    "$PYTHON" -m pip install -q --no-deps --config-settings editable_mode=compat -e "$REPOSITORY"
+    install_overlay --no-deps --config-settings editable_mode=compat -e "$REPOSITORY"
 }
 
 close_environment() {
@@ -102,8 +119,8 @@ close_environment() {
     echo "done"
 }
 
-# The servers' CPU builds were linked against torch's CPU build. Where the configured index has none
-# (PyPI's torch for Linux is the CUDA one), PyTorch's own index does.
+# The servers' CPU builds were linked against the CPU build of torch. If the configured index does not have it
+# (on PyPI, torch for Linux is the CUDA build), it is installed from PyTorch's own index.
 install_cpu_torch() {
     "$PYTHON" -m pip install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null \
         || "$PYTHON" -m pip install -q --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_VERSION+cpu" \

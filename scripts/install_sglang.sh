@@ -2,16 +2,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Makes .venv-sglang with SGLang 0.5.23.
+# Creates .venv-sglang with SGLang 0.5.23.
 # usage: bash scripts/install_sglang.sh [--cpu]
-# Without a GPU, or with --cpu, it is SGLang on torch's own attention: about two minutes and 3 GB; a real
-# server for the protocol, not for its speed.
+# Without a GPU, or with --cpu, SGLang computes with torch's own attention. The installation takes about two
+# minutes and 3 GB. Such a server is good for testing the protocol; its speed means nothing.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 SGLANG_VERSION=0.5.23
 
-# What SGLang requires without its CUDA packages.
+# The requirements of SGLang without its CUDA packages.
 CPU_REQUIREMENTS=(
     aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 einops fastapi gguf interegular
     'llguidance<2.0.0,>=1.7.6' 'mistral_common>=1.11.5' msgspec ninja numba==0.65.1 numpy openai==2.8.0
@@ -23,7 +23,7 @@ CPU_REQUIREMENTS=(
 )
 
 parse_device "$@"
-open_environment "$REPOSITORY/.venv-sglang" "${BASH_SOURCE[0]}"
+open_environment "$REPOSITORY/.venv-sglang" "${BASH_SOURCE[0]}" <(entry_points)
 if [[ "$DEVICE" == cuda ]]; then
     "$PYTHON" -m pip install -q "sglang==$SGLANG_VERSION"
 else

@@ -2,15 +2,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Makes .venv-vllm with vLLM 0.32 and this package beside it (for its weight transfer engine).
+# Creates .venv-vllm with vLLM 0.32 and this package, which provides vLLM's weight transfer engine.
 # usage: bash scripts/install_vllm.sh [--cpu]
-# Without a GPU, or with --cpu, it is vLLM's CPU build: about two minutes and 3.4 GB.
+# Without a GPU, or with --cpu, it installs the CPU build of vLLM, which takes about two minutes and 3.4 GB.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 VLLM_VERSION=0.32.0
 
-# vLLM's own requirements, less those that text models on CPU do without: they have no CPU build.
+# Prints the requirements of vLLM except those that have no CPU build; text models on the CPU do not need them.
 cpu_requirements() {
     "$PYTHON" - <<'PYTHON'
 import importlib.metadata
@@ -29,7 +29,7 @@ PYTHON
 }
 
 parse_device "$@"
-open_environment "$REPOSITORY/.venv-vllm" "${BASH_SOURCE[0]}"
+open_environment "$REPOSITORY/.venv-vllm" "${BASH_SOURCE[0]}" <(entry_points)
 if [[ "$DEVICE" == cuda ]]; then
     "$PYTHON" -m pip install -q "vllm==$VLLM_VERSION"
 else

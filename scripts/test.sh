@@ -2,48 +2,95 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Everything that CI runs: installs what is missing, then lint, types, fast tests, whole runs with the
-# embedded server, real vLLM and real SGLang. usage: bash scripts/test.sh [--fast]
-# --fast leaves out the server environments and the whole runs.
+# Runs everything that CI runs, after installing what is missing: lint, types, unit tests, and whole runs with
+# the embedded server, real vLLM and real SGLang. It ends with a table of its parts and their times.
+# usage: bash scripts/test.sh [--fast | --long]
+#   --fast  leaves out the server environments and the whole runs
+#   --long  also runs the tests that only add confidence by repetition; run it before a release
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 cd "$REPOSITORY"
 
-FAST=false
-case "${1-}" in
-    "") ;;
-    --fast) FAST=true ;;
-    *) die "unknown argument $1; the only one is --fast" ;;
+MODE="${1-}"
+case "$MODE" in
+    "" | --fast | --long) ;;
+    *) die "unknown argument $MODE; the known ones are --fast and --long" ;;
 esac
 
-step() {
-    echo "--- $* ($(date +%T))"
+LOGS="$(mktemp -d)"
+TABLE=()
+INSTALLER=""
+
+# part NAME COMMAND...: runs a part and notes its time for the table. Its failure ends the script.
+part() {
+    local name="$1" start=$SECONDS status=0
+    shift
+    echo "--- $name ($(date +%T))"
+    "$@" || status=$?
+    TABLE+=("$(printf '%-36s %2d:%02d  %s' "$name" $(((SECONDS - start) / 60)) $(((SECONDS - start) % 60)) \
+        "$([[ $status == 0 ]] && echo ok || echo FAILED)")")
+    return $status
 }
 
-step install
-# The same tests everywhere: a GPU is not looked at.
+finish() {
+    local status=$?
+    if [[ -n "$INSTALLER" ]]; then
+        kill -- "-$INSTALLER" 2>/dev/null || true
+    fi
+    rm -rf "$LOGS"
+    echo
+    echo "part                                  time  result"
+    printf '%s\n' "${TABLE[@]}"
+    printf '%-36s %2d:%02d  %s\n' total $((SECONDS / 60)) $((SECONDS % 60)) \
+        "$([[ $status == 0 ]] && echo ok || echo FAILED)"
+    exit $status
+}
+trap finish EXIT
+
+# Both environments, one after the other, with the output in a file of each.
+install_servers() {
+    local kind
+    for kind in vllm sglang; do
+        bash "scripts/install_$kind.sh" --cpu >"$LOGS/$kind" 2>&1 || return 1
+    done
+}
+
+# Waits for the installation that began in the background, and shows what it printed.
+await_servers() {
+    local status=0
+    wait "$INSTALLER" || status=$?
+    INSTALLER=""
+    cat "$LOGS"/*
+    return $status
+}
+
+lint() {
+    ruff check . && ruff format --check .
+}
+
+# The tests are the same on every machine: they do not use a GPU.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-bash scripts/install.sh --cpu
-export PATH="$REPOSITORY/.venv/bin:$PATH"
 
-step ruff
-ruff check .
-ruff format --check .
-
-step pyright
-pyright --pythonpath .venv/bin/python
-
-step "fast tests"
-# Two at a time: most of them wait for one process or another.
-python -m pytest tests/unit_tests -q -n 2 --durations=5
-
-if [[ "$FAST" == true ]]; then
-    exit 0
+if [[ "$MODE" != --fast ]]; then
+    # In the background, in a process group of its own, while the parts below run.
+    set -m
+    install_servers &
+    INSTALLER=$!
+    set +m
 fi
 
-step "install server environments"
-bash scripts/install_vllm.sh --cpu
-bash scripts/install_sglang.sh --cpu
+part "install trainer" bash scripts/install.sh --cpu
+export PATH="$REPOSITORY/.venv/bin:$PATH"
 
-step "whole runs"
-python -m pytest tests/integration_tests -q --durations=15
+LONG=(-m "not long")
+if [[ "$MODE" == --long ]]; then LONG=(); fi
+
+part "ruff" lint
+part "pyright" pyright --pythonpath .venv/bin/python
+# Two tests at a time: most of them wait for some process.
+part "unit tests" python -m pytest tests/unit_tests -q -n 2 --durations=10 "${LONG[@]}"
+if [[ "$MODE" == --fast ]]; then exit 0; fi
+
+part "install servers (rest)" await_servers
+part "whole runs" python -m pytest tests/integration_tests -q -n 2 --dist loadgroup --no-loadscope-reorder \
+    --durations=25 "${LONG[@]}"

@@ -34,6 +34,54 @@ PATIENCE_SECONDS = 600.0
 _OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.python")
 
 
+# Modules whose tests share servers or a model, and are run by one worker of pytest-xdist; those
+# that start several kinds of servers, by one worker for each kind. The slowest come first, so that
+# no worker is left with them at the end.
+_SHARING = (
+    "test_faults",
+    "test_real_servers",
+    "test_scripts",
+    "test_torn_free",
+    "test_exactly_once",
+    "test_environments",
+    "test_transports",
+    "test_hostile",
+)
+_KINDS = ("vllm", "sglang", "embedded")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says which tests a worker runs together, and in which order."""
+    ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    if len(ours) < len(items):
+        return  # unit tests, too: whoever runs both does not run them in parallel
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        module, kind = item.path.stem, _kind_of(item)
+        return (
+            _KINDS.index(kind) if kind else len(_KINDS),
+            _SHARING.index(module) if module in _SHARING else len(_SHARING),
+        )
+
+    for item in items:
+        module, kind = item.path.stem, _kind_of(item)
+        if module not in _SHARING:
+            continue  # each test is a group of its own
+        item.add_marker(pytest.mark.xdist_group(f"{module}-{kind}"))
+    items.sort(key=place)
+
+
+def _kind_of(item: pytest.Item) -> str | None:
+    """The kind of real server that a test is about; None where it has no such parameter."""
+    parameters = (
+        item.callspec.params.values()
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else ()
+    )
+    return next((kind for kind in _KINDS if kind in parameters), None)
+
+
 @dataclass(eq=False)
 class Run:
     """A training run, and everything that descends from it.
