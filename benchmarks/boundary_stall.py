@@ -1,36 +1,42 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the weight push costs the training thread between two steps.
+"""Measures how long a weight push stalls the training thread between two steps.
 
-    python benchmarks/boundary_stall.py [--json] [--steps N] [--sizes 1M 30M 120M]
+    python benchmarks/boundary_stall.py [--json] [--all] [--steps N] [--sizes 1M 30M 120M]
                                         [--conditions healthy slow stopped killed]
                                         [--modes async foreground] [--keep FOLDER]
 
-Two training ranks (FSDP2, at 120M a pipeline of two stages; gloo, CPU) run the real trainer on canned
-rollouts and push every step's weights to three embedded servers, in the background and in the
-foreground. Each rank is bound to a core, where there are as many, and takes it from whoever else
-is there; the servers have a lower priority, too: they stand for other machines. Meanwhile the servers are
+Two training ranks (gloo, CPU; FSDP2, or a pipeline of two stages for the 120M model) run the
+real trainer on prepared rollouts and push the weights of every step to three embedded servers,
+either in the background (async) or in the foreground. Each rank is bound to a core of its own, if
+there are enough, with the highest priority. The servers have a lower priority, because they
+stand for servers on other machines. The condition of a run says what happens to the servers:
 
-    healthy
-    slow      one of them runs a tenth of the time (SIGSTOP 90 ms, SIGCONT 10 ms, ...), so
-              that whatever it does, receiving weights included, takes about ten times as long
-    stopped   one of them gets SIGSTOP and never goes on
-    killed    one of them gets SIGKILL
+    healthy   nothing
+    slow      one server runs for a tenth of the time (SIGSTOP for 90 ms, SIGCONT for 10 ms), so
+              that everything it does, receiving weights included, takes about ten times as long
+    stopped   one server gets SIGSTOP and never continues
+    killed    one server gets SIGKILL
 
-The stall of a step is all the time that the training thread spends on weight sync: asking for
-a slot, the fence before the optimizer step, the publishing after it, and where the version is
-attested (`weight_sync.attest_every`) the forward pass over the probe's tokens, of which the
-column "attested" is the median; on the rank where it is longer. How busy the machine is can be
-seen from two columns: "no queue" is the stall's 99th percentile without the time for which the
-thread could have run and had no core, and "floor" is that of 0.1 ms of plain computing right
-before each version is published. On a virtual machine "stolen" is how much of the time of its
-cores the host gave to others; where that is more than the smallest model's bound can bear, the run
-is printed as discarded and made again. The lag of a server is how many versions it is behind at
-the moment when one has been published; that of healthy ones must never be above 1 with a model of
-which the healthy condition's pushes (99th percentile) take less than its step. Training computes
-in float32; weights travel in the dtype of the table's last column. Prints a row a condition, then
-what must hold; the exit status is 1 where something does not.
+The stall of a step is all the time that the training thread spends on weight sync: reserving a
+slot, the fence before the optimizer step, publishing after it, and, if the version is attested
+(`weight_sync.attest_every`), the forward pass over the probe's tokens, whose median is the
+column "attested". The rank with the longer stall counts. Two columns show how busy the machine
+was: "no queue" is the 99th percentile of the stalls without the time for which the thread was
+ready to run and had no core, and "floor" is the 99th percentile of the duration of 0.1 ms of
+plain computing right before each version is published. On a virtual machine, "stolen" is the
+part of the cores' time that the host gave to other machines. If that is too much for the bound
+of the smallest model, the run is printed as discarded and repeated. The lag of a server is the
+number of versions that it is behind when a version has been published. The lag of a healthy
+server must never exceed 1 if the pushes of the healthy condition (99th percentile) take less
+time than a step. Training computes in float32; weights are sent in the dtype of the table's last
+column.
+
+By default the smallest model is run in the background mode under all four conditions, which takes
+about ten minutes. ``--all`` runs all sizes in both modes, which takes two and a half hours. The
+benchmark prints one row for each run and then what must hold, and exits with status 1 if
+something does not hold. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -390,14 +396,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, help="counted steps a condition; default: by size and mode"
     )
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--all", action="store_true", help="all sizes and modes")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: 1M")
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: async")
     parser.add_argument(
-        "--tries", type=int, default=6, help="runs of a condition that the host disturbs"
+        "--tries",
+        type=int,
+        help="runs of a condition that the host disturbs; default: 2, or 6 of --all",
     )
     parser.add_argument("--keep", type=Path, help="folder for what was recorded of each step")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.sizes = options.sizes or (list(SIZES) if options.all else ["1M"])
+    options.modes = options.modes or (list(MODES) if options.all else ["async"])
+    options.tries = options.tries or (6 if options.all else 2)
+    return options
 
 
 def main() -> int:

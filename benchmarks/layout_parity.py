@@ -1,17 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The same numbers under every parallel layout.
+"""Checks that training computes the same numbers under every parallel layout.
 
-    python benchmarks/layout_parity.py [--json] [--quick]
+    python benchmarks/layout_parity.py [--json] [--quick | --all]
 
-Trains tiny Llama 3, Qwen3 and Qwen3-MoE models in float32 for three optimizer steps on one
-recorded batch, with corrections of sampling-time logprobs, KL and entropy in the loss, in one
-process and under each layout (gloo, up to 8 ranks), and compares: loss and gradient norm of
-each SGD step, every gradient tensor of the first one (distance over norm), every parameter
-after the third, the copies of a parameter that several ranks hold, and the loss of the third
-AdamW step. Some layouts make four optimizer steps of each batch, with the KL in the reward and
-a moving reference. Prints a row a layout; the exit status is 1 where one differs.
+The benchmark trains tiny Llama 3, Qwen3 and Qwen3-MoE models in float32 for three optimizer
+steps on one recorded batch, in one process and under each layout (gloo, up to 8 ranks). The
+loss includes the correction for sampling-time logprobs, the KL penalty and the entropy bonus.
+The benchmark compares the loss and the gradient norm of each SGD step, every gradient tensor of
+the first step (norm of the difference over norm), every parameter after the third step, the
+copies of a parameter that several ranks hold, and the loss of the third AdamW step. Some layouts
+take four optimizer steps for each batch, with the KL penalty in the reward and a moving
+reference model.
+
+By default each kind of layout is run for at least one model, which takes about ten minutes on
+two cores. ``--quick`` leaves out the layouts of 8 ranks, compiled models, activation
+checkpointing and several updates a batch. ``--all`` runs every layout, which takes about 40
+minutes. The benchmark prints one row for each layout, and exits with status 1 if a layout
+differs. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -22,7 +29,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,6 +45,10 @@ TIMEOUT_SECONDS = 1500
 JOBS_PER_START = 6
 SEQ_LEN = 96
 VOCAB_SIZE = 131  # does not divide by the degrees of tensor parallelism
+
+
+Choice = Literal["quick", "default", "all"]
+"""How many of the layouts are run."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +164,32 @@ MOE_LAYOUTS = [
 ]  # fmt: skip
 
 
-def layouts_of(model: str, is_quick: bool) -> list[Layout]:
-    """What a model is run under; experts have layouts of their own."""
+# By default a model is also run under these layouts, so that each kind of layout is there once.
+ALSO_BY_DEFAULT = {
+    "llama3": (
+        "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
+        "PP x2, Interleaved1F1B", "PP x4, InterleavedZeroBubble", "replicate x2, TP x2",
+        "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch",
+    ),
+    "qwen3": (
+        "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,
+        "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled",
+        "FSDP2 x2, full AC, compiled",
+    ),
+    "qwen3_moe": (
+        "PP x2, ZBVZeroBubble", "FSDP2 x4, EP x2", "FSDP2 x2 lent to EP x2, TP x2",
+        "PP x2, ZBVZeroBubble, FSDP2 x2, EP x2",
+    ),
+}  # fmt: skip
+
+
+def layouts_of(model: str, choice: Choice) -> list[Layout]:
+    """Returns the layouts that a model is run under; mixtures of experts have their own."""
     layouts = MOE_LAYOUTS if model == "qwen3_moe" else LAYOUTS
-    return [layout for layout in layouts if layout.is_quick or not is_quick]
+    names = ALSO_BY_DEFAULT[model] if choice == "default" else ()
+    return [
+        layout for layout in layouts if choice == "all" or layout.is_quick or layout.name in names
+    ]
 
 
 def make_models(folder: Path) -> dict[str, Path]:
@@ -323,16 +356,28 @@ def holds(figures: dict[str, float]) -> bool:
     return adamw and all(v <= TOLERANCE for k, v in figures.items() if k != "adamw_loss")
 
 
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose the layouts; the choice is ``options.choice``."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--quick", dest="choice", action="store_const", const="quick", default="default",
+        help="few layouts, of up to 4 ranks",
+    )  # fmt: skip
+    group.add_argument(
+        "--all", dest="choice", action="store_const", const="all", help="every layout"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--quick", action="store_true", help="some layouts, up to 4 ranks")
+    add_choice(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models, batch = make_models(folder), folder / "batch.jsonl"
         record_batch(batch, steps=3)
-        layouts = {model: layouts_of(model, options.quick) for model in models}
+        layouts = {model: layouts_of(model, options.choice) for model in models}
         results = run_layouts(layouts, models, batch, folder)
     baselines = {
         (m, layout.name): layout.baseline for m, some in layouts.items() for layout in some

@@ -1,22 +1,27 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What arrives at a server is bit by bit what an export holds, under every parallel layout.
+"""Checks that a server receives, bit by bit, what an export holds, under every parallel layout.
 
-    python benchmarks/push_exactness.py [--json] [--quick]
+    python benchmarks/push_exactness.py [--json] [--quick | --all]
 
-Builds tiny Llama 3, Qwen3 and Qwen3-MoE models under each layout of `layout_parity.py` (gloo,
-up to 8 ranks) and publishes versions with the trainer's own publisher to a server in float32:
-two with float32 on the wire, two with bfloat16, each of other weights. While a version is
-pushed, the training thread collects an export over its own process groups. The SHA-256 of each
-parameter, asked of the server, must equal that of the export, cast to the wire's dtype and
-then to the server's; and that of the model's file with the same arithmetic applied to it,
-which knows nothing of layouts. Layouts that differ in the number of updates alone hold the
-same shards, and come once.
+The benchmark builds tiny Llama 3, Qwen3 and Qwen3-MoE models under layouts of
+`layout_parity.py` (gloo, up to 8 ranks). Under each layout the trainer's own publisher sends
+four versions with different weights to a server in float32: two versions in float32 and two in
+bfloat16. While a version is sent, the training thread collects an export over its own process
+groups. The SHA-256 of each parameter on the server must equal two others: that of the export,
+cast to the dtype of the transfer and then to the server's, and that of the model's file after
+the same arithmetic, which does not depend on the layout. Layouts that differ only in the number
+of updates hold the same shards; only one of them is run.
 
-The embedded server takes Llama 3 and Qwen3. It does not serve experts: those go to
-`push_receiver.py`, the same server around a table of the file's tensors. Prints a row a
-layout; the exit status is 1 where one differs.
+The embedded server serves Llama 3 and Qwen3. It does not serve mixtures of experts: their
+weights are sent to `push_receiver.py`, which wraps the same server around a table of the file's
+tensors.
+
+By default each kind of layout is run for at least one model, which takes about five minutes on
+two cores. ``--quick`` runs five layouts of four ranks, and ``--all`` runs all 110 layouts, which
+takes about 16 minutes. The benchmark prints one row for each layout, and exits with status 1 if
+a layout differs. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -31,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layout_parity import Layout, layouts_of, make_models, record_batch
+from layout_parity import Choice, Layout, add_choice, layouts_of, make_models, record_batch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -60,7 +65,7 @@ QUICK = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--quick", action="store_true", help="some layouts of 4 ranks")
+    add_choice(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,7 +74,7 @@ def main() -> int:
             scatter_vectors(path)
         record_batch(folder / "batch.jsonl", steps=1)
         with running_servers(models, folder) as urls:
-            rows = run_layouts(models, urls, folder, options.quick)
+            rows = run_layouts(models, urls, folder, options.choice)
     print(f"{'model':11}{'layout':46}{'ranks':>5}  {'source ranks':13}{'pushes':>7}  at")
     for row in rows:
         at = "receiver" if row["model"] == "qwen3_moe" else "embedded server"
@@ -131,14 +136,18 @@ async def _wait_until_up(servers: list[LaunchedServer]) -> None:
 
 
 def run_layouts(
-    models: dict[str, Path], urls: dict[str, str], folder: Path, is_quick: bool
+    models: dict[str, Path], urls: dict[str, str], folder: Path, choice: Choice
 ) -> list[dict[str, Any]]:
     """Publishes under all layouts, in few starts of torchrun; returns a row for each."""
     layouts = [
         (model, layout)
         for model in models
-        for layout in layouts_of(model, is_quick=False)
-        if (layout.name in QUICK[model] if is_quick else "minibatches" not in layout.settings)
+        for layout in layouts_of(model, "all" if choice == "quick" else choice)
+        if (
+            layout.name in QUICK[model]
+            if choice == "quick"
+            else "minibatches" not in layout.settings
+        )
     ]
     results: dict[tuple[str, str], dict[str, Any]] = {}
     for ranks in sorted({layout.ranks for _, layout in layouts}):

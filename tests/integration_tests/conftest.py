@@ -50,25 +50,24 @@ _SHARING = (
 _KINDS = ("vllm", "sglang", "embedded")
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Says which tests one worker runs. Each test of the other modules is a group of its own."""
+    if item.path.parent == Path(__file__).parent and item.path.stem in _SHARING:
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{_kind_of(item)}"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says which tests a worker runs together, and in which order."""
-    ours = [item for item in items if item.path.parent == Path(__file__).parent]
-    if len(ours) < len(items):
-        return  # unit tests, too: whoever runs both does not run them in parallel
+    """Puts the slowest groups first, unless unit tests were collected, too."""
+    if any(item.path.parent != Path(__file__).parent for item in items):
+        return
 
     def place(item: pytest.Item) -> tuple[int, int]:
         module, kind = item.path.stem, _kind_of(item)
         return (
-            _KINDS.index(kind) if kind else len(_KINDS),
             _SHARING.index(module) if module in _SHARING else len(_SHARING),
+            _KINDS.index(kind) if kind else len(_KINDS),
         )
 
-    for item in items:
-        module, kind = item.path.stem, _kind_of(item)
-        if module not in _SHARING:
-            continue  # each test is a group of its own
-        item.add_marker(pytest.mark.xdist_group(f"{module}-{kind}"))
     items.sort(key=place)
 
 

@@ -28,7 +28,9 @@ def run(*arguments: str) -> tuple[int, dict[str, Any]]:
         timeout=840,
     )
     assert done.stdout, done.stderr[-6000:]
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["benchmark"] == "torn_free" and report["ok"] == (done.returncode == 0)
+    return done.returncode, report["figures"]
 
 
 def test_no_mixture_is_served_while_servers_are_killed_and_stopped() -> None:
