@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from ranks import fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "TORCHTITAN_GRPO_BENCHMARK_MARK"
@@ -81,6 +82,8 @@ class KilledRun:
             "rollout.record": self.folder / "rollouts.jsonl",
             "rollout.max_process_restarts": 1000,
             "inference.num_servers": 2,
+            # The servers are forked, which saves their imports. Whoever is killed stands for one.
+            "inference.python": fork_server().launcher(),
             "inference.max_restarts": 1000,
             "inference.restart_seconds": 0.1,
             "evaluation.num_prompts": 1,

@@ -1,32 +1,59 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How a benchmark starts its program on several ranks, on this machine's CPU."""
+"""Starts the program of a benchmark on several ranks, on this machine's CPU.
 
+The ranks are forked from one process that has imported torch and the package, as in the tests
+(`tests/programs/fork_server.py`), because starting eight ranks anew would take a minute.
+"""
+
+import atexit
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
+
+from forked import ForkServer
+
+
+@cache
+def fork_server() -> ForkServer:
+    """Returns the fork server of this process, which ends with it."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
 
 
 def run_ranks(num_ranks: int, program: str, *arguments: Path, timeout_seconds: float) -> None:
-    """Runs a program of this folder under torchrun, to its end.
+    """Runs a program of this folder on several ranks and waits for its end.
 
     Raises:
-        SystemExit: It failed; with the end of what it printed.
+        SystemExit: The program failed, or took longer than ``timeout_seconds``. The message
+            holds the end of its output.
     """
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc_per_node", str(num_ranks), str(Path(__file__).with_name(program))),
-        *map(str, arguments),
-    ]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_seconds
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{num_ranks} ranks failed:\n{done.stdout[-3000:]}\n{done.stderr[-9000:]}")
+    with tempfile.TemporaryFile("w+") as output:
+        process = fork_server().start(
+            Path(__file__).with_name(program),
+            [str(argument) for argument in arguments],
+            num_ranks=num_ranks,
+            environment=environment,
+            output=output,
+        )
+        try:
+            end = f"with status {process.wait(timeout_seconds)}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+            end = f"after {timeout_seconds:g} s, the time limit"
+        if process.returncode != 0:
+            output.seek(0)
+            raise SystemExit(f"{num_ranks} ranks ended {end}:\n{output.read()[-12000:]}")

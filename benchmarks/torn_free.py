@@ -40,9 +40,10 @@ import aiohttp
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
 
 from loop_driver import Event, PublishingLoop
+from ranks import fork_server
 from tagged import UNPUSHED, TaggedModel, digest_of, save_model
 
-from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer, start_server
+from torchtitan.grpo.inference.local_servers import HeldPorts, LaunchedServer
 from torchtitan.grpo.inference.server_spec import ServerSpec
 
 NUM_RANKS, NUM_SERVERS = 2, 3
@@ -106,7 +107,7 @@ class Server:
         self.lives += 1
         self.newest = UNPUSHED
         log = self._folder / f"server-{self._spec.port}-{self.lives}.log"
-        self.process: LaunchedServer = start_server(self._spec, log)
+        self.process: LaunchedServer = fork_server().start_server(self._spec, log)
         self.url = self.process.url
 
     def signal(self, signum: int) -> None:
@@ -126,6 +127,7 @@ class Stress:
         self.loop = PublishingLoop(
             folder / "loop",
             NUM_RANKS,
+            fork_server(),
             model=str(folder / "model"),
             servers=[[server.url, "embedded"] for server in self.servers],
             pause_seconds=(0.0, 0.06),

@@ -92,5 +92,5 @@ part "unit tests" python -m pytest tests/unit_tests -q -n 2 --durations=10 "${LO
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
 part "install servers (rest)" await_servers
-part "whole runs" python -m pytest tests/integration_tests -q -n 2 --dist loadgroup --no-loadscope-reorder \
+part "whole runs" python -m pytest tests/integration_tests -q -n 2 --no-loadscope-reorder \
     --durations=25 "${LONG[@]}"

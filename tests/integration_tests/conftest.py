@@ -34,9 +34,9 @@ PATIENCE_SECONDS = 600.0
 _OTHER_SERVERS = ("--inference.kind", "--inference.no-launch", "--inference.python")
 
 
-# Modules whose tests share servers or a model, and are run by one worker of pytest-xdist; those
-# that start several kinds of servers, by one worker for each kind. The slowest come first, so that
-# no worker is left with them at the end.
+# Modules whose tests share servers or a model: one worker of pytest-xdist runs a whole module, or,
+# where a module's tests run with each kind of server, all its tests with one kind. The slowest
+# modules come first, so that no worker is left with one of them at the end.
 _SHARING = (
     "test_faults",
     "test_real_servers",
@@ -50,35 +50,30 @@ _SHARING = (
 _KINDS = ("vllm", "sglang", "embedded")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Says which tests one worker runs. Each test of the other modules is a group of its own."""
-    if item.path.parent == Path(__file__).parent and item.path.stem in _SHARING:
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{_kind_of(item)}"))
+def _place(nodeid: str) -> tuple[int, int]:
+    """Returns the positions of a test's module and kind of server in the lists above."""
+    file, _, name = nodeid.partition("::")
+    parameters = name.partition("[")[2].rstrip("]").split("-")
+    kind = next((i for i, kind in enumerate(_KINDS) if kind in parameters), len(_KINDS))
+    module = Path(file).stem
+    return (_SHARING.index(module) if module in _SHARING else len(_SHARING), kind)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives the tests of one place to one worker; each other test is a unit of its own."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPlace(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            place = _place(nodeid)
+            return str(place) if place[0] < len(_SHARING) else nodeid
+
+    return ByPlace(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the slowest groups first, unless unit tests were collected, too."""
-    if any(item.path.parent != Path(__file__).parent for item in items):
-        return
-
-    def place(item: pytest.Item) -> tuple[int, int]:
-        module, kind = item.path.stem, _kind_of(item)
-        return (
-            _SHARING.index(module) if module in _SHARING else len(_SHARING),
-            _KINDS.index(kind) if kind else len(_KINDS),
-        )
-
-    items.sort(key=place)
-
-
-def _kind_of(item: pytest.Item) -> str | None:
-    """The kind of real server that a test is about; None where it has no such parameter."""
-    parameters = (
-        item.callspec.params.values()
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        else ()
-    )
-    return next((kind for kind in _KINDS if kind in parameters), None)
+    items.sort(key=lambda item: _place(item.nodeid))
 
 
 @dataclass(eq=False)

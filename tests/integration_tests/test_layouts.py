@@ -101,10 +101,14 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(make_run, tmp_path, 
             assert (tensor - exported[name]).norm() <= 1e-4 * exported[name].norm(), name
 
 
-def test_layouts_give_the_same_numbers(repository):
+@pytest.mark.parametrize(
+    "choice",
+    ["--quick", pytest.param("--all", marks=[pytest.mark.long, pytest.mark.timeout(9000)])],
+)
+def test_layouts_give_the_same_numbers(repository, choice):
     result = subprocess.run(
-        [sys.executable, "benchmarks/layout_parity.py", "--quick", "--json"],
-        cwd=repository, capture_output=True, text=True, timeout=840,
+        [sys.executable, "benchmarks/layout_parity.py", choice, "--json"],
+        cwd=repository, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]
     report = json.loads(result.stdout.splitlines()[-1])

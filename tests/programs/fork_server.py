@@ -41,11 +41,13 @@ _GRACE_SECONDS = 30
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 _PRELOADED = (
-    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.pyplot",
     "torch.distributed.checkpoint",
     "torch.distributed.pipelining",
     "torch.testing",
     "torch.utils.tensorboard",
+    "typeguard",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
