@@ -202,6 +202,8 @@ class RolloutController(StepSource):
     def _wait_ready(self) -> None:
         timeout = self.config.inference.startup_timeout_seconds + 60
         self.servers = self.link.wait_ready(timeout, self._should_stop)
+        for warning in self.link.warnings:
+            logger.warning(warning)
         self._is_ready = True
 
     def served_version(self) -> int:

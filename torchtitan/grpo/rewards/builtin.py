@@ -18,6 +18,8 @@ Completion = str | list[dict[str, str]]
 
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# The last "answer is", "answer:" or "answer =" of a text, and what follows without its full stop.
+_LEAD_IN = re.compile(r".*\banswer\s*(?:is\s*:?|:|=)\s*(\S.*?)\.?\s*", re.DOTALL | re.IGNORECASE)
 _MATH_TIMEOUT_SECONDS = 3
 
 
@@ -111,6 +113,18 @@ def final_answer(text: str) -> str | None:
     return lines[0].strip() if mark and lines else None
 
 
+def read_expected(answer: str) -> str:
+    """The expected answer in a column: its final answer, what follows "answer is", or all of it.
+
+    Example: ``She has 6*7.\\n#### 42`` and ``The answer is 42.`` give ``42``.
+    """
+    final = final_answer(answer)
+    if final:
+        return final
+    lead_in = _LEAD_IN.fullmatch(answer)
+    return lead_in[1] if lead_in is not None else answer.strip()
+
+
 def _braced(text: str, start: int) -> str | None:
     """From ``start`` up to the brace that closes what was opened just before it."""
     depth = 1
@@ -132,7 +146,7 @@ def _equal_answers(text: str, expected: str) -> bool:
     given = final_answer(text)
     if not given:
         return False
-    wanted = final_answer(expected) or expected.strip()
+    wanted = read_expected(expected)
     given, wanted = without_thousands_separators(given), without_thousands_separators(wanted)
     # Most answers of most sets are plain numbers, which need no parser.
     if given == wanted:

@@ -56,6 +56,7 @@ class RolloutLink:
     Attributes:
         watch: The servers of now, for any thread. It exists once started.
         fetch_endpoint: Where ranks fetch rollouts, once it is ready; None where rank 0 has them.
+        warnings: What the rollout process found at its first start and the user should know.
     """
 
     watch: ServerWatch
@@ -76,6 +77,7 @@ class RolloutLink:
         self._asked_version: int | None = None
         self._evaluation_id = 0
         self.fetch_endpoint: str | None = None
+        self.warnings: list[str] = []
         self._progress = ""
         # Answers that came while another one was waited for.
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
@@ -141,6 +143,7 @@ class RolloutLink:
         if answer is None:
             return []
         self.fetch_endpoint = answer[0].fetch_endpoint
+        self.warnings = answer[0].warnings if self._config.incarnation == 0 else []
         if self._config.incarnation == 0:
             self.watch.begin(answer[0].servers)
         else:

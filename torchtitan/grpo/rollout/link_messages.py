@@ -71,11 +71,12 @@ class Ready(msgspec.Struct, tag=True):
     """Servers are up, prompts read, rewards checked.
 
     ``fetch_endpoint`` is where ranks fetch their rollouts, with
-    ``prompts.single_rank_load = false``.
+    ``prompts.single_rank_load = false``. ``warnings`` are for the user.
     """
 
     servers: list[ServerInfo]
     fetch_endpoint: str | None = None
+    warnings: list[str] = []
 
 
 class Fatal(msgspec.Struct, tag=True):

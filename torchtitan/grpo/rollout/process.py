@@ -101,7 +101,7 @@ class RolloutProcess:
             self._session = session = RolloutSession(self._config)
             await session.open()
             endpoint = self._holder.endpoint if self._holder is not None else None
-            await self._send(link_messages.Ready(session.servers, endpoint))
+            await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
             if self._holder is not None:
                 tasks.create_task(self._holder.run())
             # Not before: what is slow in coming up holds up nobody.

@@ -4,10 +4,13 @@
 """What the rollout process is made of, put together and taken down in order."""
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, prose_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.evaluation import Evaluator
@@ -34,6 +37,8 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
 from torchtitan.grpo.types import Prompt, ServerInfo
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutSession:
     """Owns the servers, reward workers, prompts and the producer of one run.
@@ -57,6 +62,7 @@ class RolloutSession:
         self._pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
         self._stream: PromptStream | None = None
+        self.warnings: list[str] = []
 
     @property
     def servers(self) -> list[ServerInfo]:
@@ -176,7 +182,7 @@ class RolloutSession:
         codec = await asyncio.to_thread(TextCodec, config.hf_assets_path, config.eos_token_ids)
         saved = self._saved.group_ids if self._saved is not None else set()
         pending = [index for index in config.progress.open if index not in saved]
-        stream, samples = await asyncio.to_thread(open_prompts, config, codec, pending)
+        stream, examples = await asyncio.to_thread(open_prompts, config, codec, pending)
         self._stream = stream
         held_out = await asyncio.to_thread(open_held_out, config, codec)
         self._pool = pool = make_reward_pool(config)
@@ -186,10 +192,26 @@ class RolloutSession:
             self._environments = environments = make_environment_pool(config)
             await environments.start()
             columns = {"environment_reward": [0.0]}
-        for prompt in samples:
-            await pool.check(prompt, range(len(config.reward.functions)), columns)
+        key = "prompts.paths" if config.prompts.paths else "prompts.path"
+        functions = range(len(config.reward.functions))
+        for of_set in examples:
+            prompt = of_set[0].prompt
+            await pool.check(prompt, functions, columns)
+            for position in functions:
+                await self._warn_of_prose(position, of_set, key)
             if config.rollout.should_accept is not None:
                 await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
         if held_out:
-            await pool.check(held_out[0], [len(config.reward.functions)], columns)
+            position = len(config.reward.functions)
+            await pool.check(held_out[0], [position], columns)
+            path = config.evaluation.path
+            rows = [Example(f"{path}, row {p.index}", p) for p in held_out[:MAX_ROWS]]
+            await self._warn_of_prose(position, rows, "evaluation.path")
         return codec, stream, held_out
+
+    async def _warn_of_prose(self, position: int, examples: Sequence[Example], key: str) -> None:
+        assert self._pool is not None, "the reward pool is opened first"
+        warning = await prose_warning(self._pool, position, examples, key)
+        if warning is not None:
+            logger.warning("%s", warning)
+            self.warnings.append(warning)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.environments import EnvironmentPool
@@ -30,11 +31,16 @@ logger = logging.getLogger(__name__)
 
 def open_prompts(
     config: RolloutProcessConfig, codec: TextCodec, pending: Sequence[int]
-) -> tuple[PromptStream, list[Prompt]]:
-    """The stream, and a prompt of each set, whose columns may differ, to try rewards on."""
+) -> tuple[PromptStream, list[list[Example]]]:
+    """Opens the prompt sets.
+
+    Returns:
+        The stream, and the first prompts of each set, at least one, to try rewards on: columns
+        may differ from set to set.
+    """
     with ExitStack() as stack:
         mixture = stack.enter_context(closing(open_mixture(config, codec)))
-        samples = [prompts.sample() for prompts in mixture.sets]
+        examples = [_examples(prompts) for prompts in mixture.sets]
         stream = PromptStream(
             mixture,
             seed=config.seed,
@@ -43,10 +49,22 @@ def open_prompts(
             pending=pending,
         )
         stack.pop_all()
-    return stream, samples
+    return stream, examples
+
+
+def _examples(prompts: PromptSet) -> list[Example]:
+    sample = prompts.sample()
+    rows = range(min(MAX_ROWS, len(prompts)))
+    # Only the columns differ: reading every prompt would tokenise it.
+    others = [(row, replace(sample, index=row, columns=prompts.columns(row))) for row in rows]
+    return [
+        Example(prompts.where(sample.index), sample),
+        *(Example(prompts.where(row), other) for row, other in others if row != sample.index),
+    ]
 
 
 def open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Prompt]:
+    """Reads the held-out prompts; none without ``evaluation.path``."""
     settings = config.evaluation
     if settings.path is None:
         return []

@@ -8,6 +8,7 @@ from torchtitan.grpo.rewards.builtin import (
     exact_match,
     final_answer,
     partial_match,
+    read_expected,
     think_answer_tags,
 )
 
@@ -81,6 +82,25 @@ def test_boxed_math_compares_final_answers_as_mathematics(completion, answer, ex
 )
 def test_boxed_math_ignores_thousands_separators_and_no_other_comma(given, answer, expected):
     assert boxed_math(["q"], [rf"\boxed{{{given}}}"], answer=[answer]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("The answer is 42", "42"),
+        ("The answer is 42.", "42"),
+        ("So she has 3.5. The final answer is: 3.5.", "3.5"),
+        ("Answer: \\frac{1}{2}", "\\frac{1}{2}"),
+        ("The answer is 4? No, the answer is 5.", "5"),
+        ("The answer is 4.\n#### 5", "5"),
+        ("The answer is", "The answer is"),
+        (" 42 ", "42"),
+        ("There are 42 apples", "There are 42 apples"),
+    ],
+)
+def test_expected_answers_are_read_where_they_say_so(answer, expected):
+    assert read_expected(answer) == expected
+    assert boxed_math(["q"], [f"\\boxed{{{expected}}}"], answer=[answer]) == [1.0]
 
 
 def test_final_answer_keeps_nested_braces():

@@ -137,6 +137,20 @@ class PromptSet:
                 return prompt
         raise self.none_fits_error()
 
+    def columns(self, row: int) -> dict[str, Any]:
+        """A row's columns without its prompt, which is neither read nor tokenised.
+
+        Raises:
+            ValueError: If the row cannot be read.
+        """
+        columns = dict(self._rows.row(row))
+        columns.pop(self._settings.column)
+        return columns
+
+    def where(self, row: int) -> str:
+        """Names a row in messages."""
+        return self._rows.where(row)
+
     @property
     def none_fits(self) -> bool:
         """Every row was looked at, and is too long."""

@@ -3,6 +3,7 @@
 
 """From ``[prompts]`` to a stream, with the tables, the tokenizer and the session's own code."""
 
+import asyncio
 import json
 import os
 from collections import Counter
@@ -23,6 +24,7 @@ from torchtitan.grpo.config import (
     RolloutProcessConfig,
 )
 from torchtitan.grpo.rollout.prompts import open_mixture
+from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.rollout.session_parts import open_held_out, open_prompts
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import PromptProgress
@@ -83,8 +85,9 @@ def num_open(paths: list[str]) -> int:
 
 def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(model, codec, paths):
     prompts = Prompts(paths=paths, weights=[3, 1])
-    stream, samples = open_prompts(process_config(model, prompts), codec, [])
+    stream, examples = open_prompts(process_config(model, prompts), codec, [])
     # The rewards are tried on each set, whose columns differ.
+    samples = [of_set[0].prompt for of_set in examples]
     assert [set(prompt.columns) for prompt in samples] == [{"prompt_set"}, {"prompt_set", "answer"}]
     drawn = [stream.next() for _ in range(40)]
     sets = Counter(prompt.columns["prompt_set"] for prompt in drawn)
@@ -102,8 +105,8 @@ def test_files_of_different_kinds_are_mixed_and_reopened_where_they_stopped(mode
 
 
 def test_single_set_has_no_further_column(model, codec, paths):
-    stream, (sample,) = open_prompts(process_config(model, Prompts(path=paths[1])), codec, [])
-    assert set(sample.columns) == set(stream.next().columns) == {"answer"}
+    stream, (examples,) = open_prompts(process_config(model, Prompts(path=paths[1])), codec, [])
+    assert set(examples[0].prompt.columns) == set(stream.next().columns) == {"answer"}
     stream.close()
 
 
@@ -126,3 +129,31 @@ def test_held_out_prompts_are_read_once_and_their_file_is_closed(model, codec, p
     config = process_config(model, Prompts(path=paths[0]), evaluation=held_out)
     assert [prompt.text for prompt in open_held_out(config, codec)] == ["0", "1", "2"]
     assert num_open(paths) == 0
+
+
+def test_prose_in_the_answers_is_reported_at_the_start_of_a_run(model, tmp_path):
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    train.write_text(
+        '{"prompt": "6*7?", "answer": "42"}\n{"prompt": "6*8?", "answer": "There are 48 left"}\n'
+    )
+    held_out.write_text('{"prompt": "6*9?", "answer": "It must be 54"}\n')
+    config = process_config(
+        model,
+        Prompts(path=str(train)),
+        reward=Reward(functions=["partial_match", "boxed_math"], timeout_seconds=60.0),
+        evaluation=Evaluation(path=str(held_out), function="exact_match"),
+    )
+
+    async def run() -> list[str]:
+        session = RolloutSession(config)
+        try:
+            await session._open_inputs()
+            return session.warnings
+        finally:
+            await session.close()
+
+    of_train, of_held_out = asyncio.run(run())
+    assert of_train.startswith("prompts.path: the column 'answer' holds words around a number in 1")
+    assert f"earns 0 in {train}:2, whose answer is 'There are 48 left'" in of_train
+    assert of_held_out.startswith("evaluation.path: ")
+    assert f"the completion '54' earns 0 in {held_out}, row 0" in of_held_out

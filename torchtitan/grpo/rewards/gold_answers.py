@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+r"""Finds expected answers that are prose around a number, before they cost a run its reward.
+
+``boxed_math`` and ``exact_match`` compare a completion's answer with the column ``answer``. If
+that column says ``There are 42 apples left``, the right number alone earns 0 in every group, and
+nothing fails. The check below therefore has the reward function score the number of such answers
+at the start of a run, and says so if it earns 0.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchtitan.grpo.rewards.builtin import read_expected
+from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
+from torchtitan.grpo.types import Prompt
+
+COLUMN = "answer"
+MAX_ROWS = 128
+"""Rows of each prompt set that are looked at, from its beginning."""
+
+# For each function, what it reads as the expected answer, and a completion with the number.
+_READERS: dict[str, tuple[Callable[[str], str], str]] = {
+    "boxed_math": (read_expected, "\\boxed{%s}"),
+    "exact_match": (str.strip, "%s"),
+}
+_MAX_TRIALS = 4
+
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf|operatorname)\s*\{[^{}]*\}")
+_LATEX_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+# Words that belong to mathematics written without LaTeX.
+_MATHEMATICS = frozenset(
+    [
+        "and",
+        "or",
+        "in",
+        "mod",
+        "pi",
+        "inf",
+        "infinity",
+        "sqrt",
+        "frac",
+        "log",
+        "ln",
+        "exp",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "min",
+        "max",
+        "gcd",
+        "lcm",
+        "det",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with its place in the data set, such as ``train.jsonl:7``."""
+
+    where: str
+    prompt: Prompt
+
+
+def number_in_prose(answer: str) -> str | None:
+    r"""The last number of an expected answer that also holds words, else ``None``.
+
+    LaTeX commands, ``\text{...}`` and the names of functions are not words.
+
+    Example: ``There are 42 apples`` gives ``42``; ``x = 42``, ``5 \text{ cm}``, ``3 or 4`` and
+    ``Paris`` give ``None``.
+    """
+    text = _LATEX_COMMAND.sub(" ", _LATEX_TEXT.sub(" ", answer))
+    numbers = _NUMBER.findall(text)
+    has_words = any(word.lower() not in _MATHEMATICS for word in _WORD.findall(text))
+    return numbers[-1] if numbers and has_words else None
+
+
+async def prose_warning(
+    pool: RewardPool, position: int, examples: Sequence[Example], key: str
+) -> str | None:
+    """Says that the right number earns 0 for some expected answers.
+
+    Args:
+        pool: Started pool.
+        position: Position of the reward function in the pool. Functions other than
+            ``boxed_math`` and ``exact_match`` are not checked: they may read any answer.
+        examples: The first prompts of one set.
+        key: TOML key of the data set's path, for the message.
+
+    Returns:
+        A warning with an example and the remedy, or ``None``.
+    """
+    function = pool.functions[position]
+    if function not in _READERS:
+        return None
+    read, form = _READERS[function]
+    found: list[tuple[Example, str]] = []
+    for example in examples:
+        number = number_in_prose(read(str(example.prompt.columns.get(COLUMN, ""))))
+        if number is not None:
+            found.append((example, form % number))
+    for example, completion in found[:_MAX_TRIALS]:
+        if await _score(pool, position, example.prompt, completion) == 0.0:
+            return (
+                f"{key}: the column {COLUMN!r} holds words around a number in {len(found)} of the "
+                f"first {len(examples)} rows, and {function} gives no reward for the number "
+                f"alone. For example, the completion {completion!r} earns 0 in {example.where}, "
+                f"whose answer is {str(example.prompt.columns[COLUMN])!r:.200}. Write the bare "
+                "answer into the column, in \\boxed{} or after ####, or take another column with "
+                "prompts.rename, or use a reward function of your own. Ignore this warning if the "
+                "whole text is the answer."
+            )
+    return None
+
+
+async def _score(pool: RewardPool, position: int, prompt: Prompt, completion: str) -> float | None:
+    try:
+        return await pool.try_out(prompt, completion, position)
+    except ScoringFailed:
+        return None  # counted and reported if it happens in training
