@@ -1,14 +1,14 @@
 """Pages that are made from the code are up to date."""
 
 import re
-import subprocess
-import sys
+import runpy
 
 
 def test_the_configuration_page_says_what_the_code_says(repository):
-    script = repository / "scripts/make_configuration_doc.py"
-    result = subprocess.run([sys.executable, str(script), "--check"], timeout=60)
-    assert result.returncode == 0, "run python scripts/make_configuration_doc.py"
+    # In this process, which has imported torchtitan already.
+    script = runpy.run_path(str(repository / "scripts/make_configuration_doc.py"))
+    page = (repository / "docs/configuration.md").read_text()
+    assert page == script["page"](), "run python scripts/make_configuration_doc.py"
 
 
 def test_no_page_or_configuration_has_a_gap_left_to_fill(repository):

@@ -73,8 +73,8 @@ def configured(*settings: str) -> JobConfig:
         ),
         (
             2,
-            [*PIPELINE, "pipeline_parallel_schedule=DualPipeV"],
-            ["parallelism.pipeline_parallel_schedule", "ZBVZeroBubble", "got 'DualPipeV'"],
+            [*PIPELINE, "pipeline_parallel_schedule=Spiral"],
+            ["parallelism.pipeline_parallel_schedule", "ZBVZeroBubble", "got 'Spiral'"],
         ),
         (
             2,

@@ -44,13 +44,18 @@ def torch_schedule(name: str, degree: int, num_microbatches: int) -> Any:
     return build_schedule(config, stages, loss=lambda *_: 0)
 
 
+def single_actions(actions: list[Any]) -> list[Any]:
+    """The actions of a rank in order, without idle places; overlapped ones one by one."""
+    return [single for action in actions if action for single in action.sub_actions or [action]]
+
+
 def last_stage_actions(schedule: Any, last: int) -> list[str]:
-    (names,) = (
-        names
+    return [
+        action.computation_type.name
         for actions in schedule.pipeline_order.values()
-        if (names := [a.computation_type.name for a in actions if a and a.stage_index == last])
-    )
-    return names
+        for action in single_actions(actions)
+        if action.stage_index == last
+    ]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -69,7 +74,7 @@ def test_stages_lie_where_torch_expects_them(name, degree):
     total = num_stages(settings_of(name, degree), num_layers=64)
     ranks = stage_ranks(settings_of(name, degree), total)
     for rank, actions in schedule.pipeline_order.items():
-        stages = {action.stage_index for action in actions if action is not None}
+        stages = {action.stage_index for action in single_actions(actions)}
         assert stages == {stage for stage, holder in enumerate(ranks) if holder == rank}
     # Upstream splits the model by the name of a schedule with the same placement.
     like = SCHEDULES[_PLACED_LIKE[SCHEDULES[name].placement]]
@@ -126,6 +131,8 @@ def test_an_unknown_schedule_is_refused_with_the_names_there_are():
         schedule_named("DualPipe")
 
 
-def test_what_can_be_compiled_or_checkpointed_by_operator_is_read_from_the_rows():
-    one_backward = ["GPipe", "1F1B", "Interleaved1F1B"]
-    assert schedules_with("compile") == schedules_with("operator_checkpoints") == one_backward
+@pytest.mark.parametrize("feature", ["compile", "operator_checkpoints"])
+def test_a_split_backward_pass_refuses_compile_and_checkpoints_by_operator(feature):
+    able = schedules_with(feature)
+    assert able == [row.name for row in SCHEDULES.values() if not row.is_zero_bubble]
+    assert "1F1B" in able and "ZBVZeroBubble" not in able
