@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From shards to whole parameters on one rank.
+"""Collects shards into whole parameters on one rank.
 
-Each rank that has a block nobody below it has sends it straight to the receiver: one
-message for each bucket of parameters. Nothing is sent twice, and no other rank ever holds
-a whole parameter. An export has one receiver, rank 0; a push to servers has one for each
-pipeline stage.
+Of the ranks that hold the same block of a parameter, the lowest one sends it directly to the
+receiver, in one message for each bucket of parameters. Nothing is sent twice, and no rank but
+the receiver holds a whole parameter. An export has one receiver, rank 0. A push to servers has
+one receiver for each pipeline stage.
 """
 
 from collections import deque
@@ -24,16 +24,17 @@ from torchtitan.grpo.system.groups import new_group
 def agree_on_assembly(
     parameters: Mapping[str, torch.Tensor], adapter: BaseStateDictAdapter
 ) -> list[Assembly]:
-    """Tells all ranks what each holds; returns the same plan everywhere.
+    """Exchanges what each rank holds, and returns the same plan on all ranks.
 
-    Collective over all ranks, on the training thread.
+    Collective over all ranks. It must be called on the training thread.
 
     Args:
-        parameters: Names and (sharded) parameters of this rank.
-        adapter: Of the model family; its ``model_args`` say what the whole model is.
+        parameters: Parameters of this rank (sharded or not), by their native names.
+        adapter: State-dict adapter of the model family. Its ``model_args`` describe the whole
+            model.
 
     Raises:
-        RuntimeError: All ranks together do not hold the whole model.
+        RuntimeError: If all ranks together do not hold the whole model.
     """
     mine = {name: Held(tuple(p.shape), local_block(p)) for name, p in parameters.items()}
     held_by_rank: list[dict[str, Held]] = [{} for _ in range(dist.get_world_size())]
@@ -44,14 +45,14 @@ def agree_on_assembly(
 
 
 def check_whole(names: Iterable[str], model_args: Any) -> None:
-    """Refuses a model of which a layer is in nobody's hands, before it is sent or written.
+    """Refuses to send or write a model if no rank holds one of its layers.
 
     Args:
         names: Native names of the parameters that all ranks hold together.
-        model_args: Of the whole model.
+        model_args: Arguments of the whole model.
 
     Raises:
-        RuntimeError: With the modules that are missing, or too many.
+        RuntimeError: If modules are missing or unknown; the message names them.
     """
     wanted = {"tok_embeddings", "norm"} | {f"layers.{i}" for i in range(model_args.n_layers)}
     if not getattr(model_args, "enable_weight_tying", False):
@@ -61,13 +62,13 @@ def check_whole(names: Iterable[str], model_args: Any) -> None:
     if missing or unknown:
         raise RuntimeError(
             f"All ranks together must hold each of the model's {model_args.n_layers} layers, its "
-            f"embeddings, norm and output; missing are {missing}, unknown {unknown}. Does "
-            "parallelism.module_fqns_per_model_part leave something out?"
+            f"embeddings, norm and output; missing are {missing}, unknown {unknown}. Check that "
+            "parallelism.module_fqns_per_model_part names every module."
         )
 
 
 def _module(name: str) -> str:
-    """``layers.3`` of ``layers.3.attention.wq.weight``, ``norm`` of ``norm.weight``."""
+    """Returns ``layers.3`` for ``layers.3.attention.wq.weight``, ``norm`` for ``norm.weight``."""
     top, _, rest = name.partition(".")
     return f"{top}.{rest.partition('.')[0]}" if top == "layers" else top
 
@@ -75,33 +76,35 @@ def _module(name: str) -> str:
 def collecting_group(
     members: Sequence[int], backend: str, timeout_seconds: float, device: torch.device
 ) -> dist.ProcessGroup | None:
-    """A group of a receiver and all that send to it; collective over all ranks.
+    """Creates the process group of a receiver and the ranks that send to it.
 
-    None where nothing needs to be sent.
+    Collective over all ranks. Returns None if the receiver is the only member, since nothing
+    needs to be sent then.
     """
     if len(members) == 1:
         return None
     group = new_group("grpo_gather", backend, timeout_seconds, members)
     if dist.get_rank() in members:
-        # NCCL sends between single ranks only once all of a group have met.
+        # NCCL can send between two ranks only after a collective of the whole group.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
 
 class Collector:
-    """Collects parameters bucket by bucket; one on each rank, all with the same arguments.
+    """Collects parameters bucket by bucket.
 
-    The next bucket is on its way while one is put together. Every rank iterates over
-    :meth:`collect` to its end, in the same order as the other collectives on the group.
+    Each rank constructs one with the same arguments. The next bucket is in transit while one is
+    assembled. Every rank must iterate over :meth:`collect` to its end, in the same order as the
+    other collectives on the group.
 
     Args:
-        buckets: What is sent together.
-        dtype: In which weights travel and arrive.
-        device: Of the shards, and of what they become.
-        group: See :func:`collecting_group`; None is the group of all ranks.
-        receiver: The rank on which parameters are put together.
-        in_place: Ranks whose shards the receiver reads where they lie. They send it no more
-            than word that the shards are there.
+        buckets: Parameters that are sent together.
+        dtype: Data type in which weights are sent and received.
+        device: Device of the shards and of the assembled parameters.
+        group: See :func:`collecting_group`. None stands for the group of all ranks.
+        receiver: Rank on which parameters are assembled.
+        in_place: Ranks whose shards the receiver reads directly from shared memory. Such a rank
+            sends only a notice that its shards are complete.
     """
 
     def __init__(
@@ -126,28 +129,29 @@ class Collector:
         others: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
         places: Mapping[str, torch.Tensor] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names and whole parameters on the receiver, and nothing elsewhere.
+        """Yields names and whole parameters on the receiver, and nothing on other ranks.
 
-        What is yielded may share memory with ``shards``.
+        A tensor that is yielded may share memory with ``shards``.
 
         Args:
-            shards: This rank's part of each of its parameters.
-            others: On the receiver, those of the ranks that are read in place; they must not
-                change before all is put together.
-            places: Memory in which parameters of several blocks are put together, each of the
-                parameter's shape; those without get memory of their own. Blocks may lie
-                there already.
+            shards: This rank's part of each parameter that it holds.
+            others: On the receiver, the shards of the ranks in ``in_place``, by rank. They must
+                not change before the iteration ends.
+            places: Memory in which parameters of several blocks are assembled, by name, in the
+                shape of the parameter. Blocks may lie there already. A parameter without an
+                entry gets new memory.
         """
         if self._rank == self._receiver:
             at_hand = {self._receiver: shards, **(others or {})}
             assert sorted(at_hand) == sorted([self._receiver, *self._in_place]), sorted(at_hand)
             yield from self._receive(at_hand, places or {})
         elif self._rank in self._in_place:
-            _finish(self._transfer(dist.isend, {self._receiver: self._word()}))
+            _finish(self._transfer(dist.isend, {self._receiver: self._notice()}))
         else:
             self._send(shards)
 
-    def _word(self) -> torch.Tensor:
+    def _notice(self) -> torch.Tensor:
+        """A message whose arrival says that the sender's shards are complete."""
         return torch.zeros(1, dtype=torch.uint8, device=self._device)
 
     def _send(self, shards: Mapping[str, torch.Tensor]) -> None:
@@ -172,9 +176,9 @@ class Collector:
         at_hand: Mapping[int, Mapping[str, torch.Tensor]],
         places: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        words = self._transfer(dist.irecv, {rank: self._word() for rank in self._in_place})
+        notices = self._transfer(dist.irecv, {rank: self._notice() for rank in self._in_place})
         works, messages = self._expect(0)
-        _finish(words)
+        _finish(notices)
         for index, bucket in enumerate(self._buckets):
             after = self._expect(index + 1)
             _finish(works)
@@ -185,7 +189,7 @@ class Collector:
             works, messages = after
 
     def _expect(self, index: int) -> tuple[list[dist.Work], dict[int, torch.Tensor]]:
-        """Starts to receive a bucket: one message from each rank that has a part in it."""
+        """Starts to receive a bucket: one message from each rank that holds a part of it."""
         sizes: dict[int, int] = {}
         for assembly in self._buckets[index] if index < len(self._buckets) else ():
             for piece in assembly.pieces:
@@ -219,7 +223,7 @@ class Collector:
             whole = torch.empty(assembly.shape, dtype=self._dtype, device=self._device)
         for piece in assembly.pieces:
             part, block = piece.block.of(whole), take(piece)
-            if part.data_ptr() != block.data_ptr():  # else it was written there at once
+            if part.data_ptr() != block.data_ptr():  # otherwise it lies there already
                 part.copy_(block)
         return whole
 

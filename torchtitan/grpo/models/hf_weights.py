@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Weights between a Hugging Face directory and a sharded torchtitan model.
+"""Copies weights between a Hugging Face directory and a sharded torchtitan model.
 
-Reading and writing both go parameter by parameter through the model family's state-dict
-adapter, with whole tensors, so that a layout has nothing to do but hold its shards. Under
-pipeline parallelism a rank reads the parameters of its own stages, and rank 0 writes all.
+Reading and writing both convert one parameter at a time with the model family's state-dict
+adapter. The adapter sees whole tensors only, so that it works for every layout. Under pipeline
+parallelism a rank reads the parameters of its own stages, and rank 0 writes all parameters.
 """
 
 import json
@@ -24,20 +24,23 @@ from torchtitan.grpo.models.hf_config import ModelError
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
 
 INDEX_FILE = "model.safetensors.index.json"
-# Everything of the source directory that is not weights travels with an export.
+# Files of the source directory, other than weights, that are copied into an export.
 _ASSETS = ("*.json", "*.txt", "*.model", "*.jinja")
-# What an export collects at a time, in whole parameters.
+# Size of the buckets of whole parameters that an export collects.
 _EXPORT_BUCKET_BYTES = 256 * 1024**2
 
 
 def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of all parts under their upstream names, each tied one once.
+    """Yields the parameters of all parts under their upstream names.
 
-    Parts are a rank's pipeline stages, or the whole model.
+    A parameter that two modules share is yielded once.
+
+    Args:
+        model_parts: Pipeline stages of this rank, or the whole model as the only part.
     """
     for part in model_parts:
         for name, parameter in part.named_parameters():
-            # Activation checkpointing and compile wrap modules and leave a mark in names.
+            # Activation checkpointing and torch.compile wrap modules, which shows in names.
             yield (
                 name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""),
                 parameter,
@@ -47,14 +50,15 @@ def named_parameters(model_parts: list[nn.Module]) -> Iterator[tuple[str, torch.
 def hf_meta(
     adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that one native parameter becomes, on the meta device."""
+    """Returns the Hugging Face tensors that one native parameter becomes, on the meta device."""
     return adapter.to_hf({name: torch.empty(tuple(shape), device="meta")})
 
 
 def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
-    """Whether a native parameter's Hugging Face tensors, one after another, are its own bytes.
+    """Whether a native parameter's Hugging Face tensors, concatenated, are its own bytes.
 
-    So it is where it is only renamed, or cut up as stacked experts are.
+    This is true if the adapter only renames the parameter, or splits it as it does with stacked
+    experts.
     """
     native = torch.empty(tuple(shape), device="meta")
     end = 0
@@ -69,7 +73,7 @@ def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) 
 def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tensor]) -> torch.Tensor:
     model_args = getattr(adapter, "model_args", None)
     if getattr(model_args, "enable_weight_tying", False):
-        # With tied embeddings the adapter wants to see either end of the tie in each call.
+        # With tied embeddings the adapter expects both names of the shared weight in each call.
         hf.setdefault("lm_head.weight", torch.empty(0))
         hf.setdefault("model.embed_tokens.weight", torch.empty(0))
     return adapter.from_hf(hf)[name]
@@ -82,17 +86,17 @@ def load_hf_weights(
     *,
     setting: str = "model.hf_assets_path",
 ) -> None:
-    """Fills the sharded parameters from a directory's safetensors.
+    """Fills the sharded parameters from the safetensors files of a directory.
 
     Args:
-        model_parts: This rank's.
-        adapter: Of the model family.
+        model_parts: Parts of the model that this rank holds.
+        adapter: State-dict adapter of the model family.
         path: The directory.
-        setting: The key that names the directory, for errors.
+        setting: TOML key that names the directory, for error messages.
 
     Raises:
-        ModelError: The directory has no safetensors, a tensor is missing, or a shape
-            differs from what ``config.json`` says.
+        ModelError: If the directory has no readable safetensors file, a tensor is missing, or
+            the shape of a tensor contradicts ``config.json``.
     """
     reader = _SafetensorsReader(Path(path), setting)
     with torch.no_grad():
@@ -101,7 +105,7 @@ def load_hf_weights(
                 key: reader.read(key, meta.shape)
                 for key, meta in hf_meta(adapter, name, parameter.shape).items()
             }
-            # Each rank has read the whole tensor itself: nothing needs to be sent.
+            # Each rank has read the whole tensor itself, so that nothing needs to be sent.
             whole = _from_hf(adapter, name, hf)
             local = local_tensor(parameter)
             if local.numel():
@@ -109,29 +113,32 @@ def load_hf_weights(
 
 
 class _SafetensorsReader:
-    """Reads single tensors out of one or several safetensors files."""
+    """Reads single tensors from one or several safetensors files."""
 
     def __init__(self, path: Path, setting: str) -> None:
         self.path, self.setting = path, setting
         self.file_of: dict[str, Path] = {}
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            raise ModelError(f"{setting} ({path}) must hold *.safetensors, found none.")
+            raise ModelError(
+                f"{setting} ({path}) must hold *.safetensors files, found none. Convert the "
+                "weights to safetensors, or name another directory."
+            )
         for file in files:
             try:
                 with safe_open(file, framework="pt") as handle:
                     self.file_of |= dict.fromkeys(handle.keys(), file)
             except (OSError, SafetensorError) as error:
                 raise ModelError(
-                    f"{setting} must hold complete safetensors; reading {file} "
+                    f"{setting} must hold complete safetensors files; reading {file} "
                     f"failed: {error}. Copy or download the model again."
                 ) from error
 
     def read(self, key: str, shape: torch.Size) -> torch.Tensor:
         if key not in self.file_of:
             raise ModelError(
-                f"The weights in {self.setting} ({self.path}) lack the tensor {key}, which its "
-                "config.json asks for. Is a safetensors file missing?"
+                f"The weights in {self.setting} ({self.path}) lack the tensor {key}, which the "
+                "config.json beside them requires. Check that no safetensors file is missing."
             )
         with safe_open(self.file_of[key], framework="pt") as handle:
             tensor = handle.get_tensor(key)
@@ -153,16 +160,19 @@ def export_hf(
     is_writer: bool,
     max_file_bytes: int = 4 * 1024**3,
 ) -> None:
-    """Writes the model as a Hugging Face directory. All ranks call it, one writes.
+    """Writes the model as a Hugging Face directory. All ranks call it, and rank 0 writes.
 
-    Collects over the group of all ranks, so it belongs on the training thread. The
-    directory appears under its name only when it is complete.
+    It collects parameters over the group of all ranks, and must therefore be called on the
+    training thread. The directory appears under its name only when it is complete.
 
     Args:
+        model_parts: Parts of the model that this rank holds.
+        adapter: State-dict adapter of the model family.
         source: Directory whose config and tokenizer files are copied.
-        target: Directory to make; replaced where it exists.
+        target: Directory to create. An existing one is replaced.
+        dtype: Data type of the weights that are written.
         is_writer: True on rank 0.
-        max_file_bytes: Size at which a further safetensors file is begun.
+        max_file_bytes: Size beyond which another safetensors file is started.
     """
     partial = target.with_name(target.name + ".partial")
     writer = _ShardWriter(partial, max_file_bytes) if is_writer else None
@@ -179,9 +189,9 @@ def export_hf(
 def full_hf_tensors(
     model_parts: list[nn.Module], adapter: BaseStateDictAdapter, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole model on rank 0: Hugging Face names and tensors, in the model's order.
+    """Yields the whole model on rank 0: Hugging Face names and tensors, in the model's order.
 
-    Every rank iterates to the end; none but rank 0 is given anything. A tensor may share
+    Every rank must iterate to the end; ranks other than 0 receive nothing. A tensor may share
     memory with its parameter.
     """
     parameters = dict(named_parameters(model_parts))
@@ -197,6 +207,8 @@ def full_hf_tensors(
 
 
 class _ShardWriter:
+    """Writes tensors into safetensors files of limited size."""
+
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -219,7 +231,7 @@ class _ShardWriter:
         self.pending, self.pending_bytes = {}, 0
 
     def finish(self) -> None:
-        """Gives the files the names that transformers expects, and writes the index."""
+        """Renames the files as transformers expects them, and writes the index."""
         self._write()
         count, weight_map = len(self.written), {}
         for index, names in enumerate(self.written):
@@ -236,7 +248,7 @@ def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
             if file.name != INDEX_FILE:
                 shutil.copy(file, target / file.name)
     config = json.loads((target / "config.json").read_text())
-    # transformers 5 writes `dtype`, 4 wrote `torch_dtype`; a loader reads either.
+    # transformers 5 writes `dtype`; version 4 wrote `torch_dtype`. A loader reads either.
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")

@@ -16,17 +16,17 @@ from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 
 
 class LogprobHead(nn.Linear):
-    """The last layer of a model: from hidden states to (log-probability, entropy).
+    """The last layer of a model: maps hidden states to (log-probability, entropy).
 
-    It is an ``nn.Linear`` by its parameter, ``weight`` [vocab, dim], so state-dict keys and
-    upstream's ``ColwiseParallel`` and FSDP plans hold for it. Labels are not an input of a
-    model's ``forward``, so they are set around it::
+    Its parameter ``weight`` [vocab, dim] is that of an ``nn.Linear``, so that state-dict keys
+    and upstream's ``ColwiseParallel`` and FSDP plans apply to it. Labels are not an input of
+    the model's ``forward``; they are set around it::
 
         with model.output.labelled(labels):
             packed = model(tokens)  # [rows, seq, 2]
 
-    Under tensor parallelism the weight is a ``DTensor`` sharded by vocabulary and the
-    hidden states are replicated; the result is replicated, and no logits travel.
+    Under tensor parallelism the weight is a ``DTensor`` sharded by vocabulary and the hidden
+    states are replicated. The result is replicated, and no logits are sent between ranks.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LogprobHead(nn.Linear):
 
     @contextmanager
     def labelled(self, labels: torch.Tensor) -> Iterator[None]:
-        """Scores ``labels`` [rows, seq] int in forward passes inside of the context."""
+        """Makes forward passes inside the context score ``labels`` [rows, seq] int."""
         outer, self._labels = self._labels, labels
         try:
             yield
@@ -58,12 +58,11 @@ class LogprobHead(nn.Linear):
             self._labels = outer
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """From [rows, seq, dim] to [rows, seq, 2] float32: log-probability, entropy or 0.
+        """Maps [rows, seq, dim] to [rows, seq, 2] float32: log-probability, and entropy or 0.
 
         Raises:
-            RuntimeError: No labels were set, see :meth:`labelled`.
-            ValueError: The weight's or the hidden states' sharding is another than
-                ``ColwiseParallel`` makes.
+            RuntimeError: If no labels are set; see :meth:`labelled`.
+            ValueError: If weight or hidden states are not sharded as ``ColwiseParallel`` does.
         """
         if self._labels is None:
             raise RuntimeError("The output layer needs labels: call it inside `labelled(labels)`.")
@@ -83,12 +82,12 @@ class LogprobHead(nn.Linear):
         if not isinstance(hidden, DTensor) or hidden.placements != (Replicate(),):
             got = hidden.placements if isinstance(hidden, DTensor) else "a plain tensor"
             raise ValueError(
-                f"Hidden states must be a replicated DTensor where the output weight is one, got "
-                f"{got}. Parallelise the output layer with ColwiseParallel."
+                "Hidden states must be a replicated DTensor if the output weight is a DTensor, got "
+                f"{got}. Parallelize the output layer with ColwiseParallel."
             )
         _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
         packed = self._score(
-            # Each rank's ids give a part of this gradient; DTensor adds them up.
+            # Each rank's part of the vocabulary yields a part of this gradient; DTensor sums them.
             hidden.to_local(grad_placements=[Partial()]),
             weight.to_local(),
             labels.to_local() if isinstance(labels, DTensor) else labels,
@@ -118,7 +117,7 @@ class LogprobHead(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """Returns what ``print(model)`` shows of this layer."""
         settings = f"temperature={self.temperature}, chunk_tokens={self.chunk_tokens}"
         switches = f"with_entropy={self.with_entropy}, keep_logits={self.keep_logits}"
         return f"{super().extra_repr()}, {settings}, {switches}"
@@ -132,16 +131,16 @@ def replace_output(
     with_entropy: bool,
     keep_logits: bool,
 ) -> LogprobHead | None:
-    """Puts a :class:`LogprobHead` in the place of ``model.output``.
+    """Replaces ``model.output`` with a :class:`LogprobHead`.
 
-    The parameter object is kept, and with it weight tying, device and dtype. To be called
-    before the model is parallelised or wrapped.
+    The parameter object is kept, and with it weight tying, device and dtype. The function must
+    be called before the model is parallelized or wrapped.
 
     Returns:
-        The head, or None where the model (a pipeline stage before the last) has no output.
+        The head, or None if the model is a pipeline stage without an output layer.
 
     Raises:
-        ValueError: The output layer is not an ``nn.Linear`` without bias.
+        ValueError: If the output layer is not an ``nn.Linear`` without bias.
     """
     output = getattr(model, "output", None)
     if output is None:

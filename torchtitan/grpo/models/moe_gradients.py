@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Gradients of a mixture of experts under tensor parallelism.
+"""Corrects the gradients of a mixture of experts under tensor parallelism.
 
-Each tensor-parallel rank has a part of the experts' output only: of the sum over hidden
-units, or of the tokens. So what flows back to the router's scores is a part of their
-gradient, too, and upstream takes it for the whole: the router is then trained by different
-gradients on different ranks. Hooks around upstream's modules add the parts up.
+Each tensor-parallel rank computes only a part of the experts' output: a partial sum over hidden
+units, or some of the tokens. The gradient that flows back to the router's scores is therefore
+partial too. Upstream treats it as complete, and so trains the router with different gradients
+on different ranks. Hooks around upstream's modules sum the parts.
 """
 
 from typing import Any
@@ -18,17 +18,20 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool) -> None:
-    """Completes the gradients of every mixture of experts. After upstream's sharding.
+    """Completes the gradients of every mixture of experts in a model.
+
+    It must be called after upstream has sharded the model.
 
     Args:
-        model: With upstream's blocks in ``layers``.
-        mesh: The tensor-parallel one.
-        splits_tokens: Expert parallelism borrows the tensor-parallel ranks, which then
-            send different tokens to the experts; otherwise they compute parts of each.
+        model: A model with upstream's blocks in ``layers``.
+        mesh: The tensor-parallel mesh.
+        splits_tokens: True if expert parallelism uses the tensor-parallel ranks, which then
+            send different tokens to the experts. Otherwise each rank computes a part of the
+            output of each token.
     """
 
     def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is; its gradient is the sum of all ranks'."""
+        """Returns the tensor unchanged; its gradient becomes the sum over the mesh's ranks."""
         replicated = DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
         return replicated.to_local(grad_placements=(Partial(),))
 
@@ -36,8 +39,8 @@ def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool
         return sum_over_ranks(inputs[0])
 
     def before_gate(_: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-        # Whole already, and about to be summed with what the experts make a part of.
-        return _ShareGradient.apply(inputs[0], mesh.size())  # pyright: ignore[reportReturnType]
+        # This gradient is complete already, but is about to be summed with the experts' part.
+        return _DivideGradient.apply(inputs[0], mesh.size())  # pyright: ignore[reportReturnType]
 
     def after_gate(_: nn.Module, __: tuple[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(scores)
@@ -46,14 +49,16 @@ def sum_moe_gradients(model: nn.Module, mesh: DeviceMesh, *, splits_tokens: bool
     for block in blocks:
         if not block.moe_enabled:
             continue
-        # Last, to see what upstream's own hook makes of the output: a plain tensor.
+        # Registered last, so that it sees the plain tensor that upstream's own hook returns.
         block.moe.router.gate.register_forward_hook(after_gate)
         if splits_tokens:
             block.moe.register_forward_pre_hook(before_moe)
             block.moe.router.gate.register_forward_pre_hook(before_gate, prepend=True)
 
 
-class _ShareGradient(torch.autograd.Function):
+class _DivideGradient(torch.autograd.Function):
+    """Identity whose gradient is divided by the number of ranks that will sum it."""
+
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
         ctx.num_ranks = num_ranks

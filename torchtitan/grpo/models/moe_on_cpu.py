@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What upstream's mixture of experts needs on a CPU: three workarounds, in one place.
+"""Three workarounds that let upstream's mixture of experts run on a CPU.
 
-Routing, dispatch and weights are upstream's own on every device; only what has no kernel
-on a CPU is exchanged.
+Routing, dispatch and weights are upstream's own on every device. Only operations that have no
+CPU kernel are replaced.
 """
 
 from functools import partial
@@ -18,31 +18,31 @@ _histc = torch.histc
 
 
 def prepare_moe_for_cpu(model_args: Any) -> None:
-    """Makes a mixture of experts run on a CPU. To be called before the model is built.
+    """Makes a mixture of experts run on a CPU. It must be called before the model is built.
 
     Args:
-        model_args: Upstream's, with ``moe_args``; changed in place.
+        model_args: Upstream's model arguments with ``moe_args``; changed in place.
     """
-    # The grouped product computes in bfloat16 whatever the parameters are, which is right
-    # for tensor cores and a loss of precision for nothing elsewhere.
+    # The grouped product always computes in bfloat16. That suits tensor cores; on a CPU it
+    # would lose precision without any gain.
     model_args.moe_args.use_grouped_mm = False
-    # The permutation of expert parallelism's dispatch is a Triton kernel.
+    # By default, a Triton kernel computes the permutation of expert parallelism's dispatch.
     moe_utils.generate_permute_indices = partial(generate_permute_indices, use_cpu=True)  # pyright: ignore[reportPrivateImportUsage]
-    # Tokens are counted by a histogram of int64, for which a CPU has no kernel.
+    # Upstream counts tokens with a histogram of int64, which has no CPU kernel.
     torch.histc = histogram
 
 
 def histogram(input: torch.Tensor, bins: int = 100, min: int = 0, max: int = 0) -> torch.Tensor:
-    """``torch.histc``, which also counts expert numbers on a CPU.
+    """Computes ``torch.histc``, and counts int64 expert numbers on a CPU as well.
 
     Args:
-        input: For int64 on a CPU, values from 0 to ``bins - 1``.
+        input: Values to count. int64 values on a CPU must lie between 0 and ``bins - 1``.
         bins: Number of bins.
         min: Left edge of the first bin; 0 for expert numbers.
         max: Right edge of the last bin; ``bins`` for expert numbers.
 
     Returns:
-        [bins], of the input's dtype.
+        [bins] counts, in the dtype of ``input``.
     """
     counts_experts = input.dtype == torch.int64 and (min, max) == (0, bins)
     if input.device.type != "cpu" or not counts_experts:

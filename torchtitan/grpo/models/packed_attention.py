@@ -3,10 +3,9 @@
 
 """Attention that stays inside each sequence of a packed row.
 
-Upstream's own document masks find borders by the EOS token, which a rollout cut at its
-length limit does not have. Here the borders come from sequence ids. Upstream's models
-hand whatever mask object they are given to ``attention.inner_attention``, so exchanging
-that module is all it takes.
+Upstream's document masks find the borders of sequences by the EOS token, which a rollout cut at
+its length limit does not have. Here the borders come from sequence ids. Upstream's models pass
+any mask object on to ``attention.inner_attention``, so it suffices to replace that module.
 """
 
 from typing import Literal
@@ -30,7 +29,7 @@ class DenseMask(BlockMask):
     """A dense mask that passes upstream's ``isinstance(mask, BlockMask)`` check.
 
     Attributes:
-        dense: [rows, 1, seq, seq] bool, True where a query may see a key.
+        dense: [rows, 1, seq, seq] bool, True where a query may attend to a key.
     """
 
     def __init__(self, dense: torch.Tensor) -> None:
@@ -38,13 +37,14 @@ class DenseMask(BlockMask):
 
 
 class PackedAttention(nn.Module):
-    """What stands in for upstream's ``inner_attention``, under every layout.
+    """Replaces upstream's ``inner_attention`` in every layout.
 
-    Tensor parallelism hands in this rank's heads, for Qwen3 as DTensors; context
-    parallelism this rank's part of the sequence.
+    Under tensor parallelism the inputs are the heads of this rank (DTensors for Qwen3); under
+    context parallelism they are this rank's part of the sequence.
 
     Args:
-        kind: ``sdpa`` under a :class:`DenseMask`, on CPU and CUDA; or FlexAttention.
+        kind: ``sdpa`` for scaled dot-product attention with a :class:`DenseMask`, on CPU and
+            CUDA; ``flex`` for FlexAttention.
     """
 
     context_group: dist.ProcessGroup | None = None
@@ -63,7 +63,16 @@ class PackedAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """q: [rows, heads, seq, head_dim]; k, v: [rows, kv_heads, seq, head_dim]."""
+        """Computes attention.
+
+        Args:
+            q: [rows, heads, seq, head_dim].
+            k: [rows, kv_heads, seq, head_dim].
+            v: [rows, kv_heads, seq, head_dim].
+            block_mask: The mask of :func:`packed_mask`.
+            scale: Factor of the scores; None for ``1 / sqrt(head_dim)``.
+            enable_gqa: Whether several query heads use one key-value head.
+        """
         if isinstance(q, DTensor):
             assert isinstance(k, DTensor) and isinstance(v, DTensor)
             local = (q.to_local(), k.to_local(), v.to_local())
@@ -108,18 +117,19 @@ class PackedAttention(nn.Module):
 def choose_packed_attention(
     setting: Literal["auto", "sdpa", "flex"], device_type: str, seq_len: int
 ) -> PackedAttentionKind:
-    """Resolves ``grpo.packed_attention``; see there."""
+    """Resolves ``grpo.packed_attention``, whose documentation describes the choice."""
     if setting != "auto":
         return setting
     return "flex" if device_type == "cuda" and seq_len >= _FLEX_MIN_SEQ_LEN else "sdpa"
 
 
 def packed_mask(sequence_ids: torch.Tensor, kind: PackedAttentionKind) -> BlockMask:
-    """The mask of packed rows: causal, and only within one sequence.
+    """Returns the mask of packed rows, which is causal and limited to one sequence.
 
     Args:
-        sequence_ids: [rows, seq] int, one id per sequence of a row. Padding has an id of
+        sequence_ids: [rows, seq] int, one id for each sequence of a row. Padding has an id of
             its own, so that no query is left without a key.
+        kind: The attention that will use the mask.
     """
     rows, seq = sequence_ids.shape
     if kind == "sdpa":

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's models, for packed rows, answering with logprobs instead of logits.
+"""Upstream's models for packed rows; they return logprobs instead of logits.
 
-One forward serves every layout. Its arguments are tensors with a row each, which is what
-pipeline schedules know how to cut into microbatches; each stage makes its own mask from
-the sequence ids, and under context parallelism takes its own part of the row.
+One ``forward`` serves every layout. All its arguments are tensors whose first dimension is the
+row, so that pipeline schedules can split them into microbatches. Each stage builds its own mask
+from the sequence ids and, under context parallelism, takes its own part of the row.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ from torchtitan.grpo.models.ulysses import context_part, gather_sequence
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """How a model scores tokens.
+    """Settings of how a model scores tokens.
 
     Attributes:
-        attention: How attention is kept inside sequences.
-        temperature: Of the sampling that is scored.
-        chunk_tokens: Tokens whose logits exist at a time.
-        with_entropy: Compute the entropy, too; it is 0 otherwise.
-        keep_logits: Keep logits for the backward pass in the memory of the output weight's
-            gradient, which is taken in the forward pass.
+        attention: Kernel that keeps attention inside sequences.
+        temperature: Sampling temperature under which logprobs are computed.
+        chunk_tokens: Number of tokens whose logits exist at the same time.
+        with_entropy: Whether to compute the entropy; otherwise it is 0.
+        keep_logits: Whether to keep logits for the backward pass, in the memory of the output
+            weight's gradient, which is allocated in the forward pass.
     """
 
     attention: PackedAttentionKind
@@ -47,7 +47,7 @@ class ScoringSettings:
 
 
 class PackedModel(nn.Module):
-    """Mixed in before an upstream model."""
+    """Mixin that precedes an upstream model in the bases of a class."""
 
     context_group: dist.ProcessGroup | None = None
 
@@ -65,7 +65,7 @@ class PackedModel(nn.Module):
         )
 
     def split_context(self, group: dist.ProcessGroup) -> None:
-        """Context parallelism over ``group`` from now on."""
+        """Turns on context parallelism over ``group``."""
         self.context_group = group
         for module in self.modules():
             if isinstance(module, PackedAttention):
@@ -79,18 +79,18 @@ class PackedModel(nn.Module):
         positions: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        """One pass over packed rows, or over one pipeline stage of it.
+        """Runs packed rows through the model, or through one pipeline stage of it.
 
         Args:
-            tokens: [rows, seq] int; on later stages the hidden states of the stage before.
+            tokens: [rows, seq] int; on later stages the hidden states of the previous stage.
             sequence_ids: [rows, seq] int, see :func:`packed_mask`.
-            positions: [rows, seq] int, restarting at 0 with each sequence.
-            labels: [rows, seq] int, whose logprobs are wanted.
+            positions: [rows, seq] int, starting at 0 in each sequence.
+            labels: [rows, seq] int, tokens whose logprobs are computed.
 
         Returns:
-            [rows, seq, 2] float32: logprobs of the labels, and entropies. Before the last
-            stage the hidden states, in whatever part tensor and context parallelism leave
-            to this rank.
+            [rows, seq, 2] float32: logprobs of the labels, and entropies. Stages before the
+            last one return hidden states instead, of which tensor and context parallelism
+            leave a part to each rank.
         """
         group = self.context_group
         if self.tok_embeddings is not None:
@@ -110,7 +110,7 @@ class PackedLlama(PackedModel, Llama):
     def __init__(self, model_args, settings: ScoringSettings) -> None:
         super().__init__(model_args, settings)
         for block in self.layers.values():
-            # What Qwen3's blocks say of themselves, and upstream's sharding asks of all.
+            # Upstream's sharding reads this attribute of every block; only Qwen3's blocks set it.
             block.moe_enabled = False  # pyright: ignore
 
 

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Every parallelism but the pipeline's, laid over a model or one of its stages.
+"""Applies every parallelism except the pipeline's to a model or to one of its stages.
 
-Upstream's parts in upstream's order, in one function for all families, because four of
-them need another hand here: context parallelism is by all-to-all, tied embeddings are one
-FSDP group, plain replication sums gradients instead of averaging them, and positions of
-packed rows are given under tensor parallelism, too.
+The functions and their order are upstream's. One function serves all model families, because
+four things differ from upstream: context parallelism uses all-to-all, tied embeddings form one
+FSDP group, plain replication sums gradients instead of averaging them, and tensor parallelism
+accepts the positions of packed rows.
 """
 
 from typing import Any, cast
@@ -36,14 +36,15 @@ from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 
 def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.Module:
-    """Lays tensor, expert, context and data parallelism over the model, in place.
+    """Applies tensor, expert, context and data parallelism to the model, in place.
 
-    Activation checkpointing and compilation come in between, as upstream does.
+    Activation checkpointing and compilation are applied before data parallelism, as upstream
+    does.
 
     Args:
-        model: On the meta device; a :class:`PackedModel`, or a pipeline stage of one.
-        dims: Of the run.
-        config: Of the run, checked.
+        model: A :class:`PackedModel` or a pipeline stage of one, on the meta device.
+        dims: Meshes of the run.
+        config: Configuration of the run, already validated.
     """
     assert isinstance(model, PackedModel)
     if dims.tp_enabled or dims.ep_enabled:
@@ -68,10 +69,11 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
 
 
 def _checkpoint_no_profiler_marks() -> None:
-    """Lets FSDP groups lie inside of selectively checkpointed blocks, as experts' do.
+    """Allows FSDP groups inside selectively checkpointed blocks, such as those of experts.
 
-    Their hooks leave other marks for the profiler when a block is recomputed, and torch
-    takes the marks for operations that it must find again.
+    When a block is recomputed, FSDP's hooks record other profiler marks than in the forward
+    pass. Torch treats these marks as operations that must be the same in both passes, unless it
+    is told to ignore them.
     """
     ops = torch.ops.profiler
     torch.utils.checkpoint.SAC_IGNORED_OPS |= {
@@ -82,10 +84,11 @@ def _checkpoint_no_profiler_marks() -> None:
 
 
 def _wait_for_embeddings(model: PackedModel) -> None:
-    """Tensor parallelism leaves a collective under way where the embeddings come out.
+    """Waits for the collective that tensor parallelism starts on the embeddings' output.
 
-    A compiled block takes the tensor that stands for it, and gives it no gradient: the
-    embedding would never be trained. Copying it waits for it.
+    A compiled block accepts the tensor that represents the unfinished collective but computes
+    no gradient for it, so that the embedding would never be trained. Copying the tensor waits
+    for the collective.
     """
 
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -99,11 +102,11 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
     is_qwen3 = isinstance(model, PackedQwen3)
     if dims.tp_enabled:
         mesh = dims.get_mesh("tp")
-        # The head answers alike on all ranks: it never shows its shard of the logits.
+        # The output layer returns the same result on all ranks and never exposes its logits.
         settings = {"loss_parallel": False, "enable_float8_tensorwise_tp": False}
         if is_qwen3:
             asynchronous = config.parallelism.enable_async_tensor_parallel
-            # `cp_enabled` is what makes upstream accept positions.
+            # Upstream accepts positions only with `cp_enabled`.
             apply_qwen3_tp(model, mesh, **settings, enable_async_tp=asynchronous, cp_enabled=True)
         else:
             apply_llama_tp(model, mesh, **settings)
@@ -141,7 +144,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
             edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
             apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
     elif dims.dp_replicate_enabled or _lacks_mixed_precision(dims, config):
-        # A mesh of one has nobody to sum with, but casts all the same.
+        # A mesh of one rank has nothing to sum, but FSDP2 still casts for mixed precision.
         mesh = dims.get_optional_mesh("dp_replicate") or dims._meshes["dp_replicate"]
         _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
@@ -149,7 +152,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
 
 
 def _lacks_mixed_precision(dims: ParallelDims, config: JobConfig) -> bool:
-    """Whether only tensor or pipeline parallelism is on, under which nothing else would cast."""
+    """Whether mixed precision is wanted and neither FSDP nor autocast would apply it."""
     wanted = config.training.mixed_precision_param != config.training.dtype
     return wanted and (dims.tp_enabled or dims.pp_enabled)
 
@@ -157,10 +160,10 @@ def _lacks_mixed_precision(dims: ParallelDims, config: JobConfig) -> bool:
 def _apply_replication(
     model: PackedModel, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> None:
-    """Plain replication on FSDP2's machinery: mixed precision, and gradients as sums.
+    """Applies plain replication with FSDP2's machinery, which casts and sums gradients.
 
-    Upstream's DDP divides gradients by the number of replicas, and knows neither pipeline
-    nor tensor parallelism.
+    Upstream's DDP is not used: it divides gradients by the number of replicas, and supports
+    neither pipeline nor tensor parallelism.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for block in cast(nn.ModuleDict, model.layers).values():

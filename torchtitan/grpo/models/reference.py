@@ -18,14 +18,15 @@ from torchtitan.grpo.training.runner import ForwardRunner
 
 
 class Reference(ForwardRunner):
-    """Runs the reference forward.
+    """Computes logprobs under the reference model.
 
     Args:
-        runner: Over the reference's parts.
-        parts: Whose weights are the reference's.
-        device: Where forwards run.
+        runner: Runs the reference's parts.
+        parts: Parts of the reference model that this rank holds.
+        device: Device on which forward passes run.
         ema: ``grpo.ref_model_ema``.
-        offload: ``grpo.ref_model_offload``: between uses the shards lie in host memory.
+        offload: ``grpo.ref_model_offload``. If True, the shards lie in host memory between
+            uses.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Reference(ForwardRunner):
 
     @torch.no_grad()
     def follow(self, policy_parts: Sequence[nn.Module]) -> None:
-        """Moves the weights towards the policy's: an exponential moving average.
+        """Moves the weights towards the policy's, as an exponential moving average.
 
-        Both have the same layout, so each rank does its own shards.
+        Both models have the same layout, so that each rank updates its own shards. Does nothing
+        if ``ema`` is 0.
         """
         if self.ema == 0:
             return
@@ -63,7 +65,10 @@ class Reference(ForwardRunner):
         self._move(self.home)
 
     def checkpoint_state(self) -> dict[str, Stateful]:
-        """What a checkpoint must hold for a resumed run to have the same reference."""
+        """Returns the state that a checkpoint must hold to restore a moving reference.
+
+        The state is empty if the reference does not move: its directory then holds its weights.
+        """
         return {"reference": PartsState(self.parts)} if self.ema > 0 else {}
 
     def _move(self, device: torch.device) -> None:
@@ -73,13 +78,13 @@ class Reference(ForwardRunner):
 
 
 class PartsState(Stateful):
-    """Weights of model parts in a checkpoint, taken from the parts whenever they are asked for.
+    """Checkpoint state of model parts, read from the parts each time it is requested.
 
-    Upstream's ``ModelWrapper`` keeps the tensors that it found when it was made. A model that
-    moves between devices has others by the time it is saved.
+    Upstream's ``ModelWrapper`` keeps the tensors that exist when it is constructed. A model that
+    moves between devices has other tensors by the time it is saved.
 
     Args:
-        parts: Of one model; no two share a name.
+        parts: Parts of one model, whose parameter names are distinct.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Whether a reference model computes as the policy does, with other weights.
+"""Checks that a reference model is the policy's model with other weights.
 
-The reference is built from the policy's arguments: weights alone do not tell a rotary base or
-an epsilon, and a wrong one would only show as a strange KL.
+The reference is built from the policy's model arguments. Its weights alone do not reveal its
+rotary base or its epsilon, and a wrong value would show only as an implausible KL.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from typing import Any
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 
-# Longest sequence, which no weight depends on; and what follows from another argument.
+# No weight depends on the longest sequence; the multiplier follows from other arguments.
 _IRRELEVANT = frozenset({"max_seq_len", "ffn_dim_multiplier"})
-# What `config.json` calls an argument of torchtitan's, where that is another name.
+# Keys in `config.json` of those torchtitan arguments that have another name there.
 _NAME_IN_CONFIG = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -37,10 +37,11 @@ _NAME_IN_CONFIG = {
 def check_reference(config: JobConfig) -> None:
     """Refuses a reference that is not the policy's model with other weights.
 
-    Both directories are read anew: building a model changes its arguments.
+    Both directories are read again, because building a model changes its arguments.
 
     Raises:
-        ModelError: ``grpo.ref_model_path`` is not a usable directory, or holds another model.
+        ModelError: If ``grpo.ref_model_path`` is not a usable directory, or holds another
+            model.
     """
     path = config.grpo.ref_model_path
     if path is None:
@@ -51,14 +52,14 @@ def check_reference(config: JobConfig) -> None:
     if found:
         raise ModelError(
             f"grpo.ref_model_path ({path}) must hold the model of model.hf_assets_path "
-            f"({policy.path}) with other weights, but their config.json differ: "
+            f"({policy.path}) with other weights, but their config.json files differ: "
             f"{'; '.join(found)}. Choose a reference of the same architecture."
         )
 
 
 def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
     if policy.architecture != reference.architecture:
-        # Arguments of two families cannot be told apart one by one.
+        # The arguments of two model families cannot be compared one by one.
         yield f"architecture {reference.architecture} instead of {policy.architecture}"
         return
     wanted, found = _arguments(policy.model_args), _arguments(reference.model_args)
@@ -68,7 +69,7 @@ def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
 
 
 def _arguments(model_args: Any, prefix: str = "") -> dict[str, Any]:
-    """Every relevant argument by its name, nested ones with a dot."""
+    """Returns every relevant argument by name; names of nested arguments have a dot."""
     found: dict[str, Any] = {}
     for field in fields(model_args):
         value = getattr(model_args, field.name)

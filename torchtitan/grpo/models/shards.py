@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which part of which parameter every rank holds.
+"""Computes which part of which parameter every rank holds.
 
-Pure: any layout (FSDP2, replication, tensor, context, expert and pipeline parallelism, and
-their products) comes down to one block of a parameter on each rank that holds it. Whoever
-reads or writes weights needs to know nothing else. Invariants of the plan:
+The functions are pure. In any layout (FSDP2, replication, tensor, context, expert and pipeline
+parallelism, and their combinations) each rank holds at most one block of a parameter. Code that
+reads or writes weights needs no other knowledge of the layout. Invariants of the plan:
 
 - The blocks of a parameter are disjoint and cover it.
 - Each block is sent once, by the lowest of the ranks that hold it.
-- Parameters come in the order in which the whole model has them.
+- Parameters are listed in the order of the whole model.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-# How torchtitan's decoders are built up; pipeline stages hold a contiguous part of it.
+# Modules of torchtitan's decoders, in order; a pipeline stage holds a contiguous part of them.
 _TOP_LEVEL = ("tok_embeddings", "layers", "norm", "output")
 
 
@@ -29,8 +29,8 @@ class Block:
     """A rectangular part of a tensor.
 
     Attributes:
-        offset: Of its first element, in each dimension.
-        shape: Its own.
+        offset: Index of its first element in each dimension of the tensor.
+        shape: Size of the block in each dimension.
     """
 
     offset: tuple[int, ...]
@@ -42,7 +42,7 @@ class Block:
         return math.prod(self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor, as a view."""
+        """Returns this part of a tensor, as a view."""
         return whole[tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))]
 
 
@@ -52,15 +52,16 @@ def block_of(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Block:
-    """The block at one coordinate of a mesh.
+    """Returns the block of a tensor at one coordinate of a mesh.
 
-    Torch's own helpers take a strided shard for what would have been cut left to right,
-    which differs from what FSDP2 does where sizes do not divide. So the cuts are repeated
-    here in the order in which they were made: FSDP2 comes last, to the left of the others,
-    and marks its shard as strided where that matters.
+    Torch's own helpers treat a strided shard as if the tensor had been divided along the mesh
+    axes from left to right. FSDP2 does something else if sizes do not divide evenly. The
+    divisions are therefore repeated here in the order in which they were made: FSDP2 divides
+    last, although its axis is to the left of the others, and marks its shard as strided where
+    the order matters.
 
     Raises:
-        ValueError: A placement that is neither sharded nor replicated.
+        ValueError: If a placement is neither sharded nor replicated.
     """
     offset, size = [0] * len(shape), list(shape)
     strided = [axis for axis, p in enumerate(placements) if isinstance(p, _StridedShard)]
@@ -71,7 +72,7 @@ def block_of(
             continue
         if not isinstance(placement, Shard | _StridedShard):
             raise ValueError(f"Weights must be sharded or replicated, got {placements}.")
-        # As torch.chunk: equal parts but for the last ones.
+        # As torch.chunk divides: parts are equal, except for the last ones.
         dim = placement.dim
         part = -(-size[dim] // mesh_shape[axis])
         begin = min(coordinate[axis] * part, size[dim])
@@ -81,7 +82,7 @@ def block_of(
 
 
 def local_block(parameter: torch.Tensor) -> Block:
-    """The part of a parameter that this rank holds."""
+    """Returns the block of a parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Block((0,) * parameter.ndim, tuple(parameter.shape))
     mesh = parameter.device_mesh
@@ -89,24 +90,24 @@ def local_block(parameter: torch.Tensor) -> Block:
     assert coordinate is not None, "this rank holds a parameter of a mesh it is not in"
     block = block_of(parameter.shape, parameter.placements, mesh.shape, coordinate)
     local = tuple(parameter.to_local().shape)
-    # An empty part keeps its other sizes, or does not.
+    # Torch may set the other sizes of an empty part to 0 as well.
     assert block.shape == local or block.numel == 0 == math.prod(local), (block, local)
     return block
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a parameter, sharing its memory."""
+    """Returns this rank's elements of a parameter; they share its memory."""
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of one parameter.
+    """The part of one parameter that a rank holds.
 
     Attributes:
-        shape: Of the whole parameter.
-        block: The part of it.
+        shape: Shape of the whole parameter.
+        block: The part.
     """
 
     shape: tuple[int, ...]
@@ -123,12 +124,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembly:
-    """How a whole parameter is put together.
+    """How a whole parameter is assembled from blocks.
 
     Attributes:
-        name: Native name.
-        shape: Of the whole parameter.
-        pieces: Its blocks, none of them empty.
+        name: Native name of the parameter.
+        shape: Shape of the whole parameter.
+        pieces: Blocks that make up the parameter; none of them is empty.
     """
 
     name: str
@@ -137,18 +138,18 @@ class Assembly:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
-    """Decides who sends which block of which parameter, for the whole model.
+    """Decides which rank sends which block of which parameter, for the whole model.
 
     Args:
-        held_by_rank: For each rank the parameters of its pipeline stages, by name.
+        held_by_rank: For each rank, the parts of parameters that it holds, by name.
 
     Raises:
-        RuntimeError: The blocks do not make up a parameter, or ranks disagree on its shape.
+        RuntimeError: If the blocks do not make up a parameter, or ranks disagree on its shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, dict[Block, Piece]] = {}
@@ -156,8 +157,8 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
         for name, part in held.items():
             if shapes.setdefault(name, part.shape) != part.shape:
                 raise RuntimeError(
-                    f"All ranks must hold {name} in one shape, got {shapes[name]} and, on rank "
-                    f"{rank}, {part.shape}. Do all ranks run one configuration?"
+                    f"All ranks must agree on the shape of {name}, got {shapes[name]} and, on rank "
+                    f"{rank}, {part.shape}. Start all ranks with the same configuration."
                 )
             blocks = pieces.setdefault(name, {})
             if part.block.numel:
@@ -167,7 +168,7 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
         if covered != math.prod(shapes[name]):
             raise RuntimeError(
                 f"The shards of {name} must make up its shape {shapes[name]}, got {covered} "
-                f"elements in {list(blocks.values())}. This layout is not understood."
+                f"elements in {list(blocks.values())}. This layout is not supported."
             )
     return [
         Assembly(name, shapes[name], tuple(pieces[name].values()))
@@ -176,7 +177,10 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
 
 
 def model_order(name: str) -> tuple[int, int]:
-    """Sorts native names as the whole model has them; stable within a layer."""
+    """Returns a sort key that puts native names in the order of the whole model.
+
+    Names within one layer have equal keys, so that a stable sort keeps their order.
+    """
     top, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     place = _TOP_LEVEL.index(top) if top in _TOP_LEVEL else len(_TOP_LEVEL)
@@ -186,7 +190,10 @@ def model_order(name: str) -> tuple[int, int]:
 def in_buckets(
     assemblies: Sequence[Assembly], num_bytes: Callable[[Assembly], int], bucket_bytes: int
 ) -> list[list[Assembly]]:
-    """Cuts the model into buckets of at most ``bucket_bytes``, or of one parameter."""
+    """Divides the model into buckets of at most ``bucket_bytes``.
+
+    A parameter that is larger has a bucket of its own.
+    """
     buckets: list[list[Assembly]] = []
     room = 0
     for assembly in assemblies:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Makes a Hugging Face directory a model that torchtitan's Trainer can build."""
+"""Lets torchtitan's Trainer build the model of a Hugging Face directory."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 
 
 def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
-    """Upstream's spec of the model family, for this directory and for rollouts as data."""
+    """Returns upstream's spec of the model family, changed for this directory and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
     model_cls = PackedLlama if model.architecture.startswith("Llama") else PackedQwen3
@@ -45,7 +45,7 @@ def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
         pipelining_fn=_pipeline,
         model_args={config.model.flavor: model.model_args},
         build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
-        # Rollouts are the data, and their text is never tokenised again.
+        # Rollouts are the data, and their text is never tokenized again.
         build_dataloader_fn=None,
         build_tokenizer_fn=None,
         build_validator_fn=None,
@@ -54,7 +54,7 @@ def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
 
 
 def scoring_settings(config: JobConfig) -> ScoringSettings:
-    """How the run's models score tokens."""
+    """Returns the settings with which the models of a run score tokens."""
     grpo = config.grpo
     return ScoringSettings(
         attention=choose_packed_attention(
@@ -68,8 +68,8 @@ def scoring_settings(config: JobConfig) -> ScoringSettings:
 
 
 def register_hf_model(model: HFModel, config: JobConfig) -> None:
-    """Registers the directory under the name and flavor that ``[model]`` carries."""
-    # Sharded logits stay inside the output layer, so there is no loss over them.
+    """Registers the directory under the name and flavor of ``[model]``."""
+    # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
     train_specs.register_train_spec(config.model.name, hf_train_spec(model, config))
 
@@ -83,7 +83,7 @@ def _pipeline(
     parallelize_fn: Any,
     loss_fn: StageLoss,
 ) -> tuple[Any, list[nn.Module], bool, bool]:
-    """What upstream's Trainer calls under pipeline parallelism; takes its arguments."""
+    """Splits the model into stages; upstream's Trainer calls it under pipeline parallelism."""
     stages, parts = split_model(model, dims, config, device)
     schedule = build_schedule(config, stages, loss_fn)
     has_first = any(stage.is_first for stage in stages)
@@ -91,7 +91,7 @@ def _pipeline(
 
 
 def build_policy_runner(trainer: Trainer) -> ModelRunner:
-    """What runs the model that a Trainer has built."""
+    """Returns the runner of the model that a Trainer has built."""
     config = trainer.job_config
     assert isinstance(config, JobConfig)
     if trainer.parallel_dims.pp_enabled:
@@ -103,10 +103,14 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
 
 
 def build_reference(trainer: Trainer) -> Reference:
-    """A frozen model, laid out like the policy, with ``grpo.ref_model_path``'s weights.
+    """Builds a frozen model in the layout of the policy, with the reference's weights.
+
+    The weights come from ``grpo.ref_model_path`` or, if it is not set, from
+    ``model.hf_assets_path``.
 
     Raises:
-        ModelError: The directory holds another model than the policy's, or broken weights.
+        ModelError: If the directory holds a model that differs from the policy's, or unreadable
+            weights.
     """
     config: Any = trainer.job_config
     settings = config.grpo

@@ -3,10 +3,10 @@
 
 """Context parallelism by all-to-all.
 
-DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509): outside of attention each rank holds
-a part of the sequence, inside it holds all of the sequence and a part of the heads. Any
-attention that works on one device works between the two exchanges, masks of packed rows
-included, and gloo runs it as NCCL does.
+In DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509) each rank holds a part of the sequence
+outside attention, and the whole sequence but a part of the heads inside attention. Any
+attention that works on one device works between the two exchanges, including attention with the
+masks of packed rows. Both gloo and NCCL support the exchange.
 """
 
 import math
@@ -17,18 +17,21 @@ from torch.distributed import _functional_collectives as funcol
 
 
 def context_part(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This rank's part of [rows, seq, ...] along the sequence."""
+    """Returns this rank's part of [rows, seq, ...] along the sequence.
+
+    Without a group that is the whole tensor.
+    """
     if group is None:
         return tensor
     return tensor.chunk(group.size(), dim=1)[group.rank()]
 
 
 def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[rows, heads, seq / n, head_dim] -> [rows, heads / n, seq, head_dim].
+    """Exchanges [rows, heads, seq / n, head_dim] for [rows, heads / n, seq, head_dim].
 
     Args:
-        tensor: This rank's part of the sequence; ``heads`` is a multiple of n.
-        group: n ranks.
+        tensor: This rank's part of the sequence. ``heads`` must be a multiple of n.
+        group: Process group of n ranks.
     """
     n = group.size()
     rows, heads, part, head_dim = tensor.shape
@@ -38,7 +41,7 @@ def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 
 
 def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[rows, heads / n, seq, head_dim] -> [rows, heads, seq / n, head_dim]."""
+    """Exchanges [rows, heads / n, seq, head_dim] for [rows, heads, seq / n, head_dim]."""
     n = group.size()
     rows, heads, seq, head_dim = tensor.shape
     by_part = tensor.reshape(rows, heads, n, seq // n, head_dim).permute(2, 0, 1, 3, 4)
@@ -47,20 +50,20 @@ def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def shareable_kv_heads(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Repeats key or value heads until every rank gets the same number.
+    """Repeats key or value heads until their number is divisible by the number of ranks.
 
-    Consecutive query heads share a key head, so repeating each in place keeps every query
-    with its own.
+    Consecutive query heads use one key head. Repeating each key head in place therefore keeps
+    every query head together with its own key head.
     """
     repeats = num_ranks // math.gcd(tensor.shape[1], num_ranks)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 
 
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[rows, seq / n, ...] on each rank -> [rows, seq, ...] on all.
+    """Gathers [rows, seq / n, ...] of each rank into [rows, seq, ...] on all ranks.
 
-    Every rank goes on with the whole, and computes the same loss from it; so the gradient
-    of a rank's part is that part of the whole's gradient, and nothing is summed.
+    Every rank computes the same loss from the whole sequence. The gradient of a rank's part is
+    therefore that part of the whole gradient, and nothing needs to be summed.
     """
     if group is None:
         return tensor
@@ -81,5 +84,5 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Slice i of dimension 0 goes to rank i; slice i of the result came from rank i."""
+    """Sends slice i of dimension 0 to rank i; slice i of the result comes from rank i."""
     return funcol.all_to_all_single_autograd(tensor.contiguous(), None, None, group)
