@@ -1,10 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's dealings with the rollout process: start, steps, evaluation, samples.
-
-`data/replay.py` has the same surface over a recorded file.
-"""
+"""Source of live steps: rank 0 starts the rollout process and requests batches from it."""
 
 import asyncio
 import secrets
@@ -77,23 +74,22 @@ def open_step_source(
 
 
 class RolloutController(StepSource):
-    """Owns the link to the rollout process and what comes over it. Exists on rank 0 alone.
+    """Plans batches of rollouts that the rollout process sends; see :class:`StepSource`.
 
     Args:
-        config: Of the run.
-        model: What is trained.
-        start_version: Batches already trained on.
-        progress: Of the prompts until now.
-        should_stop: Ends every wait when it turns true.
+        config: Configuration of the run.
+        model: The model that is trained.
+        start_version: Number of batches that the run has been trained on so far.
+        progress: Progress through the prompts so far.
+        should_stop: Polled during every wait; the wait ends once it returns True.
 
     Raises:
-        DataError: ``grpo.ptx_path`` or ``rollout.record`` cannot be used.
+        DataError: If ``grpo.ptx_path`` or ``rollout.record`` is unusable.
 
     Attributes:
-        progress: Of the prompts with the last batch.
-        is_exhausted: Never: prompts come round again.
-        link: To the rollout process.
-        servers: Those of the start, known once started; ``link.watch`` knows those of now.
+        is_exhausted: Always False, since the stream of prompts repeats without end.
+        link: Connection to the rollout process.
+        servers: Servers that were present at the start; ``link.watch`` knows the current ones.
     """
 
     is_exhausted = False
@@ -118,7 +114,7 @@ class RolloutController(StepSource):
             )
         self.samples = open_sample_log(config, start_version)
         self._ledger = RunLog(Path(config.job.dump_folder) / LEDGER_FILE, start_version)
-        # Later ones are of a future that this run may not come to again.
+        # Rollouts saved with later checkpoints belong to steps that this run takes again.
         discard_after(config.job.dump_folder, start_version)
         self._model, self._start_version = model, start_version
         self._is_ready = False
@@ -127,18 +123,18 @@ class RolloutController(StepSource):
         self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
-        """Starts the rollout process.
+        """Starts the rollout process, and waits until servers, prompts and rewards are ready.
 
-        Returns when servers, prompts and rewards are there, or when asked to stop.
+        Returns early if the run is asked to stop.
         """
         self.link.start()
         self._despite_kills(self._start_version, lambda: None)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """The batch that ``version`` is trained on, or the next part of it, planned.
+        """Plans the next batch or its next part; see :meth:`StepSource.next_step`.
 
-        None when asked to stop. Where the rollout process was killed amid a batch, the next
-        part is the first one of that batch anew.
+        If the rollout process was killed amid a batch, the next part is again the first part of
+        that batch.
         """
         timeout = self.config.rollout.batch_timeout_seconds
         batch = self._despite_kills(
@@ -169,20 +165,20 @@ class RolloutController(StepSource):
         return FetchAddress(endpoint, self._fetch_secret, version) if endpoint is not None else None
 
     def evaluate(self, version: int) -> EvaluationResult | None:
-        """Scores the held-out prompts under ``version``. None when asked to stop."""
+        """Scores the held-out prompts under ``version``; None if the run is asked to stop."""
         timeout = self.config.rollout.batch_timeout_seconds
         return self._despite_kills(
             version, lambda: self.link.evaluate(version, timeout, self._should_stop)
         )
 
     def save(self, step: int) -> None:
-        """Has what is in flight kept with the checkpoint of ``step``; does not wait for it."""
-        # A process that was killed is found to be so when it is asked for the next batch.
+        """Requests that rollouts in flight are saved beside the checkpoint of ``step``."""
+        # If the process was killed, the request for the next batch will notice and restart it.
         with suppress(RolloutKilled):
             self.link.save(step, checkpointed_steps(self.config))
 
     def _despite_kills(self, version: int, ask: Callable[[], _Answer]) -> _Answer | None:
-        """Asks again, of another rollout process, where the one that was asked is killed."""
+        """Calls ``ask``; restarts the rollout process and calls again if the process is killed."""
         while True:
             try:
                 if not self._is_ready:
@@ -192,11 +188,11 @@ class RolloutController(StepSource):
                 self._is_ready = False
                 if self._should_stop():
                     return None
-                logger.error(f"{kill}\nIt is started again from batch {version} on.")
+                logger.error(f"{kill}\nThe rollout process is restarted, from batch {version} on.")
                 self.link.restart(self._process_config(version))
 
     def _process_config(self, version: int) -> RolloutProcessConfig:
-        """For a rollout process that begins after ``version`` batches."""
+        """Returns the configuration of a rollout process that starts after ``version`` batches."""
         return process_config(self.config, self._model, version, self.progress, self._fetch_secret)
 
     def _wait_ready(self) -> None:
@@ -207,14 +203,17 @@ class RolloutController(StepSource):
         self._is_ready = True
 
     def served_version(self) -> int:
-        """The lowest version that servers say they serve; those that do not answer are left out."""
+        """Returns the lowest version that servers report; servers without an answer are ignored.
+
+        Returns -1 if no server answers.
+        """
 
         async def ask(server: ServerInfo) -> int | None:
             client = client_for(self.config.inference, server)
             try:
                 return await client.version()
             except ServerError as error:
-                logger.warning(f"{server.url} does not say what it serves: {error}")
+                logger.warning(f"{server.url} does not report the version it serves: {error}")
                 return None
             finally:
                 await client.close()
@@ -236,12 +235,12 @@ class RolloutController(StepSource):
 
 
 def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """A line of ``ledger.jsonl``: what became of prompts with the batch of ``step``.
+    """Returns a line of ``ledger.jsonl``, which accounts for the prompts of one batch.
 
     Args:
-        step: That it was trained in.
+        step: Step in which the batch was trained.
         batch: The whole batch, or its last part.
-        groups: All that it was trained on.
+        groups: All groups of the batch.
     """
     return {
         "step": step,
@@ -253,7 +252,7 @@ def ledger_record(step: int, batch: RolloutBatch, groups: Sequence[RolloutGroup]
 
 
 def checkpointed_steps(config: JobConfig) -> list[int]:
-    """Steps of which a checkpoint is there."""
+    """Returns the steps for which a checkpoint exists, ascending."""
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
@@ -266,11 +265,11 @@ def process_config(
     progress: PromptProgress,
     fetch_secret: str,
 ) -> RolloutProcessConfig:
-    """What the rollout process is given, to begin after ``start_version`` batches."""
+    """Returns the configuration of a rollout process that starts after ``start_version`` batches."""
     saved = file_of(config.job.dump_folder, start_version)
     device = config.inference.device
     if device == "auto":
-        # Asked of torch, as for the trainer: a CPU build of torch cannot use a GPU.
+        # As in the trainer, torch decides: a CPU build of torch cannot use a GPU.
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return RolloutProcessConfig(
         grpo=config.grpo,

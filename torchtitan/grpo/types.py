@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What crosses package borders: prompts, rollouts, groups, requests to servers.
+"""Types that several packages use: prompts, rollouts, groups, requests to servers.
 
-Plain data, no torch: the rollout process, the inference clients and the training
-ranks all import this module.
+The module holds plain data and does not import torch, because the rollout process, the
+inference clients and the training ranks all import it.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-"""``stop``: a stop token was written; ``length``: ``max_new_tokens`` were written;
-``abort``: the server gave the request up, and the completion may be short."""
+"""Why a completion ended.
+
+``stop``: the model wrote a stop token. ``length``: ``max_new_tokens`` tokens were written.
+``abort``: the server ended the request early, so that the completion may be incomplete."""
 
 ServerKind = str
 """Name of a kind of inference server: a row of `inference/kinds.py`."""
@@ -39,14 +41,14 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt set, tokenised once.
+    """One row of the prompt set, tokenized once.
 
     Attributes:
         index: Position in the shuffled, repeating stream of prompts. Unique in a
-            run, so it also names the prompt group.
-        text: What the reward functions receive as ``prompts``: a string, or a list of
-            chat messages where the data set is conversational.
-        token_ids: [prompt_len] int32, what the server receives.
+            run, so that it also identifies the prompt group.
+        text: The prompt as reward functions receive it: a string, or a list of chat messages if
+            the data set is conversational.
+        token_ids: [prompt_len] int32, the prompt as the server receives it.
         columns: The row's remaining columns, passed to reward functions by name.
     """
 
@@ -58,12 +60,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """How far a run is through its stream of prompts, between two batches.
+    """Position of a run in its stream of prompts, between two batches.
 
     Attributes:
-        position: All indices below it were handed out, and none from it on.
-        open: Those that were, and are neither trained nor closed; ascending. A resumed run
-            begins with them.
+        position: Index of the first prompt that was not handed out yet.
+        open: Indices of prompts that were handed out but neither trained nor closed, ascending.
+            A resumed run starts with them.
     """
 
     position: int = 0
@@ -115,7 +117,7 @@ class VersionSegment:
 
 
 def num_sampled(token_ids: np.ndarray, sampled: np.ndarray | None) -> int:
-    """Tokens of a completion that are trained, by its ``sampled``."""
+    """Returns the number of trained tokens of a completion, given its ``sampled`` mask."""
     return len(token_ids) if sampled is None else int(np.count_nonzero(sampled))
 
 
@@ -124,14 +126,14 @@ class GenerateRequest:
     """One completion to sample.
 
     Attributes:
-        request_id: Unique; by it the request can be aborted.
+        request_id: Unique id, by which the request can be aborted.
         prompt_ids: Token ids, at least one, all below the model's vocabulary size.
         max_new_tokens: Upper bound of the completion's length, at least 1.
         temperature: 0 is greedy decoding.
         top_p: Nucleus bound in (0, 1]; 1 is off.
         top_k: Number of most likely tokens kept; -1 is off.
         stop_token_ids: Tokens that end the completion; the stop token is part of it.
-        ignore_eos: Write ``max_new_tokens`` tokens whatever the model says.
+        ignore_eos: Whether to continue after an end token, up to ``max_new_tokens`` tokens.
     """
 
     request_id: str
@@ -146,23 +148,24 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """A server's answer to a :class:`GenerateRequest`, token-exact.
+    """A server's answer to a :class:`GenerateRequest`, with exact token ids.
 
     Attributes:
         token_ids: [completion_len] int32, as the server sampled them, the stop token
             included.
         logprobs: [completion_len] float32, of each sampled token at sampling time,
-            after temperature. With top-p or top-k set, vLLM's are renormalised over the
-            tokens kept; SGLang's and the embedded server's are not. Either way they are
-            then biased against what the trainer scores.
+            after temperature. With top-p or top-k, vLLM renormalizes the logprobs over the
+            tokens kept; SGLang and the embedded server do not. In both cases the logprobs
+            differ systematically from those that the trainer computes.
         finish_reason: See :data:`FinishReason`.
-        segments: Which weights wrote which tokens, in order, without gaps. What an environment
-            put in belongs to the segment before it.
-        sampled: [completion_len] bool, True where the model wrote the token and False where an
-            environment put it in, or where the policy that wrote it is too old to learn from
-            (``rollout.overdue``), with a logprob of 0; None where all is trained.
-        environment_reward: Sum of the rewards that the environment has given; None without any.
-        num_context: Of the tokens that are not trained, how many a model wrote.
+        segments: Policy versions that wrote the tokens, in order and without gaps. Tokens
+            inserted by an environment belong to the segment before them.
+        sampled: [completion_len] bool, True for tokens that are trained. False for tokens that
+            an environment inserted, and for tokens of a policy that is too old to learn from
+            (``rollout.overdue``); their logprob is 0. None if all tokens are trained.
+        environment_reward: Sum of the rewards that the environment has given, or None if it
+            gave none.
+        num_context: Number of tokens that are not trained although a model wrote them.
     """
 
     token_ids: np.ndarray
@@ -187,15 +190,15 @@ class Rollout:
         prompt_ids: [prompt_len] int32.
         completion_ids: [completion_len] int32.
         generator_logprobs: [completion_len] float32, recorded at sampling time.
-        segments: Which policy version wrote which completion tokens.
+        segments: Policy versions that wrote the completion tokens.
         finish_reason: See :data:`FinishReason`.
-        completion: The decoded text, for logs only; it is never tokenised again.
-        reward: Weighted sum of the reward functions, or None where scoring failed:
-            an unscored sample is left out, never counted as zero.
-        reward_components: Each reward function's own value, by its name.
-        sampled: [completion_len] bool; see :class:`Generation`. Only where it is True is a
-            token trained; the others are context.
-        num_context: Of those others, how many a model wrote.
+        completion: The decoded text, for logs only; it is never tokenized again.
+        reward: Weighted sum of the reward functions, or None if scoring failed. A sample
+            without a reward is left out; it never counts as zero.
+        reward_components: Value of each reward function, by its name.
+        sampled: [completion_len] bool, True for tokens that are trained; see
+            :class:`Generation`. The other tokens are context.
+        num_context: Number of context tokens that a model wrote.
     """
 
     prompt_ids: np.ndarray
@@ -211,7 +214,7 @@ class Rollout:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that are trained."""
+        """Number of trained tokens."""
         return num_sampled(self.completion_ids, self.sampled)
 
     @property
@@ -221,7 +224,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest policy version that wrote a trained token; its age is the staleness."""
+        """Lowest policy version that wrote a trained token; its age is the staleness."""
         sampled = self.sampled
         trained = [s for s in self.segments if sampled is None or sampled[s.start : s.end].any()]
         return min(segment.version for segment in trained or self.segments)
@@ -232,10 +235,10 @@ class RolloutGroup:
     """All rollouts of one prompt.
 
     Attributes:
-        group_id: The prompt's ``index``.
-        prompt_text: For logs.
-        rollouts: At least one; ``grpo.group_size`` unless some failed.
-        server_url: Where they were written.
+        group_id: ``index`` of the prompt.
+        prompt_text: Text of the prompt, for logs.
+        rollouts: At least one rollout; ``grpo.group_size`` of them unless some failed.
+        server_url: Server that wrote the completions.
     """
 
     group_id: int

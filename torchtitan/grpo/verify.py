@@ -6,9 +6,10 @@
     python -m torchtitan.grpo.verify --kind vllm --url http://127.0.0.1:8000 \\
         --run outputs/verify --prompts assets/reverse_digits/heldout.jsonl
 
-Asks the server for greedy completions of a few prompts and compares the logprob of every
-token with what transformers computes from the run's exported checkpoint; and checks that
-the run pushed its weights while requests were in flight. Exit status 0 only if all holds.
+It requests greedy completions of a few prompts from the server, and compares the logprob of
+every token with the logprob that transformers computes from the run's exported checkpoint. It
+also checks that the run pushed its weights while requests were in flight. The exit status is 0
+only if every check succeeds.
 """
 
 import argparse
@@ -29,7 +30,13 @@ from torchtitan.grpo.types import GenerateRequest, Generation
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold, and what was found."""
+    """One condition, and what was found.
+
+    Attributes:
+        what: The condition, in words.
+        found: What was found.
+        holds: Whether the condition holds.
+    """
 
     what: str
     found: str
@@ -37,7 +44,7 @@ class Check:
 
 
 def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
-    """What the run's own records say."""
+    """Checks the summary and the metrics that the run has written."""
     summary = json.loads((run / "summary.json").read_text())
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     checks = [
@@ -67,7 +74,7 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
 async def greedy_completions(
     client: InferenceClient, prompts: list[list[int]], max_new_tokens: int, wait_seconds: float
 ) -> list[Generation]:
-    """One greedy completion for each prompt, at the same time."""
+    """Returns one greedy completion for each prompt. All are requested at the same time."""
     try:
         await wait_until_up([client], [], wait_seconds)
         return await asyncio.gather(
@@ -86,15 +93,18 @@ async def greedy_completions(
 def compare(
     checkpoint: Path, prompts: list[list[int]], answers: list[Generation], tolerance: float
 ) -> tuple[float, int, int]:
-    """Server against transformers.
+    """Compares the server's completions with transformers.
 
     Args:
-        tolerance: Allowed difference of a logprob. Two tokens no further apart than twice
-            that may change places.
+        checkpoint: Hugging Face directory of the model.
+        prompts: Token ids of the prompts.
+        answers: The server's greedy completions of these prompts.
+        tolerance: Allowed difference of a logprob. A token counts as greedy if its logprob is
+            at most twice this tolerance below the highest one.
 
     Returns:
-        Largest difference of a token's logprob, number of tokens that are not the greedy
-        choice of transformers, number of tokens compared.
+        The largest difference of a token's logprob, the number of tokens that transformers
+        would not have chosen greedily, and the number of tokens compared.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     largest, not_greedy, compared = 0.0, 0, 0
@@ -111,7 +121,7 @@ def compare(
 
 
 def check_server(options: argparse.Namespace) -> list[Check]:
-    """What the server itself answers."""
+    """Checks versions, logprobs and tokens of completions that the server returns now."""
     summary = json.loads((options.run / "summary.json").read_text())
     checkpoint = Path(summary["hf_checkpoint"])
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -142,7 +152,7 @@ def check_server(options: argparse.Namespace) -> list[Check]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a table; returns 0 only if every check holds."""
+    """Prints a line for each check; returns 0 only if every check holds."""
     parser = argparse.ArgumentParser(prog="verify", description=__doc__)
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--url", required=True)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where the time of a step goes."""
+"""Measures how long the parts of a step take."""
 
 import time
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 
 class StepClock:
-    """Times of one step after another, in seconds.
+    """Measures the time of each step and of its parts, in seconds.
 
-    A step lasts from the end of the one before to its own end, so that waiting for data
-    and everything between two steps counts.
+    A step lasts from the end of the previous step to its own end, and so includes waiting for
+    data and everything else between two steps.
     """
 
     def __init__(self) -> None:
@@ -20,12 +20,12 @@ class StepClock:
         self._last_end = time.perf_counter()
 
     def restart(self) -> None:
-        """Begins a step now: what came before (an evaluation, say) belongs to none."""
+        """Starts a step now. Time since the last step, such as an evaluation, is not counted."""
         self._last_end = time.perf_counter()
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Adds the block's time to ``time/<part>_seconds``."""
+        """Adds the duration of the block to ``time/<part>_seconds``."""
         begin = time.perf_counter()
         try:
             yield
@@ -33,7 +33,7 @@ class StepClock:
             self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begin
 
     def end_step(self) -> dict[str, float]:
-        """Closes the step; returns its times and begins the next."""
+        """Ends the step, returns its times, and starts the next step."""
         now = time.perf_counter()
         times = {f"time/{part}_seconds": seconds for part, seconds in self._parts.items()}
         times["time/step_seconds"] = now - self._last_end

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What of upstream's talk reaches the console."""
+"""Filters the messages of torchtitan and torch that reach the console."""
 
 import logging
 import warnings
 
 from torchtitan.tools.logging import init_logger, logger
 
-# Known, harmless, and printed by every rank of every run on CPU.
+# Harmless messages that every rank of every run on a CPU would print.
 _NOISE = (
     "model.safetensors.index.json not found",  # a model of a single file has no index
     "Error running lspci",
@@ -23,16 +23,17 @@ _NOISY_WARNINGS = (
 
 
 def init_console(level: str, *, is_rank_zero: bool) -> None:
-    """Sets torchtitan's logger up; ranks other than 0 report problems only.
+    """Sets up torchtitan's logger. Ranks other than 0 report warnings and errors only.
 
     Args:
         level: ``observe.log_level``.
+        is_rank_zero: Whether the current process is rank 0.
     """
     init_logger()
     logger.setLevel(level.upper() if is_rank_zero else "WARNING")
     for handler in logger.handlers:
         handler.addFilter(_is_news)
-    # It announces the building of its font cache, once a machine.
+    # Matplotlib logs that it builds its font cache, once on each machine.
     logging.getLogger("matplotlib").setLevel("WARNING")
     for message in _NOISY_WARNINGS:
         warnings.filterwarnings("ignore", message=message)

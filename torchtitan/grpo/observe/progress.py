@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The live line of a run."""
+"""Shows the progress of a run on the console."""
 
 import sys
 from typing import Literal
@@ -12,11 +12,11 @@ from rich.progress import Progress as RichProgress
 
 
 class Progress:
-    """A bar on a terminal, a line a step elsewhere.
+    """Shows a bar on a terminal, and one line for each step elsewhere.
 
     Args:
         mode: ``observe.progress``.
-        num_steps: Of the whole run.
+        num_steps: Number of steps of the whole run.
     """
 
     def __init__(self, mode: Literal["auto", "bar", "lines", "none"], num_steps: int) -> None:
@@ -37,6 +37,7 @@ class Progress:
             bar.start()
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
+        """Shows the metrics of a step that has ended."""
         line = progress_line(metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
@@ -44,18 +45,19 @@ class Progress:
             self._console.print(f"step {step:>4}/{self.num_steps}  {line}")
 
     def print(self, message: str) -> None:
-        """Prints above the bar."""
+        """Prints a message above the bar, unless ``mode`` is ``none``."""
         if self.mode != "none":
             (self._bar.console if self._bar is not None else self._console).print(message)
 
     def close(self) -> None:
+        """Stops the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def progress_line(metrics: dict[str, float]) -> str:
-    """Reward, staleness, throughput and the state of the weight push, in one line."""
+    """Returns reward, staleness, throughput and the state of the weight push in one line."""
     version, server = int(metrics["policy_version"]), metrics.get("weight_sync/server_version")
     if server is None:  # a replayed run has no servers
         sync = f"loss {metrics['loss/total']:+.4f}  grad {metrics['grad_norm']:.3g}"

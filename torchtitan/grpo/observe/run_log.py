@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Records of a run, one JSON object a line, each with its ``step``."""
+"""Files of JSON lines, one record for each line, each with the ``step`` that it belongs to."""
 
 import json
 import os
@@ -10,25 +10,25 @@ from typing import Any
 
 
 class RunLog:
-    """A file of records that a resumed run continues where its checkpoint was.
+    """A file of records that a resumed run continues from its checkpoint on.
 
     Args:
         path: The file.
-        step: Batches already trained on. Records of later steps are dropped: those
-            steps are taken again. 0 begins anew.
+        step: Number of batches that the run has been trained on so far. Records of later steps
+            are dropped, since those steps are taken again. With 0 the file starts empty.
 
     Attributes:
-        records: All of the run, those of former processes included.
+        records: All records of the run, including those of earlier processes.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         self.records: list[dict[str, Any]] = []
         if step and path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
-            # A process that was killed may have left half a line.
+            # A process that was killed may have left an incomplete last line.
             whole = [json.loads(line) for line in lines if line.endswith("}")]
             self.records = [record for record in whole if record["step"] <= step]
-        # Whole or not at all: a process that is killed now must not have lost what was there.
+        # Replaced at once, so that a process that is killed here does not lose old records.
         partial = path.with_name(path.name + ".partial")
         with partial.open("w", encoding="utf-8") as self._file:
             for record in self.records:
@@ -42,6 +42,7 @@ class RunLog:
         self._write(record)
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:

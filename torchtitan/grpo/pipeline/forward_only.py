@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Forward passes through pipeline stages, without a backward.
+"""Forward passes through pipeline stages, without a backward pass.
 
-Torch's schedules refuse to evaluate under V placement, and switching a schedule between
-training and evaluation infers all shapes anew each time. So the forward pass has a
-schedule of its own, over stage objects of its own around the same modules: breadth first,
-all microbatches through one stage and then through the next that the rank holds.
+Torch's schedules cannot evaluate under V placement, and a schedule that switches between
+training and evaluation infers all shapes again each time. The forward pass therefore has a
+separate schedule, over separate stage objects around the same modules. It is breadth first: all
+microbatches pass one stage of a rank before they pass the rank's next stage.
 """
 
 import torch
@@ -24,9 +24,9 @@ class ForwardSchedule(_PipelineScheduleRuntime):
     """Runs stages forward. Collective over the pipeline's ranks.
 
     Args:
-        stages: This rank's; used by nobody else.
-        stage_ranks: For each stage of the pipeline the pipeline rank that holds it.
-        num_microbatches: Of one pass.
+        stages: Stages of this rank, which no other schedule may use.
+        stage_ranks: For each stage of the pipeline, the pipeline rank that holds it.
+        num_microbatches: Number of microbatches of one pass.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class ForwardSchedule(_PipelineScheduleRuntime):
             )
             for rank in range(max(stage_ranks) + 1)
         }
-        # The tables that the base class runs; its own builder insists on backwards.
+        # The tables that the base class runs. Its own builder requires backward passes.
         self.pipeline_order_with_comms = _add_send_recv(
             compute, lambda stage: stage_ranks[stage], len(stage_ranks)
         )
 
     @torch.no_grad()
     def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor | None:
-        """One pass; the last stage's output where this rank holds it.
+        """Runs one pass; returns the last stage's output on the rank that holds it, else None.
 
         Args:
-            args: On the rank of the first stage its input, [rows, ...].
-            kwargs: Every stage's further inputs, [rows, ...].
+            args: On the rank of the first stage, its input [rows, ...].
+            kwargs: Further inputs of every stage, [rows, ...].
         """
         return self.step(*args, **kwargs)  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Forward and backward over rows, through pipeline stages."""
+"""Runs forward and backward passes over rows through pipeline stages."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRu
 
 
 class StageLoss:
-    """What a pipeline schedule calls on the last stage, once a microbatch.
+    """The loss that a pipeline schedule computes on the last stage for each microbatch.
 
-    A schedule hands its loss function a slice of a target tensor. Here that tensor holds
-    row numbers, by which the loss finds whatever it needs. A schedule's first step calls it
-    once more than there are microbatches, to learn shapes.
+    A schedule passes its loss function a slice of a target tensor. Here that tensor holds row
+    numbers, by which the loss finds masks, advantages and other policies' logprobs. The first
+    step of a schedule makes one additional call to infer shapes.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class StageLoss:
 
 
 class PipelineForwardRunner(ForwardRunner):
-    """Stages of a model, run forward. Every rank of the pipeline is given the same rows.
+    """Runs the stages of a model forward. Every rank of the pipeline receives the same rows.
 
     Args:
-        stages: This rank's.
-        config: Of the run.
+        stages: Stages of this rank.
+        config: Configuration of the run.
     """
 
     def __init__(self, stages: list[PipelineStage], config: JobConfig) -> None:
@@ -61,17 +61,17 @@ class PipelineForwardRunner(ForwardRunner):
         return torch.cat(outputs) if self.has_output else None
 
     def input_of(self, rows: TrainRows) -> tuple[torch.Tensor, ...]:
-        """What this rank's stages are given besides what comes from other stages."""
+        """Returns the input of this rank's stages that does not come from other stages."""
         return (rows.tokens,) if self.has_input else ()
 
 
 class PipelineRunner(ModelRunner):
-    """Stages of a model that is trained. Every rank of the pipeline is given the same rows.
+    """Trains the stages of a model. Every rank of the pipeline receives the same rows.
 
     Args:
-        schedule: Over this rank's stages.
-        stage_loss: What the schedule was built around.
-        config: Of the run.
+        schedule: Schedule over this rank's stages.
+        stage_loss: Loss function that the schedule was built with.
+        config: Configuration of the run.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PipelineRunner(ModelRunner):
         begin = 0
         for part in rows.microbatches(self.forwards.rows_at_once):
             end = begin + part.num_rows
-            # On the CPU: its values are read, and a device would have to be waited for.
+            # On the CPU, because the loss reads the values: reading a device would block.
             targets = torch.arange(begin, end) if self.has_output else None
             inputs = self.forwards.input_of(part)
             named: dict[str, Any] = {**model_inputs(part)}
@@ -104,7 +104,10 @@ def _stages_of(schedule: _PipelineSchedule) -> list[PipelineStage]:
 
 
 def _copy_of(stage: PipelineStage) -> PipelineStage:
-    """Another stage around the same module: buffers and shapes are a schedule's own."""
+    """Returns another stage around the same module.
+
+    A stage holds buffers and shapes of one schedule, so that two schedules cannot share it.
+    """
     module: nn.Module = stage.submod
     return PipelineStage(
         module, stage.stage_index, stage.num_stages, stage.device, group=stage.group

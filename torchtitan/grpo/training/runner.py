@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Forward and backward over rows.
+"""Runs forward and backward passes over rows.
 
-The trainer knows no layout: it hands rows and a loss to a runner. Tensor, context and data
-parallelism lie inside the model; a runner only knows whether the model is in one piece.
-Pipelines have theirs in `pipeline/stage_runner.py`.
+The trainer does not depend on the layout: it passes rows and a loss to a runner. Tensor, context
+and data parallelism are inside the model. Only pipelines need another runner, which is in
+`pipeline/stage_runner.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,39 +19,42 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.grpo.data.rows import TrainRows
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
-"""From the model's output, [rows, seq, 2], for the given rows of the step to their part of
-the loss, a scalar. Parts are summed over microbatches and ranks."""
+"""Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2].
+
+The slice tells which rows of the minibatch they are. Losses are summed over microbatches and
+ranks."""
 
 
 class ForwardRunner(ABC):
-    """Runs a model forward over the rows that its data-parallel rank was dealt."""
+    """Runs a model forward over the rows of this data-parallel rank."""
 
     has_output: bool
-    """Whether this rank sees the model's output: it holds the last pipeline stage."""
+    """Whether this rank sees the model's output, since it holds the last pipeline stage."""
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
-        """Logprobs and entropies, [rows, seq, 2] float32, without gradients.
+        """Returns logprobs and entropies, [rows, seq, 2] float32, without gradients.
 
-        None on ranks without the output.
+        Returns None on ranks that do not see the output.
         """
 
 
 class ModelRunner(ForwardRunner):
-    """Runs a model that is trained."""
+    """Runs the model that is trained."""
 
     @abstractmethod
     def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
-        """Adds the rows' gradients to the parameters'."""
+        """Adds the gradients of the rows' loss to the gradients of the parameters."""
 
 
 class WholeModelRunner(ModelRunner):
-    """A model in one piece.
+    """Runs a model that is not divided into pipeline stages.
 
     Args:
-        model: See :class:`PackedModel`.
-        rows_at_once: ``training.local_batch_size``.
-        precision: Around every forward, where nothing else casts.
+        model: A :class:`PackedModel`, parallelized.
+        rows_at_once: ``training.local_batch_size``, the number of rows of a microbatch.
+        precision: Context of every forward pass; autocast if nothing else applies mixed
+            precision.
     """
 
     has_output = True
@@ -85,7 +88,7 @@ class WholeModelRunner(ModelRunner):
 
 
 def model_inputs(rows: TrainRows) -> dict[str, torch.Tensor]:
-    """What a :class:`PackedModel` needs of rows besides the tokens."""
+    """Returns the inputs of a :class:`PackedModel` besides the tokens."""
     return {
         "sequence_ids": rows.sequence_ids,
         "positions": rows.positions,
@@ -94,10 +97,10 @@ def model_inputs(rows: TrainRows) -> dict[str, torch.Tensor]:
 
 
 def _forget_gathered(model: nn.Module) -> None:
-    """Frees gathered parameters after a forward that no backward follows.
+    """Frees gathered parameters after a forward pass that no backward pass follows.
 
-    FSDP keeps some of them until the backward, and would take them for current after the
-    next optimizer step.
+    FSDP keeps some of them for the backward pass. It would use them, outdated, after the next
+    optimizer step.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a batch goes through before and in its optimizer steps.
+"""Scoring, advantages and losses of a batch.
 
     minibatches, samples -> score (reference, proximal policy) -> advantages -> losses
 
-Nothing here knows of a layout: runners give whole rows on the ranks that see the output.
+Nothing here depends on the layout: runners return whole rows on the ranks that see the output.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from torchtitan.grpo.training.runner import ForwardRunner
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows of one minibatch, with what other policies say of them.
+    """Rows of one minibatch, with logprobs under other policies.
 
     Attributes:
-        rows: On the training device; advantages filled in.
-        old_logprobs: [rows, seq] float32, of the policy before the batch's first optimizer
-            step; None where that is the policy that the loss sees, or this rank does not
-            see the output.
-        ref_logprobs: [rows, seq] float32, of the reference; None without one, or where
-            this rank does not see the output.
+        rows: The rows on the training device, with their advantages.
+        old_logprobs: [rows, seq] float32, logprobs under the policy before the batch's first
+            optimizer step. None if that is the current policy, or if this rank does not see the
+            output.
+        ref_logprobs: [rows, seq] float32, logprobs under the reference. None without a
+            reference, or if this rank does not see the output.
     """
 
     rows: TrainRows
@@ -44,7 +44,7 @@ class ScoredRows:
 class MinibatchLoss:
     """Computes the loss of one minibatch, microbatch by microbatch, and keeps their metrics.
 
-    The loss of a microbatch may be computed twice, which pipeline schedules do to learn shapes;
+    The loss of a microbatch may be computed twice, which pipeline schedules do to infer shapes;
     its metrics count once.
 
     Args:
@@ -58,7 +58,12 @@ class MinibatchLoss:
         self._metrics: dict[int, dict[str, Metric]] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
-        """output: [rows, seq, 2], logprobs and entropies of the rows ``which``."""
+        """Returns the loss of the rows ``which``, and keeps their metrics.
+
+        Args:
+            output: [rows, seq, 2], logprobs and entropies of these rows.
+            which: The rows of the minibatch.
+        """
         rows = self.scored.rows.select(which)
         logprobs, entropy = output.unbind(-1)
         old, ref = self.scored.old_logprobs, self.scored.ref_logprobs
@@ -83,7 +88,7 @@ class MinibatchLoss:
 
 
 def num_updates(config: GRPO) -> int:
-    """Optimizer steps of one batch."""
+    """Returns the number of optimizer steps of one batch."""
     return config.num_minibatches * config.num_epochs
 
 
@@ -97,19 +102,20 @@ def score(
     *,
     is_counted: bool,
 ) -> list[ScoredRows]:
-    """Forward passes and advantages, before a batch's first optimizer step.
+    """Computes other policies' logprobs and advantages before a batch's first optimizer step.
 
     Args:
         batch: What this rank trains on.
-        policy: With one optimizer step a batch it is not run: it is its own proximal policy.
-        reference: None without a KL penalty.
+        policy: The model that is trained. If a batch has one optimizer step, the current policy
+            is the proximal policy, and no forward pass is needed.
+        reference: The reference model, or None without a KL penalty.
         config: ``[grpo]``.
-        device: Of the training.
-        feed: To sum over ranks.
-        is_counted: True on one of the ranks that see the same output.
+        device: Training device.
+        feed: Sums values over ranks.
+        is_counted: See :class:`RankRole`.
 
     Returns:
-        One entry a minibatch.
+        One entry for each minibatch.
     """
     needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
     minibatches = [rows.to(device) for rows in batch.minibatches]
@@ -146,9 +152,9 @@ def _reference_kl(
     config: GRPO,
     is_counted: bool,
 ) -> torch.Tensor:
-    """[samples] float64: this rank's part of each sample's KL from the reference.
+    """Returns [samples] float64, this rank's part of each sample's KL from the reference.
 
-    Of the sampling-time policy, whose tokens these are and whose reward it is.
+    The KL is that of the sampling-time policy, which wrote the tokens and earned the reward.
     """
     total = torch.zeros(num_samples, dtype=torch.float64)
     for rows, ref in zip(minibatches, ref_logprobs, strict=True):
