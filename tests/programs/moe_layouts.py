@@ -39,7 +39,7 @@ def main(arguments):
         runner = WholeModelRunner(built.parts[0], rows_at_once=2)
         logprobs = runner.forward(rows)[..., 0]
         runner.forward_backward(
-            rows, lambda output, part: (output[..., 0] * rows.part(part).loss_mask).sum()
+            rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
         )
         # Every data-parallel rank had all rows, and gradients are summed.
         num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)

@@ -27,7 +27,7 @@ def main(arguments):
     runner = WholeModelRunner(built.parts[0], rows_at_once=2)
     logprobs = runner.forward(rows)[..., 0]
     runner.forward_backward(
-        rows, lambda output, part: (output[..., 0] * rows.part(part).loss_mask).sum()
+        rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
     )
     grad_norm = dist_utils.clip_grad_norm_(built.parts[0].parameters(), 1e9, foreach=True)
     return {
