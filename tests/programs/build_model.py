@@ -62,6 +62,10 @@ def build(
         parts = split_model(whole, dims, config, cpu)[1]
     else:
         parts = [parallelize(whole, dims, config)]
+    if getattr(model_args, "enable_weight_tying", False):
+        # Before weights are initialized, where upstream ties once more: two parameters would
+        # by then be sharded, gathered and kept in memory twice.
+        assert parts[0].output.weight is parts[0].tok_embeddings.weight
     for part in parts:
         part.to_empty(device="cpu")
         with torch.no_grad():
