@@ -62,7 +62,9 @@ def test_a_replay_shows_a_numeric_change(make_run, tmp_path):
     assert changed.metrics[0]["loss/policy"] != live.metrics[0]["loss/policy"]
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.long)]
+)
 def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(make_run, tmp_path, aggregation):
     """Live in parts, then replayed whole, and in other parts than those it came in."""
     record = tmp_path / "rollouts.jsonl"

@@ -530,8 +530,8 @@ def test_a_file_damaged_after_it_was_written_is_refused(servers, train, tmp_path
     "kind",
     [
         "embedded",
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow]),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
     ],
 )
 def test_a_whole_run_pushes_through_a_directory(kind, make_run, tmp_path, repository):
