@@ -2,16 +2,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Serves a model with SGLang as a run of this project needs it, on a GPU where there is one, else on CPU.
+# Serves a model with SGLang and the options that a run of this project needs, on a GPU if there is one, else on a CPU.
 # usage: bash scripts/serve_sglang.sh MODEL_DIR [--host H] [--port P] [--max-model-len N]
 #            [--max-running-requests N] [--device cpu|cuda] [--dtype float32|bfloat16] [SGLang's own arguments]
-# Then train with --inference.kind sglang --inference.urls http://H:P. Keys are taken from the environment
+# Then start the trainer with --inference.kind sglang --inference.urls http://H:P. Keys are read from the environment
 # variables TORCHTITAN_GRPO_API_KEY and TORCHTITAN_GRPO_ADMIN_KEY.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 (($#)) || die "usage: bash scripts/serve_sglang.sh MODEL_DIR [--port P] [further arguments]"
 PYTHON="${TORCHTITAN_GRPO_SGLANG_PYTHON:-$REPOSITORY/.venv-sglang/bin/python}"
-[[ -x "$PYTHON" ]] || die "$PYTHON is not there: run bash scripts/install_sglang.sh first"
+[[ -x "$PYTHON" ]] || die "$PYTHON does not exist: run bash scripts/install_sglang.sh"
 exec "$PYTHON" "$REPOSITORY/torchtitan/grpo/system/light_start.py" torchtitan.grpo.inference.serve \
     sglang "$1" --python "$PYTHON" "${@:2}"

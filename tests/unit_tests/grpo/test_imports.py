@@ -21,7 +21,7 @@ FLOORS = (
     {"functions", "types", "system", "weight_wire"},
     {"config", "workers"},
     {"job_config", "losses", "inference", "rewards"},
-    {"rollout"},
+    {"rollout", "attestation"},
     {"observe"},
     {"models"},
     {"pipeline"},

@@ -582,3 +582,33 @@ def test_vllm_with_logprobs_before_temperature_is_refused(mode: str) -> None:
 
     asyncio.run(with_server(handler, test))
     assert probes == [[0], [1]]
+
+
+@pytest.mark.parametrize("kind", GENERATE_ROUTES)
+def test_a_completion_may_take_longer_than_a_control_request(kind: Any) -> None:
+    """The server answers a completion only after a control request has timed out."""
+
+    async def run() -> None:
+        timed_out = asyncio.Event()
+
+        async def handler(request: web.Request) -> web.Response:
+            await timed_out.wait()
+            answer = VLLM_ANSWER if kind == "vllm" else SGLANG_ANSWER
+            return web.json_response(answer)
+
+        async def test(url: str) -> None:
+            client = make_client(
+                kind, url, control_timeout_seconds=0.2, request_timeout_seconds=60.0
+            )
+            completion = asyncio.create_task(client.generate(replace(REQUEST, temperature=1.0)))
+            with pytest.raises(ServerError, match=r"not answered within 0\.2 s"):
+                await client.version()
+            # The completion was sent first, so its control timeout would have passed as well.
+            await asyncio.sleep(0.2)
+            timed_out.set()
+            assert (await completion).token_ids.tolist() == [12, 13, 9]
+            await client.close()
+
+        await with_server(handler, test)
+
+    asyncio.run(run())
