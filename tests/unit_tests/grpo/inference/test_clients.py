@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the clients make of servers' answers, and what they ask.
+"""Tests how the clients parse answers of servers, and which requests they send.
 
 The bodies below were recorded from SGLang 0.5.23 and vLLM 0.32.0.
 """
@@ -307,7 +307,7 @@ def test_a_client_for_nonsense_is_refused(kind: Any, url: str, message: str) -> 
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all parts of an answer, but of the whole."""
+    """Returns the paths of all parts of an answer, without the whole answer."""
     steps: Any = ()
     if isinstance(value, dict):
         steps = value

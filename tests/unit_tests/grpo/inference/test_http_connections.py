@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""When a connection to a server is used again, and when not."""
+"""Tests when a connection to a server is reused, and when it is not."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +19,7 @@ _SETTINGS: Any = {"api_key": None, "admin_key": None, "timeout_seconds": SECONDS
 
 
 class Server:
-    """Notes over which connection each request came."""
+    """Records the connection over which each request arrives."""
 
     def __init__(self) -> None:
         self.ports: list[int] = []

@@ -13,7 +13,7 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class _CountingConnection(HttpConnection):
-    """Counts in which turn of the loop its requests begin."""
+    """Counts the requests that begin in each turn of the event loop."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, api_key=None, admin_key=None, timeout_seconds=_TIMEOUT_SECONDS)

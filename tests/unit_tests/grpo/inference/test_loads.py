@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How busy servers say they are. The answers below have the form of vLLM 0.32 and SGLang 0.5.23."""
+"""Tests how the reported load of a server is read.
+
+The answers below have the form of those of vLLM 0.32 and SGLang 0.5.23.
+"""
 
 import copy
 from typing import Any

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Command lines of servers, and what becomes of those that do not start."""
+"""Tests the command lines of servers, and the handling of servers that do not start."""
 
 import asyncio
 import json
@@ -211,7 +211,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def start_script(tmp_path: Path, script: str) -> LaunchedServer:
-    """A child in the place of a server: the interpreter is a script, whatever it is told."""
+    """Starts a server whose interpreter is a shell script that ignores its arguments."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The file of servers: how it is read, and which of its states are taken."""
+"""Tests how the file of URLs is read, and which of its changes are reported."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> UrlsFile:
-    """A file that named A when it was read."""
+    """Makes a file that named A when it was read."""
     path.write_text(A)
     file = UrlsFile(str(path))
     assert file.read() == [A]

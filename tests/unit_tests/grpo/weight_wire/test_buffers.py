@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Receive buffers that are used again."""
+"""Tests which receive buffers are reused."""
 
 import torch
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The checksum of a tensor's bytes."""
+"""Tests the checksum of a tensor's bytes."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A server's end of a group that is left while a broadcast is awaited."""
+"""Tests that a server can leave a group while it waits for a broadcast."""
 
 import asyncio
 import json

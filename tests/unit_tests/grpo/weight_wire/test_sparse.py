@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lossless deltas between two versions of a bucket."""
+"""Tests lossless deltas between two versions of a bucket."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def receive(
     num_changed: tuple[int, ...],
     itemsize: int,
 ) -> torch.Tensor:
-    """The receiver's end: its own tensors, with the changes written into them."""
+    """Returns the receiver's tensors after the changes were written into them."""
     sizes = [numel * itemsize for numel in numels]
     held = [part.clone().view(DTYPES[itemsize]) for part in previous.split(sizes)]
     for tensor, changes in zip(held, decode(payload, numels, num_changed, itemsize), strict=True):
@@ -30,7 +30,7 @@ def receive(
 
 @st.composite
 def versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, list[int], int]:
-    """Two versions of a bucket; any bits, so NaNs, infinities and both zeros occur."""
+    """Draws two versions of a bucket from all bits: NaNs, infinities and both zeros occur."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
     numels = draw(st.lists(st.integers(0, 50), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Buckets in staging: what is received, and what no longer is."""
+"""Tests which buckets staging receives, and which it refuses."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ SECONDS = 10.0
 
 
 class RecordingGroup:
-    """A weight group in which every broadcast is of zeros and comes at once."""
+    """A weight group in which every broadcast consists of zeros and arrives at once."""
 
     name = "group"
 

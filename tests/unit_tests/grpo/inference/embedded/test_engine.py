@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The embedded engine against plain transformers forwards, in one process."""
+"""Compares the embedded engine with plain forwards of transformers, in one process."""
 
 import queue
 import random
@@ -25,7 +25,7 @@ TIMEOUT = 60.0
 
 
 def make_model(kind: str, seed: int = 0) -> Any:
-    """A tiny random model with weights large enough to make logits differ."""
+    """Returns a tiny random model whose weights are large enough to make logits differ."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -42,7 +42,7 @@ def make_model(kind: str, seed: int = 0) -> Any:
 
 
 def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
-    """[completion] logprobs of a finished request by one forward without a cache."""
+    """Returns the [completion] logprobs of a finished request, from a forward without a cache."""
     ids = torch.tensor([request.token_ids])
     attention = model.config._attn_implementation
     model.config._attn_implementation = "sdpa"
@@ -56,7 +56,7 @@ def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
 
 
 class Harness:
-    """An engine and the news of its requests."""
+    """An engine, and a queue of the events of its requests."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
@@ -88,7 +88,7 @@ class Harness:
                 waiting.discard(id(request))
 
     def wait_for_tokens(self, request: Request, count: int) -> None:
-        """``request`` must stream."""
+        """Waits until a streaming request has ``count`` tokens."""
         while True:
             told, num_tokens, finished = self.news.get(timeout=TIMEOUT)
             if told is request and num_tokens >= count:
@@ -210,7 +210,7 @@ def test_new_weights_in_flight_renew_the_cache_and_start_a_segment(pause: Any) -
 
 
 def test_new_weights_start_a_segment_of_waiting_requests_too() -> None:
-    """One slot: a second request waits, before its first token and after it was sent back."""
+    """With one slot, one request waits for its first token, and a swap sends the other one back."""
     with harness(make_model("qwen3", seed=1), max_slots=1) as h:
         running = h.submit([11, 12], stream=True, max_new_tokens=250)
         h.wait_for_tokens(running, 3)

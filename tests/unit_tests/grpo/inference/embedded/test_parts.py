@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The embedded server's sampler and its table of parameters, by themselves."""
+"""Tests the sampler, the request parser and the parameter table of the embedded server."""
 
 from typing import Any
 

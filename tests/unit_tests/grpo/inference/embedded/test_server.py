@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The embedded server as its own process, over HTTP and real gloo groups."""
+"""Tests the embedded server as a process, over HTTP and real gloo groups."""
 
 import asyncio
 import itertools
@@ -115,7 +115,7 @@ def server(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 class Client:
-    """Requests to one server, with status and parsed body."""
+    """Sends requests to one server and returns parsed bodies."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.session, self.url, self.key = session, url, ""
@@ -757,7 +757,7 @@ def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
         assert (await client.call("GET", "/model_info"))[0] == 401
 
     async def stop_busy_server(client: Client) -> None:
-        """SIGTERM while one request streams and a broadcast is waited for."""
+        """Sends SIGTERM while one request streams and a broadcast is awaited."""
         client.key = "admin"
         trainer = await Trainer(client).__aenter__()
         await client.post("/begin_weight_update")

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Requests to leave that meet what they break off."""
+"""Tests requests to leave groups while another operation of the updater is under way."""
 
 import threading
 from types import SimpleNamespace
