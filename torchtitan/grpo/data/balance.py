@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Splits things of different costs into parts of even cost. Pure; imports nothing of the rest.
+"""Splits things of different costs into parts of even cost. Pure; imports nothing of the package.
 
-The largest differencing method (Karmarkar and Karp, 1982,
+This is the largest differencing method (Karmarkar and Karp, 1982,
 https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html), for k parts as in Korf's
-"Multi-Way Number Partitioning" (IJCAI 2009): the state is a heap of tuples of k sums, at
-first one for each thing, ``(cost, 0, ..., 0)``. The two tuples of the widest spread (largest
-sum less smallest) become one, in which the largest sum of the one is joined with the smallest
-of the other and so on, until a single tuple is left.
+"Multi-Way Number Partitioning" (IJCAI 2009). The state is a heap of tuples of k sums, at first
+one tuple ``(cost, 0, ..., 0)`` for each thing. In each turn the two tuples with the widest spread
+(largest sum minus smallest sum) are merged into one: the largest sum of one tuple is joined with
+the smallest sum of the other, and so on. The method ends when one tuple is left.
 
     3 parts of 8, 7, 6, 5, 4, as (sum, sum, sum):
     (8 0 0) (7 0 0) (6 0 0) (5 0 0) (4 0 0)
@@ -17,12 +17,13 @@ of the other and so on, until a single tuple is left.
     (8 7 6) (5 4 0)                              ...
     (8 11 11)                                    4 with 7, 5 with 6, nothing with 8
 
-With equal counts the tuples at the start are runs of k things in order of their cost, one in
-each part, so that every merge adds as many things to each part (Michiels et al., "Performance
-ratios for the differencing method", 2003). Not kept of the papers: the complete search.
+With equal counts each tuple at the start holds k things that follow each other in order of cost,
+one in each part, so that every merge adds the same number of things to each part (Michiels et
+al., "Performance ratios for the differencing method", 2003). The complete search of the papers is
+left out.
 
-Differencing needs many things a part to end near the mean. With few of them swaps follow, one
-at a time, each of which makes the heaviest part lighter (:func:`even_out`).
+Differencing comes close to the mean only with many things in each part. With few things, swaps
+follow, each of which makes the heaviest part lighter (:func:`even_out`).
 """
 
 import heapq
@@ -33,13 +34,13 @@ from itertools import combinations
 import numpy as np
 
 _Slot = tuple[float, int, int]
-"""One part's sum, its first and its last thing; in between they are linked."""
+"""The sum of a part, and the first and last of its things, which form a linked list."""
 
 _MAX_SWAPS, _MAX_BUNDLE_SWAPS = 256, 32
 _MAX_GIVEN, _MAX_TAKEN = 256, 4096
-"""Bundles that are tried against each other."""
+"""Largest numbers of bundles that are tried against each other."""
 _FEW_PARTS = 8
-"""Partners of a swap are looked for in so many of the lightest parts before all others."""
+"""Number of the lightest parts in which the partner of a swap is searched first."""
 
 
 def partition(
@@ -54,18 +55,18 @@ def partition(
     Equal input gives equal output.
 
     Args:
-        costs: Of each thing, finite and at least 0.
-        num_parts: At least 1.
-        equal_counts: The parts' counts differ by one at most.
-        tolerance: Swapping ends where the heaviest part is at most this fraction above
-            :func:`lower_bound`; infinity swaps nothing.
+        costs: Cost of each thing, finite and at least 0.
+        num_parts: Number of parts, at least 1.
+        equal_counts: Whether the numbers of things of two parts may differ by at most one.
+        tolerance: Swapping ends once the heaviest part is at most this fraction above
+            :func:`lower_bound`; with infinity nothing is swapped.
 
     Returns:
-        For each part its things, as ascending indices into ``costs``; the lightest part
-        first. With fewer things than parts some are empty.
+        The things of each part, as ascending indices into ``costs``, the lightest part first.
+        With fewer things than parts some parts are empty.
 
     Raises:
-        ValueError: There is no part to fill, or a cost is negative or not finite.
+        ValueError: If ``num_parts`` is below 1, or a cost is negative or not finite.
     """
     values = _checked(costs, num_parts)
     parts = _differencing(values, num_parts, equal_counts)
@@ -82,11 +83,11 @@ def partition(
 
 
 def lower_bound(costs: Sequence[float], num_parts: int) -> float:
-    """A cost below which no split has its heaviest part.
+    """Returns a cost that the heaviest part of every split reaches or exceeds.
 
-    The largest of: the mean of the parts; the largest thing; and for each count j the
-    least cost of j + 1 of the ``j * num_parts + 1`` largest things, since so many of them
-    meet in some part.
+    It is the largest of these numbers: the mean of the parts; the largest thing; and, for each j,
+    the least cost of j + 1 of the ``j * num_parts + 1`` largest things, because some part holds
+    at least j + 1 of them.
     """
     ordered = sorted(costs, reverse=True)
     bound = max(sum(ordered) / num_parts, ordered[0] if ordered else 0.0)
@@ -99,18 +100,18 @@ def lower_bound(costs: Sequence[float], num_parts: int) -> float:
 def lower_bound_with_sizes(
     costs: Sequence[float], sizes: Sequence[int], num_parts: int, part_size: int
 ) -> float:
-    """As :func:`lower_bound`, where a part has room for ``part_size`` alone.
+    """Returns a lower bound as :func:`lower_bound` does, for parts of limited size.
 
-    Where parts are almost full, one that holds a large thing of much cost for its size has to
-    hold as much of the rest as others do. For each count j the j costliest things lie in some
-    q <= j parts, which hold at least what does not fit into the others: at best, of all things
-    (also in pieces) those of the least cost for their size.
+    If the parts are almost full, a part with a thing that is costly for its size must also hold
+    its portion of the other things. For each j, the j costliest things lie in q <= j parts. These
+    parts hold at least what does not fit into the other parts; that is cheapest if it consists of
+    the things with the least cost for their size, which the bound may cut into pieces.
 
     Args:
-        costs: Of each thing, at least 0.
-        sizes: Of each thing, at least 1.
-        num_parts: At least 1.
-        part_size: What the sizes of a part's things may add up to.
+        costs: Cost of each thing, at least 0.
+        sizes: Size of each thing, at least 1.
+        num_parts: Number of parts, at least 1.
+        part_size: Largest total size of the things of a part.
     """
     bound = lower_bound(costs, num_parts)
     cost, size = np.asarray(costs, np.float64), np.asarray(sizes, np.float64)
@@ -143,11 +144,11 @@ def _differencing(values: list[float], num_parts: int, equal_counts: bool) -> li
     following = [-1] * len(values)
     heap: list[tuple[float, int, list[_Slot]]] = []
     for start in range(0, len(order), run):
-        # Ascending, and without the zeros: a tuple of one sum costs nothing to carry about.
+        # Ascending, without the zeros, which makes most tuples as short as a single sum.
         slots = [(values[i], i, i) for i in reversed(order[start : start + run])]
         heap.append((-_spread(slots, num_parts), start, sorted(slots)))
     heapq.heapify(heap)
-    serial = len(order)  # the older of two equal spreads goes first
+    serial = len(order)  # Of two tuples with equal spreads the older one comes first.
     while len(heap) > 1:
         first = heapq.heappop(heap)[2]
         merged = _merge(first, heap[0][2], num_parts, following)
@@ -163,11 +164,11 @@ def _spread(slots: list[_Slot], num_parts: int) -> float:
 
 
 def _merge(a: list[_Slot], b: list[_Slot], num_parts: int, following: list[int]) -> list[_Slot]:
-    """One tuple of two, largest with smallest; both may be changed."""
+    """Merges two tuples, largest with smallest; may change both arguments."""
     if len(b) == 1:
         a, b = b, a
     if len(a) == 1:
-        # The usual case by far, in place.
+        # By far the most frequent case is handled in place.
         slot = a[0]
         if len(b) == num_parts:
             slot = _join(b.pop(0), slot, following)
@@ -202,26 +203,27 @@ def even_out(
     may_move: bool = True,
     bundles: bool = False,
 ) -> np.ndarray:
-    """Makes the heaviest part lighter, swap by swap, until none helps or ``bound`` is met.
+    """Makes the heaviest part lighter by swaps, until no swap helps or ``bound`` is reached.
 
-    A swap exchanges a thing of the heaviest part for a cheaper one of another part, or for
-    nothing (a move), such that the heavier of the two is as light as can be. Parts may have
-    rows, none of which may become larger than ``row_size``.
+    A swap exchanges a thing of the heaviest part for a cheaper thing of another part, or for
+    nothing, which moves it. The chosen swap makes the heavier of the two parts as light as
+    possible. A part may consist of several rows, none of which may exceed ``row_size``.
 
     Args:
-        costs: Of each thing, at least 0.
-        row_of: [things] int, each thing's row.
-        num_rows: Of all parts together.
-        part_of_row: [num_rows] int, each row's part; None: each row is a part.
-        sizes: Of each thing, at least 0; None: nothing takes room.
-        row_size: What the sizes of a row's things may add up to.
-        bound: A heaviest part of at most this cost is good enough.
-        may_move: False keeps the rows' counts as they are.
-        bundles: Where no swap of single things helps, also try two for up to three, of one
-            row each: full rows take one long thing for several short ones alone.
+        costs: Cost of each thing, at least 0.
+        row_of: [things] int, the row of each thing.
+        num_rows: Number of rows of all parts together.
+        part_of_row: [num_rows] int, the part of each row; None if each row is a part.
+        sizes: Size of each thing, at least 0; None if nothing takes room.
+        row_size: Largest total size of the things of a row.
+        bound: Cost of the heaviest part at which swapping ends.
+        may_move: Whether the number of things in a row may change.
+        bundles: Whether to try up to two things for up to three, each of one row, if no swap of
+            single things helps. In full rows only such swaps exchange a long thing for several
+            short ones.
 
     Returns:
-        [things] int, each thing's row after that.
+        [things] int, the row of each thing after the swaps.
     """
     parts = np.arange(num_rows) if part_of_row is None else np.asarray(part_of_row)
     state = _Split(costs, row_of, parts, sizes, row_size)
@@ -240,10 +242,10 @@ def even_out(
 
 
 class _Split:
-    """Things in rows in parts, and what each part costs and each row has room for.
+    """The things of each row, the cost of each part and the room of each row.
 
-    Behind the things stands a nothing of no cost for each row, which swaps for what moves
-    there and which itself stays where it is.
+    Each row has an empty thing of cost and size 0, numbered behind the real things. A move swaps
+    a thing for the empty thing of its new row; the empty thing itself stays in its row.
     """
 
     def __init__(
@@ -266,7 +268,7 @@ class _Split:
         self.sums = np.bincount(parts[self.row], weights=self.cost)
 
     def apply(self, given: Sequence[int], taken: Sequence[int]) -> None:
-        """Exchanges things of one row for things of another; both may have nothings."""
+        """Exchanges things of one row for things of another; empty things stay."""
         source, target = self.row[given[0]], self.row[taken[0]]
         for things, begin, end in ((given, source, target), (taken, target, source)):
             for thing in things:
@@ -278,7 +280,7 @@ class _Split:
                     self.sums[self.parts[end]] += self.cost[thing]
 
     def best_swap(self, may_move: bool) -> tuple[list[int], list[int]] | None:
-        """The thing to give and the one to take, or None where no swap helps."""
+        """Returns the thing to give and the thing to take, or None if no swap helps."""
         heaviest = int(self.sums.argmax())
         part = self.parts[self.row]
         given = np.flatnonzero((part == heaviest) & (self.cost > 0))
@@ -294,7 +296,7 @@ class _Split:
         return None
 
     def best_bundle_swap(self) -> tuple[list[int], list[int]] | None:
-        """Some things to give and some to take, or None where no such swap helps."""
+        """Returns the things to give and the things to take, or None if no such swap helps."""
         lightest = np.argsort(self.sums, kind="stable").tolist()
         heaviest = int(self.sums.argmax())
         given = self._bundles([heaviest], 2)[:_MAX_GIVEN]
@@ -302,7 +304,7 @@ class _Split:
         return self._best(given, self._bundles(lightest, 3)[:_MAX_TAKEN])
 
     def _bundles(self, of_parts: Sequence[int], most: int) -> np.ndarray:
-        """[bundles, most] up to ``most`` things of a row, filled up with the row's nothing."""
+        """Returns [bundles, most], up to ``most`` things of a row, padded with its empty thing."""
         found: list[tuple[int, ...]] = []
         for part in of_parts:
             for row in np.flatnonzero(self.parts == part).tolist():
@@ -317,7 +319,7 @@ class _Split:
         return np.array(found, np.int64).reshape(-1, most)
 
     def _best(self, given: np.ndarray, taken: np.ndarray) -> tuple[list[int], list[int]] | None:
-        """given: [g, any], taken: [t, any] bundles of one row each; the best two, if any."""
+        """Returns the best pair of a bundle of ``given`` [g, any] and one of ``taken`` [t, any]."""
         if not len(given) or not len(taken):
             return None
         source, target = self.row[given[:, 0]], self.row[taken[:, 0]]
@@ -326,7 +328,7 @@ class _Split:
         heaviest = self.sums.max()
         heavier = np.maximum(heaviest - cheaper, self.sums[self.parts[target]] + cheaper)
         fits = (smaller <= self.room[target]) & (smaller >= -self.room[source][:, None])
-        # By more than what rounding makes of it, or it would go on for ever.
+        # Rounding alone must not count as an improvement: swapping would never end.
         better = np.where(fits & (heavier < heaviest * (1 - 1e-9)), heavier, np.inf)
         g, t = np.unravel_index(int(better.argmin()), better.shape)
         if not np.isfinite(better[g, t]):

@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a sequence costs to train on: its tokens, or the operations of the model.
+"""The cost of training on a sequence: its tokens, or the operations of the model.
 
-Matrix products cost the same for each token; causal attention costs as much as there are
-pairs of tokens, about half the square of the length. In packed rows attention stays inside
-each sequence, so a row costs what its sequences cost.
+Products with weights cost the same for each token. The cost of causal attention is proportional
+to the number of pairs of tokens, about half the square of the length. In packed rows attention
+stays inside each sequence, so the cost of a row is the sum over its sequences.
 
-Left out, since they change little of what one sequence costs against another: norms, softmax,
-rotary embeddings, the recomputation of activations, and that the output layer works on
-trained tokens alone.
+Norms, softmax, rotary embeddings and the recomputation of activations are left out, and so is the
+fact that the output layer computes trained tokens only: they change little of the cost of one
+sequence relative to another.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 SequenceCost = Callable[[int], float]
-"""From a sequence's tokens to its cost, in a unit of the function's own."""
+"""Returns the cost of a sequence with this number of tokens; each function has its own unit."""
 
 _TRAINING = 3
-"""A backward pass computes two products, for inputs and for weights, to the forward's one."""
+"""Products in forward and backward pass: the backward pass computes two for each forward one."""
 
 
 def token_cost(num_tokens: int) -> float:
-    """A token costs 1."""
+    """Returns the number of tokens: each token costs 1."""
     return float(num_tokens)
 
 
@@ -33,8 +33,9 @@ class FlopsCost:
     """Floating-point operations of one forward and backward pass.
 
     Attributes:
-        per_token: Operations of a token in all products with weights.
-        per_pair: Operations of a query and a key that it sees, over all layers.
+        per_token: Number of operations of a token in all products with weights.
+        per_pair: Number of operations for a query and one key that it attends to, over all
+            layers.
     """
 
     per_token: float
@@ -46,11 +47,11 @@ class FlopsCost:
 
 
 def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
-    """The cost of a model's sequences.
+    """Returns the cost function of a model.
 
     Args:
-        config: A Hugging Face ``config.json`` of a Llama or Qwen3, dense or with experts, of
-            which a token counts those that it is sent to.
+        config: Contents of the Hugging Face ``config.json`` of a Llama or Qwen3 model, dense or
+            with experts. Only the experts that a token is routed to count.
     """
     dim, num_layers = config["hidden_size"], config["num_hidden_layers"]
     num_heads = config["num_attention_heads"]
@@ -59,16 +60,16 @@ def flops_cost(config: Mapping[str, Any]) -> FlopsCost:
     kv_heads = (config.get("num_key_value_heads") or num_heads) * head_dim
     attention = dim * (2 * heads + 2 * kv_heads)
     weights = num_layers * (attention + _feed_forward(config, dim)) + dim * config["vocab_size"]
-    # A product of a weight, or of a query's, key's or value's number, is an operation, and so
-    # is its addition; a pair of tokens has a product in the scores and one in the values.
+    # A multiplication is one operation and the addition of its result another. For each pair of
+    # tokens attention multiplies once for the scores and once for the values.
     return FlopsCost(
         per_token=_TRAINING * 2.0 * weights, per_pair=_TRAINING * 4.0 * num_layers * heads
     )
 
 
 def _feed_forward(config: Mapping[str, Any], dim: int) -> int:
-    """Weights that a token meets in one layer's gated feed-forward, or in its experts."""
-    # transformers 5 writes `num_local_experts`, 4 wrote `num_experts`.
+    """Returns the number of weights of one layer's feed-forward that a token is multiplied with."""
+    # transformers 5 writes `num_local_experts`, and version 4 `num_experts`.
     num_experts = config.get("num_local_experts") or config.get("num_experts")
     if not num_experts:
         return 3 * dim * config["intermediate_size"]

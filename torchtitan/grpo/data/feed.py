@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Hands each rank its rows, from rank 0 or as rank 0 says.
+"""Gives each rank the rows that rank 0 has planned for it.
 
-Rank 0 talks to the rollout process and plans; everybody else learns from one small
-header what comes: a step, or the end. Tensors travel as they are, over a gloo group of
-the feed's own, so that nothing is pickled and the training groups stay undisturbed. With
-``prompts.single_rank_load = false`` it is the plan alone that travels, and each rank fetches
-what it needs.
+Only rank 0 talks to the rollout process and plans. It broadcasts a small header, which tells the
+other ranks what follows: a batch, or a signal such as the end of the run. Tensors travel as they
+are over a gloo group that belongs to the feed, so that nothing is pickled and the groups of the
+training are not used. With ``prompts.single_rank_load = false`` rank 0 sends only packing lists,
+and each rank fetches its rollouts from the rollout process.
 """
 
 from dataclasses import astuple, dataclass
@@ -32,21 +32,21 @@ _FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
 
 
 class RankZeroFailed(RuntimeError):
-    """Rank 0 ended the run and says why itself; this rank only leaves."""
+    """Rank 0 has failed and reports the reason itself; this rank only ends."""
 
 
 class Signal(IntEnum):
     """What a header announces."""
 
     READY = 0
-    """Servers, prompts and rewards are there: training begins."""
+    """Servers, prompts and rewards are ready: training begins."""
     STEP = 1
     STOP = 2
-    """Asked to stop: end in order, and keep a checkpoint."""
+    """The run was asked to stop: end in order and write a checkpoint."""
     FAIL = 3
-    """Rank 0 failed and says why itself: leave at once."""
+    """Rank 0 has failed and reports the reason itself: end at once."""
     END = 4
-    """There is nothing more to train on: finish as after the last step."""
+    """No batches are left: finish as after the last step."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,21 @@ class TrainBatch:
     """What one rank trains on of a batch, or of a part of it.
 
     Attributes:
-        minibatches: This rank's rows of each optimizer step of one epoch, advantages still
-            at 0; `data/step_plan.py` has ``epoch_order``. Every data-parallel rank has the same
-            number of rows in each; it may differ from batch to batch, their length never.
-        minibatch_tokens: For each minibatch the tokens that its loss is made of, over all
-            ranks, supervised ones included. With 0 it has no gradient, and its optimizer
-            step must be left out: momentum and weight decay alone would move the weights.
+        minibatches: The rank's rows for each optimizer step of one epoch, with advantages of 0;
+            ``epoch_order`` in `data/step_plan.py` gives the order. Every data-parallel rank has
+            the same number of rows in each minibatch. The number may differ between batches;
+            the length of a row does not.
+        minibatch_tokens: For each minibatch, the number of tokens with a loss over all ranks,
+            supervised ones included. If it is 0, the minibatch has no gradient and its
+            optimizer step must be left out: momentum and weight decay would move the weights.
         samples: All samples of the batch, the same on every rank.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
-        num_tokens: Over all ranks and minibatches.
-        mass: What its weights are over (`losses/aggregation.py`), all ranks together.
+        num_tokens: Prompt and completion tokens, over all ranks and minibatches.
+        mass: Total mass of the loss weights (`losses/aggregation.py`), over all ranks.
         part: Which part of its batch this is.
-        publish_slot: Snapshot slot into which the batch's last weights go.
-        progress: Of the prompts with this batch; every rank checkpoints it, for any rank's copy
-            may be the one that is written.
+        publish_slot: Snapshot slot that the weights after the batch are copied into.
+        progress: Progress through the prompts, this batch included. Every rank keeps it for
+            checkpoints, because any rank's copy may be the one that is written.
     """
 
     minibatches: list[TrainRows]
@@ -83,12 +84,12 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class _Header:
-    """What every rank must know before the tensors come."""
+    """What every rank must know before it receives the tensors."""
 
     signal: int
     num_minibatches: int = 0
     num_rows: int = 0
-    """Of one rank, in all minibatches together."""
+    """Number of rows of one rank, in all minibatches together."""
     num_samples: int = 0
     num_trained_tokens: int = 0
     num_tokens: int = 0
@@ -97,7 +98,7 @@ class _Header:
     publish_slot: int = 0
     prompt_position: int = 0
     num_fetched: int = 0
-    """Sequences of the rank that fetches the most."""
+    """Number of sequences of the rank that fetches the most."""
     fetch_version: int = -1
     """Version of the batch that ranks fetch rollouts of; -1 where rank 0 scatters the rows."""
     num_open_prompts: int = 0
@@ -119,13 +120,13 @@ class FetchAddress:
 
 
 class Feed:
-    """The scatter of plans; see the module's docstring.
+    """Distributes plans and signals over the ranks; see the module's docstring.
 
     Args:
         batch_rank: This rank's index among the data-parallel ranks.
         row_len: ``training.seq_len``.
-        timeout_seconds: How long a rank waits for rank 0's next header.
-        fetch_seconds: How long it waits for rollouts that it fetches itself.
+        timeout_seconds: Maximum time that a rank waits for rank 0's next header.
+        fetch_seconds: Maximum time that a rank waits for rollouts that it fetches itself.
     """
 
     def __init__(
@@ -153,12 +154,12 @@ class Feed:
         *,
         part: BatchPart = BatchPart.WHOLE,
     ) -> TrainBatch:
-        """Rank 0: announces the batch, scatters its rows, and broadcasts its table of samples.
+        """Announces a batch, scatters its rows and broadcasts its samples. Called on rank 0.
 
         Args:
-            plan: Of the batch.
+            plan: Plan of the batch, or of one part of it.
             publish_slot: See :class:`TrainBatch`.
-            progress: See there.
+            progress: See :class:`TrainBatch`.
             address: Where ranks fetch their rollouts; None scatters the rows from rank 0.
             part: See :class:`TrainBatch`.
         """
@@ -181,14 +182,14 @@ class Feed:
         return self._exchange(header, plan, progress, address)
 
     def send_signal(self, signal: Signal) -> None:
-        """Rank 0: announces anything but a batch."""
+        """Announces anything but a batch. Called on rank 0."""
         self._broadcast_header(_Header(signal))
 
     def receive(self) -> TrainBatch | Signal:
-        """Other ranks: waits for rank 0's next word.
+        """Waits for the next batch or signal of rank 0. Called on all other ranks.
 
         Raises:
-            RankZeroFailed: That word is FAIL.
+            RankZeroFailed: If the signal is FAIL.
         """
         header = self._broadcast_header(None)
         if header.signal == Signal.FAIL:
@@ -221,7 +222,7 @@ class Feed:
         progress: PromptProgress | None,
         address: FetchAddress | None,
     ) -> TrainBatch:
-        """The tensors that a STEP header announces; ``plan`` is there on rank 0 alone."""
+        """Exchanges the tensors that a STEP header announces. Only rank 0 passes a ``plan``."""
         if header.fetch_version < 0:
             rows = self._scatter_rows(header.num_rows, plan)
         else:
@@ -271,7 +272,7 @@ class Feed:
         return rows_from(where, weights, fetched, num_rows=header.num_rows, row_len=self.row_len)
 
     def _client_for(self, address: FetchAddress | None) -> BatchFetcher:
-        """Connected to the rollout process of now, which rank 0 names."""
+        """Returns a client of the current rollout process, whose address rank 0 broadcasts."""
         words = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
         if address is not None:
             text = f"{address.endpoint} {address.secret}".encode()
@@ -284,7 +285,7 @@ class Feed:
         return self._client
 
     def close(self) -> None:
-        """Closes the connection to the rollout process, where there is one."""
+        """Closes the connection to the rollout process, if there is one."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -310,7 +311,7 @@ class Feed:
         table = torch.empty(3, num_samples, dtype=torch.int64)
         if plan is not None:
             samples = plan.samples
-            # The rewards' bits as integers, so that one exact tensor holds all columns.
+            # Rewards travel as the integers with the same bits, so that one exact tensor holds all.
             columns = [samples.rewards.view(np.int64), samples.group_ids]
             table = torch.from_numpy(np.stack([*columns, samples.completion_lengths]))
         if num_samples > 0:

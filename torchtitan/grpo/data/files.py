@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lines of JSON that are read as typed values."""
+"""Reads lines of JSON as typed values."""
 
 from typing import TypeVar
 
@@ -11,19 +11,19 @@ _Value = TypeVar("_Value")
 
 
 class DataError(ValueError):
-    """A data file cannot be used; the message names its TOML key, the file and the line."""
+    """Raised for a data file that cannot be used; the message names TOML key, file and line."""
 
 
 def decode_line(line: bytes, kind: type[_Value], where: str) -> _Value:
-    """One line as a value of ``kind``.
+    """Decodes one line as a value of ``kind``.
 
     Args:
-        line: JSON.
-        kind: What msgspec can build.
-        where: Key, file and line, for the message.
+        line: The line, in JSON.
+        kind: A type that msgspec supports.
+        where: TOML key, file and line number, for error messages.
 
     Raises:
-        DataError: It is not JSON, or not of this kind.
+        DataError: If the line is not JSON, or not a value of this type.
     """
     try:
         return msgspec.json.decode(line, type=kind)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which sequences share a row, and who gets which row. Pure; nothing of torch.
+"""Packs sequences into rows and deals rows to ranks. Pure; does not import torch.
 
 Invariants of :func:`pack_rows`, :func:`fill_rows` and :func:`pack_into`: every sequence stands
 in exactly one row, no row is longer than ``row_len``, and equal input gives equal output.
@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from torchtitan.grpo.data.balance import partition
 
 _MAX_CANDIDATES = 256
-"""Sequences that :func:`fill_rows` considers for a row, besides the first."""
+"""Number of sequences that :func:`fill_rows` considers for a row, besides the first."""
 
 _EVEN_ROWS = 0.02
-"""Rows of a rank whose costs differ by no more than this are not evened out further."""
+"""Rows of a rank whose costs differ by at most this fraction are not evened out further."""
 
 
 def check_lengths(lengths: Sequence[int], row_len: int) -> None:
-    """Refuses sequences that are not in [1, row_len].
+    """Refuses lengths that are not in [1, row_len].
 
     Raises:
-        ValueError: A sequence does not fit into a row.
+        ValueError: If a sequence is empty or does not fit into a row.
     """
     for length in lengths:
         if not 1 <= length <= row_len:
@@ -36,17 +36,18 @@ def check_lengths(lengths: Sequence[int], row_len: int) -> None:
 def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     """Packs sequences into rows by best-fit decreasing.
 
-    The longest sequence goes first, each into the row that it fills best, or into a new one.
+    Sequences are placed longest first, each into the row that it fills best, or into a new row if
+    it fits into none.
 
     Args:
-        lengths: Tokens of each sequence, each in [1, row_len].
-        row_len: Tokens of a row.
+        lengths: Number of tokens of each sequence, in [1, row_len].
+        row_len: Number of tokens of a row.
 
     Returns:
-        Rows, each a list of indices into ``lengths``.
+        The rows, each a list of indices into ``lengths``.
 
     Raises:
-        ValueError: A sequence does not fit into a row.
+        ValueError: If a sequence does not fit into a row.
     """
     check_lengths(lengths, row_len)
     rows: list[list[int]] = []
@@ -66,22 +67,22 @@ def pack_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
 
 
 def fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
-    """Packs sequences into rows, one row after the other, each as full as it gets.
+    """Packs sequences into rows, one row after the other, each as full as possible.
 
-    A row takes the longest sequence that is left, and of the others those that fill it best:
-    the sums that can be reached are the bits of one integer, which makes this exact and fast
-    (minimum bin slack: Gupta and Ho, 1999, https://doi.org/10.1080/095372899233244). Exact
-    among the 256 longest that fit.
+    A row takes the longest sequence that is left, and those of the others that fill the row best.
+    The reachable sums are the bits of one integer, which makes the search exact and fast (minimum
+    bin slack: Gupta and Ho, 1999, https://doi.org/10.1080/095372899233244). It is exact among the
+    256 longest sequences that fit.
 
     Args:
-        lengths: Tokens of each sequence, each in [1, row_len].
-        row_len: Tokens of a row.
+        lengths: Number of tokens of each sequence, in [1, row_len].
+        row_len: Number of tokens of a row.
 
     Returns:
-        Rows, each a list of indices into ``lengths``.
+        The rows, each a list of indices into ``lengths``.
 
     Raises:
-        ValueError: A sequence does not fit into a row.
+        ValueError: If a sequence does not fit into a row.
     """
     check_lengths(lengths, row_len)
     left = _longest_first(lengths)[::-1]
@@ -99,8 +100,8 @@ def fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
 
 
 def _fullest(lengths: Sequence[int], free: int) -> list[int]:
-    """Ascending indices of those whose sum is the largest one up to ``free``."""
-    reachable, within = 1, (1 << free + 1) - 1  # bit s: the sum s can be reached
+    """Returns ascending indices of sequences with the largest sum of lengths up to ``free``."""
+    reachable, within = 1, (1 << free + 1) - 1  # Bit s is set if the sum s can be reached.
     before: list[int] = []
     for length in lengths:
         if reachable >> free:
@@ -110,7 +111,7 @@ def _fullest(lengths: Sequence[int], free: int) -> list[int]:
     total = reachable.bit_length() - 1
     chosen: list[int] = []
     for index in reversed(range(len(before))):
-        if not before[index] >> total & 1:  # not reached without this one
+        if not before[index] >> total & 1:  # The sum is not reached without this one.
             chosen.append(index)
             total -= lengths[index]
     return chosen[::-1]
@@ -119,16 +120,16 @@ def _fullest(lengths: Sequence[int], free: int) -> list[int]:
 def pack_into(
     lengths: Sequence[int], costs: Sequence[float], num_rows: int, row_len: int
 ) -> list[list[int]] | None:
-    """Packs sequences into a given number of rows, of even cost where that fits.
+    """Packs sequences into a given number of rows, with even costs if such a packing fits.
 
     Args:
-        lengths: Tokens of each sequence, each in [1, row_len].
-        costs: Of each sequence.
-        num_rows: At least 1.
-        row_len: Tokens of a row.
+        lengths: Number of tokens of each sequence, in [1, row_len].
+        costs: Cost of each sequence.
+        num_rows: Number of rows, at least 1.
+        row_len: Number of tokens of a row.
 
     Returns:
-        ``num_rows`` rows, some of them perhaps empty; None where no packing was found.
+        ``num_rows`` rows, some of which may be empty, or None if no packing was found.
     """
     if sum(lengths) > num_rows * row_len:
         return None
@@ -146,11 +147,11 @@ def pack_into(
 
 
 def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
-    """A number of rows below which there is no packing.
+    """Returns a lower bound of the number of rows of every packing.
 
-    Martello and Toth's bound (https://doi.org/10.1016/0166-218X(90)90094-S): no two sequences
-    longer than half a row share one, and beside those longer than ``row_len - k`` nothing of
-    length k or more fits.
+    This is Martello and Toth's bound (https://doi.org/10.1016/0166-218X(90)90094-S). Two sequences
+    that are longer than half a row never fit into one row, and beside a sequence longer than
+    ``row_len - k`` no sequence of length k or more fits.
     """
     ordered = sorted(lengths)
     sums = [0]
@@ -161,8 +162,8 @@ def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
     for k in sorted({0, *ordered[:half]}):
         alone = bisect.bisect_right(ordered, row_len - k)
         low = bisect.bisect_left(ordered, k)
-        # Those between, longer than half a row, have a row each; what is left in these rows
-        # takes shorter ones, and the rest of them needs rows of its own.
+        # Sequences between half a row and row_len - k need a row each. Shorter ones fill what
+        # is left of these rows, and the rest of the shorter ones needs more rows.
         between = alone - half
         left_over = sums[half] - sums[low] - (between * row_len - (sums[alone] - sums[half]))
         bound = max(bound, len(ordered) - half + max(-(-left_over // row_len), 0))
@@ -172,21 +173,21 @@ def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
 def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     """Splits things into parts of equal count and of about equal total size.
 
-    The largest goes first, each to the smallest part that is not full. Counts differ by one
-    at most, so with fewer things than parts some parts stay empty.
+    Things are placed largest first, each into the smallest part that is not full. Counts differ by
+    at most one, so with fewer things than parts some parts stay empty.
 
     Args:
-        sizes: Of each thing, at least 0.
-        num_parts: At least 1.
+        sizes: Size of each thing, at least 0.
+        num_parts: Number of parts, at least 1.
 
     Returns:
-        For each part its things, as ascending indices into ``sizes``.
+        The things of each part, as ascending indices into ``sizes``.
     """
     floor, num_larger = divmod(len(sizes), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     totals = [0] * num_parts
     for index in _longest_first(sizes):
-        # A part may take one above the floor only while such places are left.
+        # Only num_larger parts may hold one thing more than the floor.
         capacity = floor + (sum(len(part) > floor for part in parts) < num_larger)
         part = min((totals[p], p) for p in range(num_parts) if len(parts[p]) < capacity)[1]
         parts[part].append(index)
@@ -195,22 +196,22 @@ def split_evenly(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def rows_per_rank(num_rows: int, num_ranks: int, multiple: int) -> int:
-    """The fewest rows a rank, at least one microbatch, that hold ``num_rows`` in all."""
+    """Returns the fewest rows for each rank that hold ``num_rows`` in all; at least ``multiple``."""
     return -(-max(num_rows, 1) // (num_ranks * multiple)) * multiple
 
 
 def deal_rows(row_tokens: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int | None]]:
     """Deals rows to ranks, ``per_rank`` to each.
 
-    Rows go out in snake order of their tokens, longest first, which evens the sums out.
+    Rows are dealt in snake order of their tokens, longest first, which evens out the sums.
 
     Args:
-        row_tokens: Tokens in each row; at most ``num_ranks * per_rank`` rows.
-        num_ranks: Data-parallel ranks.
-        per_rank: Rows of each rank, see :func:`rows_per_rank`.
+        row_tokens: Number of tokens in each row; at most ``num_ranks * per_rank`` rows.
+        num_ranks: Data-parallel degree.
+        per_rank: Number of rows of each rank; see :func:`rows_per_rank`.
 
     Returns:
-        For each rank its rows, None standing for an empty row.
+        The rows of each rank; None stands for an empty row.
     """
     order = [*_longest_first(row_tokens), *[None] * (per_rank * num_ranks - len(row_tokens))]
     dealt: list[list[int | None]] = [[] for _ in range(num_ranks)]

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a rank must know to lay out its rows itself, as two tensors of numbers.
+"""The packing list of a rank: which sequences stand in which of its rows, as two tensors.
 
-With ``prompts.single_rank_load = false`` these travel from rank 0 in place of the rows; the
-sequences are fetched from the rollout process (see `rollout/batch_fetch.py`).
+With ``prompts.single_rank_load = false`` rank 0 sends each rank its packing list in place of the
+rows. The rank fetches the sequences from the rollout process and lays out the rows itself (see `rollout/batch_fetch.py`).
 """
 
 from collections.abc import Sequence
@@ -21,29 +21,32 @@ _NOTHING = -1
 def packing_list(
     rows: Sequence[Sequence[int]], samples: Sequence[Sample], num_entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's rows as numbers.
+    """Returns the packing list of a rank.
 
     Args:
-        rows: For each row the indices of its samples.
-        samples: All of the step, each with its ``source``.
-        num_entries: Length of the tensors: that of the rank with the most samples.
+        rows: For each row of the rank, the indices of its samples.
+        samples: All samples of the plan, each with its ``source``.
+        num_entries: Length of the tensors: the largest number of samples of any rank.
 
     Returns:
-        [num_entries, 3] int64: row, source and sample id of each sequence, in the order of the
-        row; -1 behind the last. And [num_entries] float64: its loss weight.
+        A tensor [num_entries, 3] int64 with the row, source and sample id of each sequence, in
+        the order of the rows, and -1 in the entries behind the last sequence. And a tensor
+        [num_entries] float64 with the loss weight of each sequence.
     """
     where = torch.full((num_entries, 3), _NOTHING, dtype=torch.int64)
     weights = torch.zeros(num_entries, dtype=torch.float64)
     entries = [(row, samples[index]) for row, members in enumerate(rows) for index in members]
     for i, (row, sample) in enumerate(entries):
-        assert sample.source >= 0, "a sequence that no rollout process holds"
+        assert sample.source >= 0, (
+            "supervised sequences cannot be fetched: the rollout process does not hold them"
+        )
         where[i] = torch.tensor([row, sample.source, sample.sample_id])
         weights[i] = sample.loss_weight
     return where, weights
 
 
 def sources_of(where: torch.Tensor) -> list[int]:
-    """Positions in the batch of what must be fetched, in the order of the entries."""
+    """Returns the positions in the batch of the rollouts to fetch, in the order of the list."""
     return where[where[:, 0] != _NOTHING][:, 1].tolist()
 
 
@@ -55,13 +58,13 @@ def rows_from(
     num_rows: int,
     row_len: int,
 ) -> TrainRows:
-    """Lays out what was fetched, as rank 0 would have.
+    """Lays out fetched rollouts in the rows that rank 0 would have sent.
 
     Args:
-        where: See :func:`packing_list`.
-        weights: See there.
-        fetched: One rollout each, in the order of :func:`sources_of`.
-        num_rows: Of this rank.
+        where: The first tensor of :func:`packing_list`.
+        weights: The second tensor of :func:`packing_list`.
+        fetched: Groups of one rollout each, in the order of :func:`sources_of`.
+        num_rows: Number of rows of this rank.
         row_len: ``training.seq_len``.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]

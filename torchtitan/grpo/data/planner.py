@@ -137,7 +137,7 @@ def batch_metrics(
 
 
 def open_sample_log(config: JobConfig, start_version: int) -> SampleLog:
-    """``samples.jsonl`` in the dump folder, which is made where it is not there."""
+    """Opens ``samples.jsonl`` in the dump folder, which is created if it does not exist."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     return SampleLog(folder / "samples.jsonl", config.observe.samples_per_step, start_version)
@@ -162,7 +162,7 @@ def _open_ptx(config: JobConfig, model: HFModel) -> PtxStream | None:
         seed=config.debug.seed or 0,
     )
     logger.info(
-        f"grpo.ptx_path: {len(stream)} rows of {path}; {stream.num_too_long} longer than "
-        f"training.seq_len ({config.training.seq_len}) are left out."
+        f"grpo.ptx_path: {len(stream)} examples of {path}; {stream.num_too_long} examples are left "
+        f"out because they are longer than training.seq_len ({config.training.seq_len})."
     )
     return stream

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The supervised mix-in (ptx): an endless, shuffled, resumable stream of text.
+"""The supervised mix-in (ptx): an endless, shuffled, resumable stream of examples.
 
-As in InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155): each step also lowers the
+As in InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155), each step also minimises the
 negative log-likelihood of some given completions.
 """
 
@@ -20,29 +20,30 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 _KEY = "grpo.ptx_path"
 
 
-class _PtxRow(msgspec.Struct):
+class _Example(msgspec.Struct):
     completion: str
     prompt: str | None = None
 
 
 class PtxStream:
-    """The rows of ``grpo.ptx_path``, tokenised; each epoch in a permutation of its own.
+    """The examples of ``grpo.ptx_path``, tokenised; each epoch has a permutation of its own.
 
-    The whole file is read at construction, so that a bad row is found before training.
+    The constructor reads the whole file, so that a bad example is found before training.
 
     Args:
-        path: A ``.jsonl`` file: ``completion`` and, where there is one, ``prompt``.
+        path: A ``.jsonl`` file; each line has a ``completion`` and may have a ``prompt``.
         codec: The model's tokenizer.
-        eos_token_ids: The first ends each completion that does not end in one of them.
-        vocab_size: Token ids must be below it.
-        row_len: ``training.seq_len``; longer rows are left out.
+        eos_token_ids: End-of-sequence tokens. The first one is appended to each completion that
+            does not end in one of them.
+        vocab_size: Vocabulary size of the model; all token ids must be below it.
+        row_len: ``training.seq_len``; longer examples are left out.
         seed: ``debug.seed``.
 
     Attributes:
-        num_too_long: Rows left out.
+        num_too_long: Number of examples that are left out.
 
     Raises:
-        DataError: The file or a row of it cannot be used, or all rows are too long.
+        DataError: If the file or a line of it cannot be used, or all examples are too long.
     """
 
     def __init__(
@@ -60,45 +61,47 @@ class PtxStream:
         self._epoch, self._order = -1, np.arange(0)
         self._samples: list[Sample] = []
         self.num_too_long = 0
-        for where, row in _rows(path):
-            sample = self._tokenise(row, where)
+        for where, example in _examples(path):
+            sample = self._tokenise(example, where)
             if sample.num_tokens <= row_len:
                 self._samples.append(sample)
             else:
                 self.num_too_long += 1
         if not self._samples:
             raise DataError(
-                f"{_KEY}: {path} must hold a row of at most training.seq_len ({row_len}) tokens, "
-                f"got {self.num_too_long} that are longer and none that fits."
+                f"{_KEY}: {path} must hold an example of at most training.seq_len ({row_len}) tokens, "
+                f"got {self.num_too_long} examples that are longer and none that fits."
             )
 
     def __len__(self) -> int:
-        """Rows of an epoch."""
+        """Returns the number of examples of an epoch."""
         return len(self._samples)
 
-    def take(self, step: int, num_rows: int) -> list[Sample]:
-        """The rows of one step; weights are the plan's to set.
+    def take(self, step: int, num_examples: int) -> list[Sample]:
+        """Returns the examples of one step, without weights, which the plan sets.
 
         Args:
-            step: Batches trained on before; a resumed run therefore continues the order.
-            num_rows: ``grpo.ptx_per_step``.
+            step: Number of batches trained on before, so that a resumed run continues the order.
+            num_examples: ``grpo.ptx_per_step``.
         """
-        return [self._samples[self._row(step * num_rows + i)] for i in range(num_rows)]
+        first = step * num_examples
+        return [self._samples[self._index(first + i)] for i in range(num_examples)]
 
-    def _row(self, index: int) -> int:
+    def _index(self, index: int) -> int:
         epoch, offset = divmod(index, len(self._samples))
         if epoch != self._epoch:
             rng = np.random.default_rng([self._seed, epoch])
             self._order, self._epoch = rng.permutation(len(self._samples)), epoch
         return int(self._order[offset])
 
-    def _tokenise(self, row: _PtxRow, where: str) -> Sample:
-        # Apart, as a rollout's are: the model is to write the completion behind the prompt.
-        # Without a prompt there is still the tokenizer's beginning of sequence, if it has one.
-        prompt = self._codec.encode(row.prompt or "")
-        completion = self._codec.encode_continuation(row.completion)
+    def _tokenise(self, example: _Example, where: str) -> Sample:
+        # Prompt and completion are tokenised separately, as they are for a rollout. Without a prompt
+        # there is still the beginning-of-sequence token, if the tokenizer has one.
+        prompt = self._codec.encode(example.prompt or "")
+        completion = self._codec.encode_continuation(example.completion)
         if not completion:
-            raise DataError(f"{where}: the completion must have a token, got {row.completion!r}.")
+            text = example.completion
+            raise DataError(f"{where}: the completion must have a token, got {text!r}.")
         if completion[-1] not in self._eos:
             completion.append(self._eos[0])
         largest = max(prompt + completion)
@@ -110,12 +113,15 @@ class PtxStream:
             )
         sample = Sample(np.array(prompt, np.int32), np.array(completion, np.int32), None)
         if sample.num_predicted == 0:
-            raise DataError(f"{where}: nothing comes before the completion's only token.")
+            raise DataError(
+                f"{where}: the example must have a token before its last one, got a single token. "
+                "Add a prompt or a longer completion."
+            )
         return sample
 
 
-def _rows(path: str) -> Iterator[tuple[str, _PtxRow]]:
-    """The rows of the file, each with its place. Blank lines are passed over."""
+def _examples(path: str) -> Iterator[tuple[str, _Example]]:
+    """Yields the examples of the file, each with its place. Blank lines are skipped."""
     try:
         file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
@@ -124,4 +130,4 @@ def _rows(path: str) -> Iterator[tuple[str, _PtxRow]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{_KEY}: {path}:{number}"
-                yield where, decode_line(line, _PtxRow, where)
+                yield where, decode_line(line, _Example, where)

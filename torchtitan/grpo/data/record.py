@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Batches of rollouts in a file, to be trained on again.
+"""Records batches of rollouts in a file, from which a run can train on them again.
 
-JSON lines: a header, then a batch a line, in the order of training. Logprobs are written as
-the float64 that each float32 is exactly, so reading gives the same bits. With a name that
-ends in ``.gz`` each line is a gzip member of its own: what is written is whole, whenever the
-run ends, and ``zcat`` shows it.
+The file holds JSON lines: a header, then one line for each batch, in the order of training.
+Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
+restores the same bits. If the name ends in ``.gz``, each line is a gzip member of its own: a run
+that ends at any time leaves complete lines, and ``zcat`` shows them.
 """
 
 import gzip
@@ -36,24 +36,25 @@ class RecordHeader(msgspec.Struct):
     """The first line of a file.
 
     Attributes:
-        vocab_size: Of the model that the rollouts were written for.
-        temperature: ``rollout.temperature``, at which logprobs were recorded.
+        vocab_size: Vocabulary size of the model that wrote the rollouts.
+        temperature: ``rollout.temperature`` of the run, which the logprobs depend on.
     """
 
     format: str
     format_version: int
     vocab_size: int
     temperature: float | None = None
-    """None in files of format 1, which are refused."""
+    """``None`` in files of format 1, which are refused."""
 
 
 class RolloutRecord(msgspec.Struct):
-    """A rollout; its prompt is its group's.
+    """A rollout; the group holds its prompt.
 
     Attributes:
         segments: (version, start, end).
-        observed: (start, end) of the completion tokens that are not trained, ascending.
-        num_context: How many of them a model wrote; an environment put in the others.
+        observed: Ascending spans (start, end) of completion tokens that are not trained.
+        num_context: Number of tokens in these spans that a model wrote; an environment inserted
+            the others.
     """
 
     completion_ids: list[int]
@@ -78,12 +79,12 @@ class GroupRecord(msgspec.Struct):
 
 
 class BatchRecord(msgspec.Struct):
-    """What one batch was trained on.
+    """One batch.
 
     Attributes:
-        version: Of the policy that it was trained on.
-        progress: Of the prompts with it.
-        groups: As they were planned.
+        version: Policy version that was trained on it.
+        progress: Progress through the prompts, this batch included.
+        groups: The groups, as they were planned.
     """
 
     version: int
@@ -92,20 +93,20 @@ class BatchRecord(msgspec.Struct):
 
 
 class RolloutRecorder:
-    """Appends each trained batch to ``rollout.record``. Each line is on disk before training.
+    """Appends each batch to ``rollout.record`` before it is trained on.
 
     A resumed run keeps the batches before its checkpoint and drops the later ones, which are
-    trained anew.
+    generated and trained again.
 
     Args:
-        path: The file; ``.gz`` compresses.
-        vocab_size: Of the model.
+        path: The file. It is compressed if its name ends in ``.gz``.
+        vocab_size: Vocabulary size of the model.
         temperature: ``rollout.temperature``.
-        version: Batches already trained on.
+        version: Number of batches already trained on.
 
     Raises:
-        DataError: A new run would overwrite the file, or it cannot be written, or what a
-            resumed run finds there is not what it has trained on until now.
+        DataError: If a new run would overwrite the file, if the file cannot be written, or if a
+            resumed run finds other batches in it than those it has trained on.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, version: int) -> None:
@@ -116,7 +117,7 @@ class RolloutRecorder:
         if version == 0 and next(kept, None) is not None:
             raise DataError(
                 f"rollout.record must name a file without batches, got {path}: a new run would "
-                "overwrite it. Remove it, or name another."
+                "overwrite its batches. Remove the file, or name another one."
             )
         if version > 0:
             kept = self._batches_before(version, kept)
@@ -147,19 +148,19 @@ class RolloutRecorder:
     def _batches_before(
         self, version: int, batches: Iterator[BatchRecord]
     ) -> Iterator[BatchRecord]:
-        """Those of a resumed run's past: all of them, for a replay counts from the first."""
+        """Returns the batches that a resumed run has trained on; refuses a file that lacks any."""
         found = [batch.version for batch in batches if batch.version < version]
         if found != list(range(version)):
             raise DataError(
                 f"rollout.record: {self._path} must hold the {version} batches that this resumed "
-                f"run was trained on, got {len(found)} of them: a record is begun with a run's "
-                "first batch, since a replay takes them in order. Name the file that the run has "
-                "written until now, or leave rollout.record out."
+                f"run was trained on, got {len(found)} of them. A record begins with the first "
+                "batch of a run, because a replay takes the batches in order. Name the file that "
+                "the run has written so far, or leave out rollout.record."
             )
         return (batch for batch in self._batches() if batch.version < version)
 
     def _begin(self, kept: Iterable[BatchRecord]) -> None:
-        """Writes the header, and behind it what a resumed run keeps."""
+        """Writes the header, followed by the batches that a resumed run keeps."""
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("wb") as file:
             file.write(self._line(self._header))
@@ -173,10 +174,10 @@ class RolloutRecorder:
 
 
 class RecordReader:
-    """Iterates over a file's batches as (where, record), one of them in memory at a time.
+    """Iterates over the batches of a file as (where, record), with one batch in memory at a time.
 
-    Each iteration reads the file from its beginning. A last line without its end, as a run
-    that was killed while writing leaves it, is passed over: it was not trained on.
+    Each iteration reads the file from its beginning. An incomplete last line, which a run leaves
+    if it is killed while writing, is skipped: the run has not trained on that batch.
 
     Args:
         path: The file.

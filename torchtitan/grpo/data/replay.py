@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Training on recorded rollouts, without servers, rollout process, prompts or rewards."""
+"""Trains on recorded rollouts, without servers, rollout process, prompts or rewards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -91,7 +91,7 @@ class ReplaySource(StepSource):
                 f"(step {self._start_version} is where this run is), got {num_batches}."
             )
         if self._reader.was_cut_off:
-            logger.warning(f"{_KEY}: {self._path} is cut off; what is whole of it is used.")
+            logger.warning(f"{_KEY}: {self._path} is cut off; its complete batches are used.")
         logger.info(f"{_KEY}: {num_batches} batches in {self._path}; nothing is generated.")
         if self.config.evaluation.path is not None:
             logger.info(f"evaluation.path is not used with {_KEY}: there is no server to ask.")

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The rows that a step trains on.
+"""The packed rows that a step trains on.
 
-Everything in a row is aligned to the *predicted* token: at position ``t`` the row holds
-the input token ``t``, and the label, mask, logprob, weight and advantage of token ``t + 1``.
-A sample's id alone stands on all of its tokens.
+A row is aligned to the *predicted* token: at position ``t`` it holds the input token ``t``, and
+the label, mask, logprob, weight and advantage of token ``t + 1``. Only the sample id stands on
+all tokens of its sample.
 
 Example: prompt ``[5, 6]``, completion ``[7, 8]``, both the step's sample 3, row length 6::
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 NO_SAMPLE = -1
-"""In ``TrainRows.sample_ids``: padding, or a supervised sequence."""
+"""Sample id of padding and of supervised sequences in ``TrainRows.sample_ids``."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Sample:
     """One sequence to train on: a rollout, or a supervised (ptx) sequence.
 
     Attributes:
-        prompt_ids: [prompt_len] int32; a supervised sequence may have none.
+        prompt_ids: [prompt_len] int32; may be empty in a supervised sequence.
         completion_ids: [completion_len] int32.
-        generator_logprobs: [completion_len] float32; None on a supervised sequence.
+        generator_logprobs: [completion_len] float32; None for a supervised sequence.
         sample_id: Index in the step's table of samples, or :data:`NO_SAMPLE`.
-        loss_weight: Of every trained token of a rollout in the global loss.
-        ptx_weight: Of every predicted completion token of a supervised sequence.
-        sampled: [completion_len] bool, True where a token of a rollout is trained; None is
-            everywhere. The others, which an environment put in, are context alone.
-        source: Position of a rollout among all of its batch.
+        loss_weight: Weight of every trained token of a rollout in the global loss.
+        ptx_weight: Weight of every predicted completion token of a supervised sequence.
+        sampled: [completion_len] bool, True for the tokens of a rollout that are trained; None
+            if all are. The other tokens, which an environment inserted, are only context.
+        source: Position of a rollout among all rollouts of its batch.
     """
 
     prompt_ids: np.ndarray
@@ -58,12 +58,12 @@ class Sample:
 
     @property
     def num_predicted(self) -> int:
-        """Completion tokens that something comes before: without a prompt, all but the first."""
+        """Number of completion tokens with a token before them: without a prompt, all but one."""
         return self.num_tokens - max(len(self.prompt_ids), 1)
 
     @property
     def num_trained(self) -> int:
-        """Predicted tokens that count in the loss: those that an environment put in do not."""
+        """Number of predicted tokens that count in the loss: the sampled ones."""
         if self.sampled is None:
             return self.num_predicted
         return int(np.count_nonzero(self.sampled[-self.num_predicted :]))
@@ -71,21 +71,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class TrainRows:
-    """Packed rows, as seen by the model and the loss.
+    """Packed rows, as the model and the loss take them.
 
     Attributes:
         tokens: [rows, seq] int64.
         positions: [rows, seq] int64, restarting at 0 with each sequence.
-        sequence_ids: [rows, seq] int64, one id per sequence of a row, padding included.
+        sequence_ids: [rows, seq] int64, one id for each sequence of a row, padding included.
         labels: [rows, seq] int64, the next token of the same sequence, 0 at its end.
-        loss_mask: [rows, seq] bool, True where the label is a token that a rollout's model wrote.
+        loss_mask: [rows, seq] bool, True where the label is a sampled token of a rollout.
         generator_logprobs: [rows, seq] float32, of the label, 0 where not trained.
-        advantages: [rows, seq] float32, of the label, 0 where not trained, and everywhere
-            until :meth:`with_advantages` fills them in.
-        loss_weights: [rows, seq] float32, what the label's loss counts in the global loss,
-            0 where not trained. Their denominators are those of the whole optimizer step,
-            so sums over microbatches and ranks need no further division.
-        ptx_weights: [rows, seq] float32, the same for supervised completion tokens,
+        advantages: [rows, seq] float32, of the label; 0 where not trained. All are 0 until
+            :meth:`with_advantages` fills them in.
+        loss_weights: [rows, seq] float32, weight of the label's loss in the global loss; 0
+            where not trained. The denominators are those of the whole optimizer step, so that
+            sums over microbatches and ranks need no further division.
+        ptx_weights: [rows, seq] float32, weight of supervised completion tokens,
             ``grpo.ptx_coef`` included; 0 elsewhere.
         sample_ids: [rows, seq] int64, index in the step's table of samples, on all tokens
             of a rollout; :data:`NO_SAMPLE` elsewhere.
@@ -124,24 +124,24 @@ class TrainRows:
         return TrainRows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
-        """These rows with each trained token given its sample's advantage.
+        """Returns these rows with the advantage of its sample at each trained token.
 
         Args:
-            advantages: [samples] float, of the step's table of samples.
+            advantages: [samples] float, indexed as the step's table of samples.
         """
-        # One more entry at the end: NO_SAMPLE looks it up, also where there is no sample.
+        # NO_SAMPLE, which is -1, looks up the additional entry at the end.
         table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
         looked_up = table.to(self.sample_ids.device)[self.sample_ids]
         return replace(self, advantages=torch.where(self.loss_mask, looked_up, 0.0))
 
 
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
-    """Lays samples out in rows; advantages are left at 0.
+    """Lays samples out in rows, with advantages of 0.
 
     Args:
         samples: All samples of the step.
-        rows: For each row the indices of its samples; an empty row is all padding.
-        row_len: Tokens of a row.
+        rows: For each row, the indices of its samples; an empty row is all padding.
+        row_len: Number of tokens of a row.
     """
     shape = (len(rows), row_len)
     arrays: dict[str, np.ndarray] = {
@@ -177,7 +177,7 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
     predicted = slice(end - 1 - sample.num_predicted, end - 1)
     row["ptx_weights"][predicted] = sample.ptx_weight
     if sample.generator_logprobs is not None:
-        # A scalar where all are trained: nothing is looked at token by token.
+        # A scalar if all tokens are trained, which avoids an array for each sample.
         is_trained = True if sample.sampled is None else sample.sampled
         row["loss_mask"][predicted] = is_trained
         row["loss_weights"][predicted] = sample.loss_weight * is_trained

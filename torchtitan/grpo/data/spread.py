@@ -1,21 +1,21 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which rank trains on which sequences, in which rows. Pure; nothing of torch.
+"""Decides which rank trains on which sequences, in which rows. Pure; does not import torch.
 
 Invariants: every sequence stands in one row of one rank; no row is longer than ``row_len``;
 every rank has the same number of rows, a multiple of ``multiple``; equal input gives equal
 output.
 
-A row more costs every rank a row of padding, so the fewest rows come first and the balance
-second. For each number of rows, from the fewest that could do:
+One more row costs every rank a row, mostly of padding, so that few rows come before a good
+balance. For each number of rows, from the lower bound upwards:
 
-1. Sequences are split into a part of even cost for each rank, which packs its own: by cost
-   alone, then with equal counts, which leaves each rank sequences of all lengths and so evens
-   out tokens as well.
-2. Where some part does not fit, all sequences are packed into rows, of even tokens or as full
-   as they get; ranks are dealt rows of even cost in all; then sequences change places as long
-   as the heaviest rank becomes lighter and no row too long.
+1. Split the sequences into parts of even cost, one for each rank, and pack each part into rows.
+   First split by cost alone, then with equal counts: each rank then has sequences of all lengths,
+   which evens out tokens as well.
+2. If some part does not fit, pack all sequences into rows, either of even tokens or as full as
+   possible, and deal the rows to ranks so that costs are even. Then swap sequences as long as the
+   heaviest rank becomes lighter and no row becomes too long.
 """
 
 import math
@@ -35,10 +35,10 @@ from torchtitan.grpo.data.packing import (
 )
 
 Spread = list[list[list[int]]]
-"""For each rank its rows, each a list of sequences."""
+"""For each rank its rows, each a list of indices of sequences."""
 
 _EVEN_RANKS = 1e-3
-"""Ranks whose costs differ by no more than this are not evened out further."""
+"""Ranks whose costs differ by at most this fraction are not evened out further."""
 
 
 def spread_by_cost(
@@ -53,18 +53,18 @@ def spread_by_cost(
     """Spreads sequences over ranks by cost, in as few rows as they can be packed into.
 
     Args:
-        lengths: Tokens of each sequence, each in [1, row_len].
-        costs: Of each sequence, finite and at least 0.
-        num_ranks: Data-parallel ranks.
-        row_len: Tokens of a row.
-        multiple: Each rank's number of rows is a multiple of this.
-        min_rows: Rows that each rank has at least; a multiple of ``multiple``.
+        lengths: Number of tokens of each sequence, in [1, row_len].
+        costs: Cost of each sequence, finite and at least 0.
+        num_ranks: Data-parallel degree.
+        row_len: Number of tokens of a row.
+        multiple: Number that the number of rows of each rank is a multiple of.
+        min_rows: Smallest number of rows of each rank; a multiple of ``multiple``.
 
     Returns:
-        For each rank, the one of least cost first, its rows.
+        The rows of each rank; the rank with the least cost comes first.
 
     Raises:
-        ValueError: A sequence does not fit into a row, or a cost is no cost.
+        ValueError: If a sequence does not fit into a row, or a cost is negative or not finite.
     """
     check_lengths(lengths, row_len)
     per_rank = max(rows_per_rank(fewest_rows(lengths, row_len), num_ranks, multiple), min_rows)
@@ -80,9 +80,9 @@ def spread_by_cost(
 def spread_by_rows(
     lengths: Sequence[int], *, num_ranks: int, row_len: int, multiple: int, min_rows: int = 0
 ) -> Spread:
-    """Packs all sequences into rows first, then deals these in snake order of their tokens.
+    """Packs all sequences into rows, then deals the rows to ranks in snake order of their tokens.
 
-    Arguments and result are those of :func:`spread_by_cost`.
+    The arguments and the result are those of :func:`spread_by_cost`.
     """
     rows = pack_rows(lengths, row_len)
     per_rank = max(rows_per_rank(len(rows), num_ranks, multiple), min_rows)
@@ -92,14 +92,14 @@ def spread_by_rows(
 
 
 def group_rows(rows: list[list[int]], costs: Sequence[float], size: int) -> list[list[int]]:
-    """Orders a rank's rows so that microbatches, ``size`` rows in a row, have even costs.
+    """Orders a rank's rows so that microbatches of ``size`` consecutive rows have even costs.
 
-    The heaviest microbatch sets the pace of a pipeline. The heaviest comes first, on every
-    rank, since ranks wait for each other in every one.
+    The heaviest microbatch sets the pace of a pipeline. Every rank begins with its heaviest
+    microbatch, because ranks wait for each other in each microbatch.
 
     Args:
-        rows: A multiple of ``size``.
-        costs: Of each sequence.
+        rows: Rows of the rank; their number is a multiple of ``size``.
+        costs: Cost of each sequence.
         size: ``training.local_batch_size``.
     """
     row_costs = [sum(costs[i] for i in row) for row in rows]
@@ -108,7 +108,7 @@ def group_rows(rows: list[list[int]], costs: Sequence[float], size: int) -> list
 
 
 def rank_costs(spread: Spread, costs: Sequence[float]) -> list[float]:
-    """What each rank's sequences cost together."""
+    """Returns the total cost of each rank's sequences."""
     return [sum(costs[i] for row in rows for i in row) for rows in spread]
 
 
@@ -118,7 +118,7 @@ def _ranks_first(
     for equal_counts in (False, True):
         parts = partition(costs, num_ranks, equal_counts=equal_counts, tolerance=_EVEN_RANKS)
         if any(sum(lengths[i] for i in part) > per_rank * row_len for part in parts):
-            continue  # before any rank packs
+            continue  # Nothing is packed if one part cannot fit.
         spread: Spread = []
         for part in parts:
             rows = pack_into(
@@ -140,8 +140,8 @@ def _rows_first(
             sum(lengths[i] for i in row) <= row_len for row in rows
         )
 
-    # Rows of even tokens are much alike. Full rows are not: the long sequences are in some of
-    # them and the short ones in others, which lets each rank have some of both.
+    # Rows of even tokens are similar to each other. Full rows are not: some hold the long
+    # sequences and others the short ones, so that each rank can be dealt some of both.
     even = partition(lengths, num_ranks * per_rank, tolerance=math.inf)
     packings = [rows for rows in (even, fill_rows(lengths, row_len)) if fits(rows)]
     if not packings:
@@ -164,7 +164,7 @@ def _dealt_by_cost(
 def _evened_out(
     spread: Spread, lengths: Sequence[int], costs: Sequence[float], row_len: int
 ) -> Spread:
-    """The same rows, after swaps that make the heaviest rank lighter."""
+    """Returns the rows after swaps that make the heaviest rank lighter."""
     num_ranks, per_rank = len(spread), len(spread[0])
     row_of = np.empty(len(lengths), np.int64)
     for r, row in enumerate(row for rows in spread for row in rows):

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From groups of rollouts to each rank's rows. Pure: the plan is made on rank 0 alone.
+"""Plans which rows each rank trains on, from groups of rollouts. Pure; only rank 0 plans.
 
-Invariants: every sample stands in one row of one minibatch; all samples of a group stand
-in the same minibatch (though on any ranks: advantages are computed from the table of samples);
-every rank has the same number of rows in every minibatch, a multiple of a microbatch. How
-rows are laid out changes neither which tokens are trained nor what they weigh.
+Invariants: every sample stands in one row of one minibatch. All samples of a group stand in the
+same minibatch, but possibly on several ranks: advantages are computed from the table of samples.
+Every rank has the same number of rows in every minibatch, a multiple of a microbatch. The layout
+of the rows changes neither which tokens are trained nor how much they weigh.
 """
 
 import functools
@@ -34,12 +34,12 @@ from torchtitan.grpo.types import Rollout, RolloutGroup
 
 @dataclass(frozen=True)
 class SampleTable:
-    """What advantages are computed from: all samples of a step, on every rank.
+    """All samples of a step, from which every rank computes the advantages.
 
     Attributes:
         rewards: [samples] float64, shaped.
         group_ids: [samples] int64.
-        completion_lengths: [samples] int64, in tokens that are trained.
+        completion_lengths: [samples] int64, number of trained tokens.
     """
 
     rewards: np.ndarray
@@ -50,7 +50,7 @@ class SampleTable:
         return len(self.rewards)
 
     def take(self, chosen: np.ndarray) -> "SampleTable":
-        """The samples of a mask or of indices."""
+        """Returns the samples that a mask or indices select."""
         return SampleTable(
             self.rewards[chosen], self.group_ids[chosen], self.completion_lengths[chosen]
         )
@@ -58,23 +58,24 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One batch's work.
+    """The plan of one batch, or of one part of it.
 
     Attributes:
-        sequences: All that is trained on, rollouts and supervised ones.
-        layout: For each data-parallel rank its rows, ``num_minibatches`` times the same
-            number, minibatch after minibatch; of each row the indices of its sequences.
+        sequences: All sequences to train on, rollouts and supervised ones.
+        layout: For each data-parallel rank its rows, and for each row the indices of its
+            sequences. The rows of one minibatch follow those of the other; each minibatch has
+            the same number of rows.
         row_len: ``training.seq_len``.
         minibatch_tokens: For each minibatch, which is one optimizer step of an epoch, the
-            tokens that its loss is made of, over all ranks: completion tokens of rollouts,
-            and supervised ones. With 0 there is nothing to learn from.
+            number of tokens with a loss, over all ranks: completion tokens of rollouts and of
+            supervised sequences. If it is 0, the minibatch has nothing to learn from.
         samples: The table that ``sample_ids`` index.
-        mass: What the weights of rollouts are over, see :func:`aggregation.weight_mass`.
+        mass: Total mass of the weights of rollouts; see :func:`aggregation.weight_mass`.
         num_trained_tokens: Completion tokens of rollouts, over all ranks and minibatches.
-        num_tokens: Prompt and completion tokens, supervised ones included, padding left out.
-        metrics: What the plan itself knows: staleness; the fraction of padding; what the
-            costliest rank has to do to what a rank has to do on average
-            (``data/max_over_mean_cost``, of each minibatch, weighed by cost); rows of a rank.
+        num_tokens: Prompt and completion tokens, with supervised ones and without padding.
+        metrics: Metrics of the plan: staleness, the fraction of padding, the rows of a rank, and
+            the cost of the costliest rank relative to the mean of the ranks
+            (``data/max_over_mean_cost``; minibatches are weighted by cost).
     """
 
     sequences: Sequence[Sample]
@@ -89,7 +90,7 @@ class StepPlan:
 
     @functools.cached_property
     def rows_of_rank(self) -> list[TrainRows]:
-        """For each data-parallel rank its rows, laid out."""
+        """The rows of each data-parallel rank, laid out."""
         return [build_rows(self.sequences, rows, self.row_len) for rows in self.layout]
 
     @property
@@ -98,7 +99,7 @@ class StepPlan:
 
     @property
     def capacity(self) -> int:
-        """Places for tokens in the rows of all ranks."""
+        """Number of tokens that fit into the rows of all ranks."""
         return len(self.layout) * len(self.layout[0]) * self.row_len
 
 
@@ -116,23 +117,23 @@ def plan_step(
     row_bucket: int,
     ptx: Sequence[Sample] = (),
 ) -> StepPlan:
-    """Shapes rewards, cuts the batch into minibatches, weighs, spreads over ranks and packs.
+    """Plans a batch: shaped rewards, minibatches, loss weights, ranks and rows.
 
-    Rollouts without a reward are left out. Where every group is left out
+    Rollouts without a reward are left out. If every group is left out
     (``grpo.filter_zero_advantage``), the rows are padding and no token is trained.
 
     Args:
-        groups: All groups of the step.
+        groups: All groups of the batch.
         config: ``[grpo]``.
-        version: Batches trained on so far; the age of a sample counts from here.
+        version: Policy version that the ages of samples count from.
         num_ranks: Data-parallel degree.
         row_len: ``training.seq_len``.
-        local_batch_size: Rows of a microbatch.
+        local_batch_size: Number of rows of a microbatch.
         max_new_tokens: ``rollout.max_new_tokens``.
         balance: ``prompts.balance_batch``.
-        cost: Of a sequence, by its tokens (``prompts.balance_cost``).
+        cost: Cost of a sequence as a function of its length (``prompts.balance_cost``).
         row_bucket: ``prompts.row_bucket``.
-        ptx: Supervised sequences to mix in; their weights are set here.
+        ptx: Supervised sequences to mix in. The plan sets their weights.
     """
     everything = [(g.group_id, r) for g in groups for r in g.rollouts]
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
@@ -174,10 +175,10 @@ def plan_step(
 
 
 def epoch_order(num_minibatches: int, epoch: int) -> list[int]:
-    """The order in which an epoch goes through a batch's minibatches.
+    """Returns the order in which an epoch trains on a batch's minibatches.
 
-    Each epoch starts one further on, so that the same minibatch is not always the one that
-    the policy has moved least (or most) for. The same on every rank and in every run.
+    Each epoch starts with the next minibatch, so that no minibatch is always the first or the
+    last one. The order is the same on every rank and in every run.
     """
     return [(epoch + i) % num_minibatches for i in range(num_minibatches)]
 
@@ -204,7 +205,7 @@ def _fraction_lost(group_ids: np.ndarray, kept: np.ndarray) -> float:
 def _minibatches_of(
     rollouts: Sequence[Rollout], group_ids: np.ndarray, num_minibatches: int
 ) -> list[list[int]]:
-    """Indices of each minibatch's rollouts: whole groups, tokens balanced."""
+    """Splits whole groups evenly by tokens; returns the indices of each minibatch's rollouts."""
     unique, member_of = np.unique(group_ids, return_inverse=True)
     tokens = [0] * len(unique)
     for rollout, group in zip(rollouts, member_of, strict=True):
@@ -221,7 +222,7 @@ def _weighted(
     aggregation: AggregationKind,
     constant_length: int,
 ) -> list[Sample]:
-    """The rollouts of one minibatch, with weights whose denominators are over it alone."""
+    """Returns the rollouts of one minibatch, with weights normalised over that minibatch."""
     lengths = table.completion_lengths[indices]
     weights = token_weights(lengths, kind=aggregation, constant_length=constant_length)
     return [
@@ -244,13 +245,13 @@ def _weighted_ptx(ptx: list[Sample], coef: float) -> list[Sample]:
 
 
 def _num_learned(samples: Sequence[Sample]) -> int:
-    """Tokens that count in the loss; supervised ones do not with ``grpo.ptx_coef = 0``."""
+    """Counts the tokens with a loss; supervised ones have none with ``grpo.ptx_coef = 0``."""
     return sum(s.num_trained for s in samples if s.loss_weight > 0 or s.ptx_weight > 0)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How sequences become rows; see :func:`plan_step` for each."""
+    """Settings of the layout; :func:`plan_step` explains each."""
 
     num_ranks: int
     row_len: int
@@ -284,11 +285,11 @@ class _Layout:
 def _lay_out(
     minibatches: Sequence[Sequence[Sample]], layout: _Layout
 ) -> tuple[list[list[list[int]]], dict[str, float]]:
-    """Lays each minibatch out in rows of its own, as many on each rank and in each minibatch."""
+    """Lays out each minibatch in rows of its own, the same number on each rank and in each."""
     lengths = [[s.num_tokens for s in samples] for samples in minibatches]
     spreads = [layout.spread(of_minibatch, min_rows=0) for of_minibatch in lengths]
     per_rank = max(len(spread[0]) for spread in spreads)
-    # Those that need fewer rows are spread anew: more rows allow a better balance.
+    # Minibatches that need fewer rows are spread again: more rows allow a better balance.
     spreads = [
         spread if len(spread[0]) == per_rank else layout.spread(of_minibatch, min_rows=per_rank)
         for spread, of_minibatch in zip(spreads, lengths, strict=True)
@@ -310,7 +311,7 @@ def _lay_out(
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """How old samples are when ``version`` learns from them; 0 where there are none."""
+    """Returns metrics of the ages of samples relative to ``version``; 0 without samples."""
     ages = [version - rollout.oldest_version for rollout in rollouts]
     mixed = [len({segment.version for segment in rollout.segments}) > 1 for rollout in rollouts]
     return {

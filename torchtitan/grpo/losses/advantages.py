@@ -3,10 +3,10 @@
 
 """Advantages from rewards.
 
-Groups are told apart by id, not by position. Two rules hold for every kind: a group of
-one sample, and a group whose rewards are all equal, gets exactly 0, since neither says
-which completion was better. (``batch_norm`` with nothing but one-sample groups compares
-the whole batch instead.)
+Groups are identified by id, not by position. For every kind, a group of one sample and a group
+whose rewards are all equal get advantages of exactly 0, because neither shows which completion
+was better. The exception is ``batch_norm`` if all groups have one sample: it then compares the
+samples of the whole batch.
 """
 
 from typing import Literal
@@ -28,9 +28,9 @@ def compute_advantages(
     eps: float,
     length_power: float,
 ) -> np.ndarray:
-    """What each sample's reward is worth beside the others.
+    """Returns the advantage of each sample.
 
-    With the mean and standard deviation of a sample's group, and N samples in it::
+    With ``mean`` and ``std`` of the sample's group, and N samples in the group::
 
         group_norm      (r - mean) / (std + eps)
         group_mean      r - mean
@@ -39,24 +39,24 @@ def compute_advantages(
 
     GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783),
     RLOO (https://arxiv.org/abs/2402.14740) and REINFORCE++-baseline
-    (https://arxiv.org/abs/2501.03262). Where every group has one sample, ``batch_norm``
-    takes the batch's mean: plain REINFORCE++.
+    (https://arxiv.org/abs/2501.03262). If every group has one sample, ``batch_norm``
+    subtracts the mean of the batch, which is plain REINFORCE++.
 
     Args:
         rewards: [samples] float, finite.
         group_ids: [samples] int.
         completion_lengths: [samples] int, trained tokens of each sample.
         kind: ``grpo.advantage``.
-        std: Divisor of the variance: N - 1, or N.
-        eps: Added to the standard deviation.
-        length_power: The result is multiplied by ``(mean length / length) ** power``; the
-            mean is over samples with a token, and a sample without one keeps its value.
+        std: Whether the variance is divided by N - 1 (``sample``) or by N (``population``).
+        eps: Number that is added to the standard deviation.
+        length_power: Advantages are multiplied by ``(mean length / length) ** power``. The mean
+            is over samples with a token; a sample without tokens keeps its advantage.
 
     Returns:
         [samples] float32.
 
     Raises:
-        ValueError: A reward is not finite, the shapes differ, or the kind is not known.
+        ValueError: If a reward is not finite, the shapes differ, or the kind is unknown.
     """
     if not rewards.shape == group_ids.shape == completion_lengths.shape:
         raise ValueError(
@@ -88,9 +88,9 @@ def compute_advantages(
 
 
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
-    """Which samples are in a group that says something: its rewards are not all equal.
+    """Returns which samples are in a group whose rewards are not all equal.
 
-    The predicate of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476). A group
+    This is the predicate of DAPO's dynamic sampling (https://arxiv.org/abs/2503.14476). A group
     of one sample is not informative.
 
     Args:
@@ -111,11 +111,11 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
 def _centred(
     rewards: np.ndarray, group_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rewards less their group's mean, each one's group, and the groups' sizes."""
+    """Returns rewards minus the mean of their group, the group of each, and the groups' sizes."""
     _, member_of, sizes = np.unique(group_ids, return_inverse=True, return_counts=True)
     means = np.bincount(member_of, rewards, len(sizes)) / sizes
-    # The mean of equal numbers may be off in its last bit, which dividing by a standard
-    # deviation of that size would blow up.
+    # The mean of equal numbers may be off in its last bit. Divided by a standard deviation of the
+    # same tiny size, the difference would become a large advantage.
     informative = informative_samples(rewards, group_ids)
     return np.where(informative, rewards - means[member_of], 0.0), member_of, sizes
 

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From token losses to one number: the weight of each token.
+"""The weight of each token, by which the losses of tokens become one number.
 
-The loss of an optimizer step is ``sum(weight * token_loss)`` over all its trained tokens,
-wherever they are. Weights are computed once, from the lengths of all samples of the step,
-so that no way of splitting the tokens over rows, microbatches and ranks can change it. A
-token whose loss is masked later (mismatch correction) keeps its place in the denominator.
+The loss of an optimizer step is ``sum(weight * token_loss)`` over all its trained tokens on all
+ranks. The weights are computed once, from the lengths of all samples of the step, so that the
+loss does not depend on how tokens are split over rows, microbatches and ranks. A token that the
+mismatch correction masks later still counts in the denominator.
 """
 
 from typing import Literal
@@ -17,17 +17,17 @@ AggregationKind = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
 def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int:
-    """What :func:`token_weights` divides by, of lengths and constants apart.
+    """Returns the count that :func:`token_weights` divides by: of tokens or of sequences.
 
-    Where the samples of one optimizer step are weighed in parts, each by itself, the weights
-    over all of them are those of each part times its fraction of the parts' total mass.
+    If the samples of one optimizer step arrive in parts and each part is weighted by itself, the
+    weights over the whole step are those of each part times the part's fraction of the total mass.
 
     Args:
         completion_lengths: [samples] int, trained tokens of each sample.
         kind: ``grpo.aggregation``.
 
     Returns:
-        Tokens under ``token_mean``, else samples with at least one token.
+        The number of tokens under ``token_mean``, else of samples with at least one token.
     """
     if kind == "token_mean":
         return int(completion_lengths.sum())
@@ -37,7 +37,7 @@ def weight_mass(completion_lengths: np.ndarray, *, kind: AggregationKind) -> int
 def token_weights(
     completion_lengths: np.ndarray, *, kind: AggregationKind, constant_length: int
 ) -> np.ndarray:
-    """Weight of each trained token of each sample of one optimizer step.
+    """Returns the weight of the trained tokens of each sample of one optimizer step.
 
     With ``n_i`` trained tokens in sample i, and S samples with at least one::
 
@@ -47,21 +47,21 @@ def token_weights(
 
     DAPO (https://arxiv.org/abs/2503.14476), GRPO (https://arxiv.org/abs/2402.03300) and
     Dr.GRPO (https://arxiv.org/abs/2503.20783), in this order. A sample without a trained
-    token has weight 0 and is not counted in S. No sample gives an empty array.
+    token has weight 0 and does not count in S. Without samples the result is empty.
 
     Example: lengths 1 and 3 under ``sequence_mean`` give 1/2 and 1/6.
 
     Args:
         completion_lengths: [samples] int, trained tokens of each sample, at least 0.
         kind: ``grpo.aggregation``.
-        constant_length: Divisor of ``constant_length``, at least 1; not used otherwise.
+        constant_length: Divisor of the kind ``constant_length``, at least 1; not used otherwise.
 
     Returns:
         [samples] float64.
 
     Raises:
-        ValueError: A length is negative, ``constant_length`` is below 1 where it is used,
-            or the kind is not known.
+        ValueError: If a length is negative, ``constant_length`` is used and below 1, or the
+            kind is unknown.
     """
     lengths = np.asarray(completion_lengths, np.float64)
     if (lengths < 0).any():

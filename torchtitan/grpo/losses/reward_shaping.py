@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rewards before advantages: scaled by sign, and less for running into the length limit."""
+"""Shapes rewards before advantages: a factor for each sign, and a penalty for length."""
 
 import numpy as np
 
@@ -16,28 +16,29 @@ def shape_rewards(
     overlong_penalty: float,
     max_new_tokens: int,
 ) -> np.ndarray:
-    """Rewards scaled by their sign, then DAPO's soft overlong penalty taken off.
+    """Scales rewards by a factor for their sign and subtracts DAPO's soft overlong penalty.
 
     The penalty is 0 up to ``max_new_tokens - overlong_buffer`` tokens, grows linearly, and
     is ``overlong_penalty`` at ``max_new_tokens`` (https://arxiv.org/abs/2503.14476,
-    equation 13). It is not scaled: the factors weigh what was scored, not the length.
+    equation 13). The factors do not apply to the penalty.
 
-    Example: buffer 4 of 10 tokens, penalty 1: 6 tokens lose nothing, 8 lose 0.5, 10 lose 1.
+    Example: with a buffer of 4 out of 10 tokens and a penalty of 1, a completion of 6 tokens
+    loses nothing, one of 8 tokens loses 0.5 and one of 10 tokens loses 1.
 
     Args:
         rewards: [samples] float, finite.
-        completion_lengths: [samples] int, tokens that the model wrote of each sample.
+        completion_lengths: [samples] int, number of tokens that the model wrote.
         positive_scale: Factor of rewards above 0.
         negative_scale: Factor of rewards below 0.
-        overlong_buffer: Tokens over which the penalty grows; 0 takes nothing off.
-        overlong_penalty: Taken off a completion of full length.
-        max_new_tokens: The full length.
+        overlong_buffer: Number of tokens over which the penalty grows; 0 disables the penalty.
+        overlong_penalty: Penalty of a completion of full length.
+        max_new_tokens: Full length of a completion, in tokens.
 
     Returns:
         [samples] float64.
 
     Raises:
-        ValueError: A reward is not finite, or the shapes differ.
+        ValueError: If a reward is not finite, or the shapes differ.
     """
     if rewards.shape != completion_lengths.shape:
         raise ValueError(
@@ -53,6 +54,6 @@ def shape_rewards(
 
 
 def require_finite(rewards: np.ndarray) -> None:
-    """Raises ValueError with the first rewards that are not finite."""
+    """Raises ValueError, with the first ones, if some rewards are not finite."""
     if not np.isfinite(rewards).all():
         raise ValueError(f"Rewards must be finite, got {rewards[~np.isfinite(rewards)][:4]}.")

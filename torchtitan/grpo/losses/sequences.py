@@ -3,20 +3,20 @@
 
 """Sums over the sequences of packed rows, with static shapes.
 
-A row holds several sequences, told apart by row-local ids 0, 1, ... that stay below the
-row's length. What belongs to a sequence is kept in a [rows, seq] tensor, indexed by id,
-so that nothing depends on how many sequences there are. A [batch, seq] tensor with one
-sequence a row is the case of a single id.
+A row holds several sequences. Their ids are local to the row: 0, 1, ..., below the length of the
+row. Numbers of sequences are kept in a [rows, seq] tensor indexed by id, whose shape does not
+depend on the number of sequences. A [batch, seq] tensor with one sequence in each row is the
+special case of a single id.
 
-Example: ``values 1 2 3 4``, ``sequence_ids 0 0 1 1``: the sums are ``3 7 0 0``, and spread
-over the tokens again ``3 3 7 7``.
+Example: for ``values 1 2 3 4`` and ``sequence_ids 0 0 1 1`` the sums are ``3 7 0 0``. Spread over
+the tokens again, they are ``3 3 7 7``.
 """
 
 import torch
 
 
 def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Sum of each sequence's values, which are 0 where they do not count.
+    """Returns the sum of each sequence's values; values that do not count must be 0.
 
     Args:
         values: [rows, seq] float.
@@ -29,14 +29,14 @@ def sequence_sums(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Ten
 
 
 def spread(per_sequence: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
-    """Each token's sequence's value: [rows, seq] by id to [rows, seq] by token."""
+    """Spreads numbers of sequences over tokens: [rows, seq] by id to [rows, seq] by token."""
     return per_sequence.gather(1, sequence_ids)
 
 
 def sequence_means(
     values: torch.Tensor, loss_mask: torch.Tensor, sequence_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Mean of each sequence's values over its trained tokens, at each of its tokens.
+    """Returns, at each token, the mean of its sequence's values over the trained tokens.
 
     Args:
         values: [rows, seq] float, 0 where not trained.

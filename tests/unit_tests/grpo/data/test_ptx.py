@@ -99,7 +99,7 @@ def test_the_seed_gives_the_order(open_stream):
         ('{"prompt": "a"}\n', r"mix\.jsonl:1: .*missing required field `completion`"),
         ('{"completion": 3}\n', r"mix\.jsonl:1: Expected `str`, got `int`"),
         ('{"completion": ""}\n', r"mix\.jsonl:1: the completion must have a token, got ''"),
-        ("", r"must hold a row .*got 0 that are longer"),
+        ("", r"must hold an example .*got 0 examples that are longer"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(open_stream, rows, message):

@@ -37,15 +37,16 @@ def rollout(reward, first, version):
 
 @pytest.fixture
 def record(tmp_path, model):
-    """A file of as many batches as are asked for; the k-th is recorded at version k."""
+    """A file with this many batches; batch k is recorded at version k times ``versions_apart``."""
 
-    def make(num_batches: int) -> Path:
+    def make(num_batches: int, versions_apart: int = 1) -> Path:
         path = tmp_path / "rollouts.jsonl.gz"
         recorder = RolloutRecorder(str(path), model.vocab_size, 1.0, 0)
         for version in range(num_batches):
             pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
             groups = [RolloutGroup(2 * version + g, "ask", pair, "") for g in range(2)]
-            recorder.write(version, PromptProgress(2 * (version + 1), (1,)), groups)
+            progress = PromptProgress(2 * (version + 1), (1,))
+            recorder.write(versions_apart * version, progress, groups)
         recorder.close()
         return path
 
@@ -103,6 +104,17 @@ def test_steps_come_in_the_file_s_order_and_end_with_it(record, replay):
     assert source.next_step(2, num_ranks=1) is None
     assert source.is_exhausted
     source.close()
+
+
+def test_ages_count_from_the_version_that_a_batch_was_recorded_with(record, replay):
+    source = replay(record(3, versions_apart=10))
+    ages = []
+    for version in range(3):
+        step = source.next_step(version, num_ranks=1)
+        assert step is not None
+        ages.append(step.metrics["staleness/max_steps"])
+    # Batch k was sampled under version k - 1 and k, and recorded at version 10 k.
+    assert ages == [0, 10, 19]
 
 
 def test_a_batch_may_come_in_parts(record, replay):
