@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The loss family: pure functions, one idea a file; formulas and papers in docs/losses.md.
+"""Losses as pure functions, one idea in each file; docs/losses.md has formulas and papers.
 
-Numbers of samples, in the order in which they are used: `reward_shaping`, `advantages`,
-`aggregation`. Tensors of tokens: `objective` puts together `policy_terms` (or the user's,
-`policy_function`), `mismatch` and `kl`, on top of `sequences` and `ratios`. Logprobs come
-from `linear_logprobs`.
+`reward_shaping`, `advantages` and `aggregation` compute numbers for each sample, in this order.
+The other files compute tensors of tokens: `objective` combines `policy_terms` (or the user's
+function, `policy_function`), `mismatch` and `kl`, which use `sequences` and `ratios`.
+`loss_metrics` combines their metrics. Logprobs come from `linear_logprobs`.
 """

@@ -16,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 def kl_estimate(
     logprobs: torch.Tensor, other_logprobs: torch.Tensor, estimator: KLEstimator
 ) -> torch.Tensor:
-    """Per-token estimate of ``KL(policy || other)`` from tokens that the policy drew.
+    """Returns an estimate of ``KL(policy || other)`` at each token that the policy drew.
 
     With ``d = other - policy`` (http://joschu.net/blog/kl-approx.html)::
 
@@ -31,15 +31,15 @@ def kl_estimate(
     NaN, so the caller masks the inputs first.
 
     Args:
-        logprobs: [...] float, of the policy that the tokens come from.
-        other_logprobs: [...] float, of the same tokens.
+        logprobs: [...] float, under the policy that the tokens come from.
+        other_logprobs: [...] float, of the same tokens under the other policy.
         estimator: ``grpo.kl_estimator``.
 
     Returns:
-        [...], of the inputs' shape.
+        The estimates, in the inputs' shape.
 
     Raises:
-        ValueError: The estimator is not known.
+        ValueError: If the estimator is unknown.
     """
     difference = other_logprobs - logprobs
     match estimator:
@@ -67,27 +67,27 @@ def sample_kl_sums(
     num_samples: int,
     estimator: KLEstimator,
 ) -> torch.Tensor:
-    """Each sample's sum of :func:`kl_estimate` over its trained tokens, for its reward.
+    """Sums :func:`kl_estimate` over the trained tokens of each sample, for its reward.
 
-    Sums of several microbatches or ranks are added. Masked places may hold anything.
+    The sums of several microbatches or ranks can be added. Untrained tokens may hold anything.
 
     Args:
-        logprobs: [rows, seq] float, of the policy that the rewards are credited to.
+        logprobs: [rows, seq] float, under the policy that sampled the tokens.
         ref_logprobs: [rows, seq] float.
         loss_mask: [rows, seq] bool.
-        sample_ids: [rows, seq] int64, index of the sample where trained.
-        num_samples: Of the whole step.
+        sample_ids: [rows, seq] int64, index of the sample at each trained token.
+        num_samples: Number of samples of the whole step.
         estimator: ``grpo.kl_estimator``.
 
     Returns:
-        [num_samples] float64, detached; 0 for samples that are not in these rows.
+        [num_samples] float64, detached; 0 for samples that have no token in these rows.
     """
     kl = kl_estimate(
         torch.where(loss_mask, logprobs.detach(), 0.0),
         torch.where(loss_mask, ref_logprobs.detach(), 0.0),
         estimator,
     )
-    # Untrained tokens go to a place of their own at the end, which is cut off.
+    # Untrained tokens are added to one more entry at the end, which is cut off.
     index = torch.where(loss_mask, sample_ids, num_samples).flatten()
     sums = torch.zeros(num_samples + 1, dtype=torch.float64, device=kl.device)
     return sums.index_add(0, index, kl.flatten().double())[:num_samples]

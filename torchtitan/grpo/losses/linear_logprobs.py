@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Log-probabilities of labels straight from hidden states, without the logits.
+"""Log-probabilities of labels computed from hidden states, without whole logits.
 
 The output projection and the softmax are one autograd function that goes over the
 vocabulary slice by slice, all tokens at a time. The forward pass keeps running sums of
-the softmax (https://arxiv.org/abs/1805.02867) and two numbers a token; the backward pass
-turns each slice's logits into gradients on the spot. A slice's part of the weight gradient
-is then final, so it is written once and never read back.
+the softmax (https://arxiv.org/abs/1805.02867) and two numbers for each token. The backward pass
+turns each slice's logits into gradients in place. The part of the weight gradient that belongs to
+a slice is then final, so that it is written once and never read.
 
-The memory that the backward pass needs for the weight's gradient is taken in the forward
-pass, where it has no use yet, and keeps as many logits as go into it; the others are computed
-again. The peak is the same, and products are spared: all with at most as many tokens as dims.
-See `logit_slices` for where they lie.
+The forward pass allocates the memory of the weight's gradient and keeps as many logits in it as
+fit; the backward pass computes the others again. The peak memory stays the same, and fewer matrix
+products are computed: none is repeated with at most as many tokens as hidden dims. `logit_slices`
+shows where the logits lie.
 """
 
 import torch
@@ -39,9 +39,9 @@ def linear_logprobs(
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each label, and entropy, under ``softmax(hidden @ weight.T / T)``.
+    """Returns log-probability of each label, and entropy, of ``softmax(hidden @ weight.T / T)``.
 
-    See :func:`packed_linear_logprobs`, whose two outputs these are.
+    See :func:`packed_linear_logprobs`, which returns both in one tensor.
 
     Returns:
         ``(logprobs, entropy)``, each [...] float32; the entropy is 0 without
@@ -73,44 +73,43 @@ def packed_linear_logprobs(
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> torch.Tensor:
-    """Log-probability and entropy of each token as one tensor, the output of one node.
+    """Returns log-probability and entropy of each token as one tensor, the output of one node.
 
-    Logits, softmax and sums are float32 (float64 for float64 inputs), whatever the inputs
-    are. Tokens whose gradient is exactly 0 take no part in the backward pass.
+    Logits, softmax and sums are float32, or float64 for float64 inputs. Tokens whose gradient is
+    exactly 0 are left out of the backward pass.
 
     With ``group`` each rank holds a contiguous piece of the vocabulary, in rank order and
-    of any size, 0 included. Logits stay where they are: two all-reduces of a few numbers a
-    token make the result, which is equal on all ranks. Every rank must call it with the
-    same tokens. The gradient of ``hidden`` is then this rank's part of a sum over the
-    group, and that of ``weight`` is of the local piece.
+    of any size, 0 included. Logits are never gathered: two all-reduces of a few numbers for each
+    token compute the result, which is equal on all ranks. Every rank must pass the same tokens.
+    The gradient of ``hidden`` is then this rank's summand of a sum over the group, and that of
+    ``weight`` is the gradient of the local piece.
 
     Args:
         hidden: [..., dim] float.
         weight: [vocab_local, dim] float.
-        labels: [...] int, in the whole vocabulary. One outside of it gets -inf.
-        temperature: Divides the logits, above 0.
-        chunk_tokens: Bounds memory: the logits held at a time are at most as many as
-            this many tokens have, at least 1. (Slices less than 128 ids wide, of many
-            tokens, are not made.)
-        with_entropy: Compute the entropy; on a GPU at the price of a second buffer of that
-            size.
-        keep_logits: Take the memory of the weight's gradient, where one is wanted, in the
-            forward pass, and keep logits there. The gradients are the same either way. Not
-            for several forward passes before the first backward pass: each takes that much.
+        labels: [...] int, ids of the whole vocabulary. A label outside of it gets -inf.
+        temperature: Divisor of the logits, above 0.
+        chunk_tokens: Bound of memory, at least 1: at any time there are at most as many logits
+            as this many tokens have. Slices are at least 128 ids wide, however.
+        with_entropy: Whether to compute the entropy. On a GPU this needs a second buffer of the
+            same size.
+        keep_logits: Whether to allocate the weight's gradient, if it is needed, in the forward
+            pass and keep logits there. The gradients do not depend on it. Each forward pass
+            allocates that memory, so it does not suit several forward passes in a row.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
         vocab_start: Id of the first row of ``weight``.
 
     Returns:
-        [..., 2] float32: log-probability, and entropy or 0.
+        [..., 2] float32, log-probability and entropy, which is 0 without ``with_entropy``.
 
     Raises:
-        ValueError: Shapes do not fit, or a setting is out of its range.
+        ValueError: If the shapes do not match, or a setting is out of its range.
     """
     _check(hidden, weight, labels, temperature, chunk_tokens)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    # Asked here: inside of the function gradients are always off.
+    # Checked here, because gradients are always disabled inside of the function.
     keep_logits = keep_logits and torch.is_grad_enabled() and weight.requires_grad
-    # The views give each input a node of its own that backward can ask the engine about.
+    # The views give each input a node of its own, so that backward can find out which are needed.
     packed = _LinearLogprobs.apply(
         flat.view_as(flat),
         weight.view_as(weight),
@@ -152,8 +151,8 @@ def _check(
 class _LinearLogprobs(torch.autograd.Function):
     """[..., 2] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [...] labels.
 
-    One output and not two: the pipeline schedules that split the backward pass replay it
-    from the outputs of this node. And no view: FSDP2 cannot hook one.
+    It has one output instead of two, because the pipeline schedules that split the backward pass
+    replay it from the outputs of this node. The output is not a view, which FSDP2 cannot hook.
     """
 
     @staticmethod
@@ -177,7 +176,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if group is not None:
             sums.reduce(group)
         logprobs, entropy, normaliser = sums.result()
-        # Saved like any other tensor, and so dropped and made again by checkpointing.
+        # Saved as other tensors are, so that activation checkpointing drops and recreates it.
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, memory)
         ctx.settings = (temperature, width, with_entropy, vocab_start)
         ctx.logits_are_kept = memory is not None
@@ -188,7 +187,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for_hidden, for_weight = _wanted_gradients(ctx)
         hidden, weight, labels, normaliser, entropy, memory = ctx.saved_tensors
         temperature, width, with_entropy, vocab_start = ctx.settings
-        # The cotangents carry the temperature's share, so that what follows need not.
+        # Divided by the temperature here, so that no later step has to.
         cotangents = grad.reshape(-1, 2) / temperature
         picked = (cotangents != 0).any(dim=1).nonzero().squeeze(1)
         if len(picked) == len(labels):
@@ -221,11 +220,11 @@ class _LinearLogprobs(torch.autograd.Function):
 def _sum_up(
     slices: LogitSlices, labels: torch.Tensor, with_entropy: bool, memory: torch.Tensor | None
 ) -> SoftmaxSums:
-    """The forward pass over all slices; leaves logits in ``memory``, if there is any."""
+    """Runs the forward pass over all slices; keeps logits in ``memory``, unless it is None."""
     tokens, width = len(labels), slices.width
     kept = None if memory is None else KeptLogits(memory, tokens, width, slices.dtype)
     blocks, buffer = row_blocks(tokens, width, labels.device), slices.buffer()
-    # A single block has no other slice beside it in the buffer, and is changed in place.
+    # A single block is changed in place: the buffer holds nothing else.
     scratch = buffer if len(blocks) < 2 else torch.empty_like(buffer[: blocks[0].stop * width])
     sums = SoftmaxSums(labels, slices.dtype, with_entropy, blocks, scratch)
     for start in slices.starts():
@@ -238,11 +237,11 @@ def _sum_up(
 
 
 def _wanted_gradients(ctx) -> tuple[bool, bool]:
-    """Which of hidden and weight this backward pass is for.
+    """Returns whether this backward pass needs the gradients of hidden and of weight.
 
-    Zero-bubble schedules run it twice, for the stage's inputs and later for its weights.
-    Autograd runs a Python node whole each time; asking which nodes come next spares the
-    half whose result would be thrown away.
+    Zero-bubble schedules run it twice, for the stage's inputs and later for its weights. Autograd
+    runs a Python node as a whole each time. Checking which nodes come next avoids computing the
+    half whose result would be discarded.
     """
 
     def wanted(position: int) -> bool:
@@ -253,16 +252,16 @@ def _wanted_gradients(ctx) -> tuple[bool, bool]:
 
 
 def _take_memory(ctx, memory: torch.Tensor | None, for_weight: bool) -> torch.Tensor | None:
-    """The memory with the kept logits, or None if there are none or no longer.
+    """Returns the memory with the kept logits, or None if it holds none.
 
-    A pass for the weight puts the gradient there and gives it away. One that comes later,
-    over the same graph, finds no logits and must not touch it.
+    A pass for the weight writes the gradient into this memory and returns it. A later pass over the
+    same graph finds no logits there and must not touch it.
     """
     if not ctx.logits_are_kept:
         return None
     ctx.logits_are_kept = not for_weight
     assert memory is not None
-    # Without the version counter, by which autograd would refuse later passes.
+    # ``data`` has no version counter, because of which autograd would refuse later passes.
     return memory.data
 
 
@@ -273,7 +272,7 @@ def _new_hidden_gradient(slices: LogitSlices) -> torch.Tensor:
 
 def _new_weight_gradient(slices: LogitSlices, memory: torch.Tensor | None) -> torch.Tensor:
     grad_weight = torch.empty_like(slices.weight) if memory is None else memory
-    # Every row is written later, unless there is nothing to write.
+    # Every row is written later, unless there are no slices.
     return grad_weight if slices.starts() else grad_weight.zero_()
 
 
@@ -285,15 +284,15 @@ def _add_input_gradients(
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
-    """The backward pass over all slices.
+    """Runs the backward pass over all slices.
 
     Args:
-        slices: Of the tokens that have a gradient.
-        logit_grads: Of the same tokens.
+        slices: Logits of the tokens that have a gradient.
+        logit_grads: Gradients of the same tokens.
         kept: Logits of all tokens, for some of the slices.
         picked: Rows in ``kept`` of the tokens that have a gradient; None for all.
-        grad_hidden: Added to, if wanted.
-        grad_weight: Overwritten, if wanted; ``kept`` may be in its memory.
+        grad_hidden: Tensor to add to, or None if not needed.
+        grad_weight: Tensor to overwrite, or None if not needed. It may hold the ``kept`` logits.
     """
     buffer = slices.buffer()
     for start in slices.starts():
@@ -304,7 +303,7 @@ def _add_input_gradients(
             logit_grads.write(start, grads, None, grads)
         else:
             logit_grads.write(start, logits, picked, grads)
-        # The kept logits of this slice have been read: its rows may be written from here on.
+        # The kept logits of this slice have been read, so that its rows may be written now.
         grads = grads.to(slices.hidden.dtype)
         if grad_weight is not None:
             _write_product(grads.t(), slices.hidden, grad_weight[start : start + slices.width])

@@ -1,38 +1,38 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Logits of a vocabulary in slices: how wide, how computed, and where some are kept.
+"""Computes logits slice by slice of the vocabulary, and keeps some for the backward pass.
 
-The gradient of the weight, [vocab, dim], is written in the backward pass only. Where it is
-going to be wanted, its memory is taken in the forward pass already, and holds logits of the
-first slices until then. The backward pass goes over the slices in the same order, and reads
-the logits of a slice before it writes the gradient's rows of that slice. For float32, four
-times as many tokens as dims, and eight slices, of which two fit::
+The gradient of the weight, [vocab, dim], is written in the backward pass only. If it will be
+needed, its memory is allocated in the forward pass already, and holds the logits of the first
+slices until then. The backward pass goes over the slices in the same order, and reads
+the logits of a slice before it writes the rows of the gradient for that slice. The picture shows
+float32 with four times as many tokens as hidden dims and eight slices, of which two fit::
 
     rows of the gradient   | s0 | s1 | s2 | s3 | s4 | s5 | s6 | s7 |
     logits kept there      | of s0             | of s1             |
 
-No region begins before the rows of its own slice, so what is overwritten has been read. With
-at most as many tokens as dims all logits fit.
+The logits of a slice never begin before its own rows, so that only logits that have been read are
+overwritten. With at most as many tokens as hidden dims all logits fit.
 """
 
 import torch
 
-# Narrower slices make slow matrix products, and save nothing worth having. Multiples of it
-# begin at addresses that products and vector instructions like.
+# Narrower slices make matrix products slow and save little memory. Multiples of this width begin at
+# addresses that are aligned for matrix products and vector instructions.
 _MIN_SLICE = 128
 _ALIGNMENT_BYTES = 64
 
 
 def accumulation_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Of logits, softmax and sums."""
+    """Returns the dtype of logits, softmax and sums."""
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def slice_width(tokens: int, vocab: int, chunk_tokens: int) -> int:
-    """Ids in a slice whose logits are at most as many as ``chunk_tokens`` tokens have.
+    """Returns the number of ids in a slice, with at most the logits of ``chunk_tokens`` tokens.
 
-    A multiple of 128 (at least 128 itself), unless the whole vocabulary is narrower.
+    It is a multiple of 128 and at least 128, unless the whole vocabulary is smaller.
     """
     width = chunk_tokens * vocab // max(tokens, 1) // _MIN_SLICE * _MIN_SLICE
     return min(vocab, max(_MIN_SLICE, width))
@@ -43,17 +43,17 @@ class LogitSlices:
 
     Attributes:
         hidden: [tokens, dim], in the dtype of the matrix products.
-        weight: [vocab_local, dim], as it was given.
-        width: Ids in a slice; the last may have fewer.
-        dtype: Of the logits.
+        weight: [vocab_local, dim], as passed to the constructor.
+        width: Number of ids in a slice; the last slice may have fewer.
+        dtype: Dtype of the logits.
     """
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, width: int
     ) -> None:
         self.dtype = accumulation_dtype(hidden)
-        # Tensor cores multiply half precision exactly and add in float32. A CPU rounds in
-        # between or is slow at it, so there the operands are widened, the weight by slices.
+        # Tensor cores multiply half precision exactly and add in float32. A CPU rounds in between
+        # or is slow at it, so that there the operands are converted, the weight slice by slice.
         mixed = hidden.is_cuda and hidden.dtype == weight.dtype
         self.hidden = hidden if mixed else hidden.to(self.dtype)
         self.weight = weight
@@ -61,21 +61,21 @@ class LogitSlices:
         self._temperature = temperature
 
     def starts(self) -> range:
-        """First id of each slice; none where there is nothing to compute."""
+        """Returns the first id of each slice; empty if there is nothing to compute."""
         vocab = len(self.weight) if len(self.hidden) else 0
         return range(0, vocab, max(self.width, 1))
 
     def buffer(self) -> torch.Tensor:
-        """Memory for the logits of one slice, uninitialised, flat."""
+        """Allocates uninitialised, flat memory for the logits of one slice."""
         return self.hidden.new_empty(len(self.hidden) * self.width, dtype=self.dtype)
 
     def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
-        """The [tokens, width] beginning of ``buffer`` that the slice at ``start`` takes."""
+        """Returns the part of ``buffer``, [tokens, width], for the slice at ``start``."""
         tokens, num_ids = len(self.hidden), min(self.width, len(self.weight) - start)
         return buffer[: tokens * num_ids].view(tokens, num_ids)
 
     def weight_slice(self, start: int) -> torch.Tensor:
-        """[width, dim] in the dtype of the matrix products."""
+        """Returns the slice of the weight, [width, dim], in the dtype of the products."""
         return self.weight[start : start + self.width].to(self.hidden.dtype)
 
     def compute(self, start: int, out: torch.Tensor) -> None:
@@ -90,13 +90,13 @@ class LogitSlices:
 
 
 class KeptLogits:
-    """Where in the memory of the weight's gradient the logits of a slice are kept.
+    """Finds the kept logits of a slice in the memory of the weight's gradient.
 
     Args:
-        memory: [vocab_local, dim] contiguous, that the gradient will take.
-        tokens: Whose logits are kept.
-        width: Of a slice: a multiple of 128, or the whole vocabulary.
-        dtype: Of the logits; that of ``memory`` may be another.
+        memory: [vocab_local, dim], contiguous, the later memory of the gradient.
+        tokens: Number of tokens whose logits are kept.
+        width: Number of ids in a slice: a multiple of 128, or the whole vocabulary.
+        dtype: Dtype of the logits, which may differ from that of ``memory``.
     """
 
     def __init__(self, memory: torch.Tensor, tokens: int, width: int, dtype: torch.dtype) -> None:
@@ -104,12 +104,12 @@ class KeptLogits:
         self._vocab, self._tokens, self._width, self._dtype = len(memory), tokens, width, dtype
         slice_bytes = -(-self._num_bytes(width) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         row_bytes = memory.shape[1] * memory.element_size()
-        # Not closer than the gradient's rows: see the module about the order of events.
+        # At least as far apart as the rows of the gradient; the module's docstring explains why.
         self._stride = max(slice_bytes, width * row_bytes)
 
     @classmethod
     def reserve(cls, slices: LogitSlices) -> torch.Tensor | None:
-        """Memory for the gradient of ``slices.weight``, or None if it cannot hold a slice."""
+        """Allocates the gradient of ``slices.weight``; returns None if no slice fits into it."""
         weight, tokens = slices.weight, len(slices.hidden)
         first = tokens * slices.width * slices.dtype.itemsize
         if not slices.starts() or first > weight.numel() * weight.element_size():
@@ -117,7 +117,7 @@ class KeptLogits:
         return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
     def find(self, start: int) -> torch.Tensor | None:
-        """[tokens, width] of the slice at ``start``, or None where it is not kept."""
+        """Returns the logits [tokens, width] of the slice at ``start``, or None if not kept."""
         num_ids = min(self._width, self._vocab - start)
         begin = start // self._width * self._stride
         end = begin + self._num_bytes(num_ids)

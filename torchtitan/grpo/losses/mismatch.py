@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Correction of the gap between the step's first policy and the sampling-time policy.
+"""Corrects the mismatch between the step's first policy and the sampling-time policy.
 
-Servers compute with other kernels, and with weights that may be some steps old. What the
-samples were drawn from therefore differs from what the trainer scores, and each token's
-loss is weighted by the ratio of the two, kept from growing without bound.
+Servers compute with other kernels, and with weights that may be some steps old. The distribution
+that samples were drawn from therefore differs from the one that the trainer computes. The loss of
+each token is weighted by the ratio of the two probabilities, which is bounded.
 """
 
 import math
@@ -25,14 +25,14 @@ MismatchCorrection = Literal["none", "truncate", "mask"]
 
 @dataclass(frozen=True)
 class MismatchWeights:
-    """Weights of the policy loss, and what was done to get them; all detached.
+    """Weights of the policy loss, and which tokens the correction changed; all detached.
 
     Attributes:
         weights: [rows, seq] float, 0 where not trained, masked or vetoed.
-        ratios: [rows, seq] float, what the effective sample size is of: the weights, or
-            without a correction the ratios that it would have had to do with.
-        capped: [rows, seq] bool, trained tokens whose ratio was moved to a bound.
-        masked: [rows, seq] bool, trained tokens left out, by the bounds or the veto.
+        ratios: [rows, seq] float, from which the effective sample size is computed: the
+            weights, or the uncorrected ratios if there is no correction.
+        capped: [rows, seq] bool, trained tokens whose ratio was clamped to a bound.
+        masked: [rows, seq] bool, trained tokens that the bounds or the veto left out.
         vetoed: [rows, seq] bool, trained tokens of sequences that the veto left out.
     """
 
@@ -49,11 +49,11 @@ def mismatch_ratio(
     sequence_ids: torch.Tensor,
     level: MismatchLevel,
 ) -> torch.Tensor:
-    """Ratio of trainer to sampling-time probability, at each token.
+    """Returns the ratio of trainer to sampling-time probability at each token.
 
-    ``token``: of the token; ``sequence``: the product over the trained tokens of its
-    sequence; ``geometric``: their geometric mean, ``exp(mean(log_ratio))``. Sums are taken
-    of logs, and bounded before ``exp`` (see ``ratios.py``).
+    ``token`` is the ratio of the token, ``sequence`` the product over the trained tokens of its
+    sequence, and ``geometric`` their geometric mean, ``exp(mean(log_ratio))``. The logs are
+    summed, and clamped before ``exp`` (see `ratios.py`).
 
     Args:
         log_ratio: [rows, seq] float, 0 where not trained.
@@ -62,7 +62,7 @@ def mismatch_ratio(
         level: ``grpo.mismatch_level``.
 
     Raises:
-        ValueError: The level is not known.
+        ValueError: If the level is unknown.
     """
     match level:
         case "token":
@@ -86,17 +86,17 @@ def mismatch_weights(
     floor: float,
     veto: float,
 ) -> MismatchWeights:
-    """Importance weights ``old / generator``, truncated or masked.
+    """Computes importance weights ``old / generator``, truncated or masked.
 
-    With ``r`` of :func:`mismatch_ratio`::
+    With the ratio ``r`` of :func:`mismatch_ratio`::
 
         none       1
         truncate   min(max(r, floor), cap)              TIS
         mask       r where floor <= r <= cap, else 0    MIS; IcePop at token level
 
-    A sequence with any trained token whose own ratio is below ``veto`` gets weight 0,
-    whatever the correction. Truncated: IMPALA (https://arxiv.org/abs/1802.01561). Masked:
-    IcePop (https://arxiv.org/abs/2510.18855). Values in untrained places may be anything.
+    A sequence with a trained token whose own ratio is below ``veto`` gets weight 0 under every
+    correction. Truncation is from IMPALA (https://arxiv.org/abs/1802.01561), masking from IcePop
+    (https://arxiv.org/abs/2510.18855). Values at untrained tokens may be anything.
 
     Args:
         old_logprobs: [rows, seq] float, of the trainer before the batch's first update.
@@ -106,11 +106,11 @@ def mismatch_weights(
         correction: ``grpo.mismatch_correction``.
         level: ``grpo.mismatch_level``.
         cap: Upper bound of the ratio.
-        floor: Lower bound of the ratio; 0 is none.
-        veto: 0 is off.
+        floor: Lower bound of the ratio; 0 bounds nothing.
+        veto: ``grpo.mismatch_veto``; 0 disables the veto.
 
     Raises:
-        ValueError: The correction or the level is not known.
+        ValueError: If the correction or the level is unknown.
     """
     log_ratio = torch.where(loss_mask, old_logprobs.detach(), 0.0) - torch.where(
         loss_mask, generator_logprobs.detach(), 0.0

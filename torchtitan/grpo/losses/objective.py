@@ -9,9 +9,9 @@
                                                       + kl_coef * kl - entropy_coef * entropy)
          + sum over mixed-in tokens of ptx_weight * -logprob
 
-The mismatch weight is of the policy loss alone: what keeps the policy near its reference,
-or its entropy up, holds on tokens that the correction leaves out, too. A token left out
-keeps its place in the aggregation's denominator, which is in ``loss_weight``.
+Only the policy loss is multiplied by the mismatch weight: the KL penalty and the entropy bonus also
+apply to tokens that the correction leaves out. A token that is left out still counts in the
+denominator of the aggregation, which is part of ``loss_weight``.
 """
 
 from collections.abc import Mapping
@@ -37,23 +37,23 @@ from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInp
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All [rows, seq], aligned to the predicted token (``data/rows.py``).
+    """Inputs of the loss: tensors [rows, seq], aligned to the predicted token (`data/rows.py`).
 
-    Where a token is not trained, the tensors may hold anything, NaN included, except for
-    ``sequence_ids`` and ``ptx_weights``.
+    At untrained tokens, all tensors but ``sequence_ids`` and ``ptx_weights`` may hold anything,
+    NaN included.
 
     Attributes:
         logprobs: float, of the labels under the current policy; carries gradients.
-        entropy: float, of the current policy's distribution; carries gradients. 0 where it
-            is not asked for.
-        old_logprobs: float, of the policy before the batch's first optimizer step,
-            detached. With one update a batch, ``logprobs.detach()``.
+        entropy: float, of the current policy's distribution; carries gradients. 0 if no setting
+            needs the entropy.
+        old_logprobs: float, of the policy before the batch's first optimizer step, detached.
+            ``logprobs.detach()`` if the batch has one optimizer step.
         generator_logprobs: float, recorded at sampling time.
-        ref_logprobs: float, of the reference model; None without one.
+        ref_logprobs: float, of the reference model; None without a reference model.
         advantages: float, constant within a sequence.
         loss_mask: bool, True on trained tokens of rollouts.
         loss_weights: float, see ``aggregation.py``.
-        ptx_weights: float, above 0 on mixed-in supervised tokens, else 0: it is their mask.
+        ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
         sequence_ids: int64, row-local, from 0 and below ``seq``.
     """
 
@@ -70,17 +70,17 @@ class LossInputs:
 
 
 def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """The loss of a microbatch, to be summed over microbatches and ranks.
+    """Computes the loss of a microbatch, to be summed over microbatches and ranks.
 
-    Rows without a trained or mixed-in token give 0, with gradients of 0. Runs in the
-    inputs' dtype, and under ``torch.compile(fullgraph=True)``.
+    Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. The function
+    computes in the inputs' dtype, and can be compiled with ``torch.compile(fullgraph=True)``.
 
     Args:
         inputs: The microbatch.
         config: ``[grpo]``.
 
     Returns:
-        Scalar [] loss, and the metrics of the microbatch by name.
+        The loss, a scalar [], and the metrics of the microbatch by name.
 
     Raises:
         ValueError: If the shapes differ, or a setting needs a tensor that is None.
@@ -120,9 +120,9 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str,
 
 
 def metric_reductions(config: GRPO) -> dict[str, Reduction]:
-    """Returns the names and reductions of all metrics, found by computing a small example.
+    """Returns the reduction of each metric by name, found by computing a small example.
 
-    Ranks that do not see the model's output know the metrics by this, too.
+    Ranks that do not see the model's output learn the names of the metrics this way, too.
     """
     example = example_inputs()
     inputs = LossInputs(
@@ -174,9 +174,9 @@ def _check(inputs: LossInputs, config: GRPO) -> None:
 
 
 def _without_untrained(inputs: LossInputs) -> LossInputs:
-    """Zeros where nothing is trained.
+    """Returns the inputs with zeros at untrained tokens.
 
-    Before any arithmetic: 0 * NaN would be NaN, in the loss and in its gradient.
+    This comes before any arithmetic: 0 * NaN is NaN, in the loss and in its gradient.
     """
 
     def masked(values: torch.Tensor) -> torch.Tensor:
@@ -211,12 +211,12 @@ def _policy_inputs(clean: LossInputs, config: GRPO) -> PolicyInputs:
 
 
 def _proximal(clean: LossInputs, config: GRPO) -> torch.Tensor:
-    """What is compared to the sampling-time policy, detached."""
+    """Returns the detached logprobs that are compared with those of sampling time."""
     return clean.logprobs.detach() if config.old_policy == "sampling" else clean.old_logprobs
 
 
 def _mismatch(clean: LossInputs, config: GRPO) -> MismatchWeights:
-    # Against the sampling-time policy itself the ratio is the whole correction.
+    # If the ratio is against the sampling-time policy itself, it is the whole correction.
     on_sampling = config.old_policy == "sampling"
     return mismatch_weights(
         _proximal(clean, config),
@@ -240,7 +240,7 @@ def _ptx_loss(inputs: LossInputs) -> torch.Tensor:
 def _term_metrics(
     term: PolicyTerm, loss_mask: torch.Tensor, taken: Mapping[str, Metric]
 ) -> dict[str, Metric]:
-    """Returns the metrics of the policy term; nothing is clipped by a term that does not say so."""
+    """Returns the metrics of the policy term. A term without clipping metrics reports 0."""
     nowhere = TokenMetric(torch.zeros_like(loss_mask), "mean")
     metrics = {CLIPPED: nowhere, DUAL_CLIPPED: nowhere} | term.metrics
     for name in metrics:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The policy term: what raises the probability of good tokens and lowers that of bad ones.
+"""The policy terms, which raise the probability of good tokens and lower that of bad ones.
 
-Each function gives the loss of every token; the objective weighs and sums them. Inputs are
-0 wherever a token is not trained, so nothing here looks at the mask but sequence means.
+Each function returns the loss of every token; the objective weights and sums them. All inputs are 0
+at untrained tokens, so that only means over sequences need the mask.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ from torchtitan.grpo.losses.sequences import sequence_means
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy term may look at; all [rows, seq], all 0 where not trained.
+    """Inputs of a policy term: tensors [rows, seq], 0 at untrained tokens.
 
     Attributes:
-        logprobs: Of the labels under the current policy; carries gradients.
-        old_logprobs: Of the policy that the ratio is taken against (``grpo.old_policy``).
-        generator_logprobs: Recorded at sampling time.
-        advantages: Constant within a sequence.
-        entropy: Of the current policy's distribution at each token; carries gradients. 0
-            where neither ``grpo.entropy_coef`` nor ``grpo.log_entropy`` asks for it.
+        logprobs: float, of the labels under the current policy; carries gradients.
+        old_logprobs: float, of the policy that the ratio is against (``grpo.old_policy``).
+        generator_logprobs: float, recorded at sampling time.
+        advantages: float, constant within a sequence.
+        entropy: float, of the current policy's distribution at each token; carries gradients.
+            0 if neither ``grpo.entropy_coef`` nor ``grpo.log_entropy`` is set.
         loss_mask: bool, True on trained tokens.
-        sequence_ids: int64, row-local.
+        sequence_ids: int64, the token's sequence within its row.
     """
 
     logprobs: torch.Tensor
@@ -44,7 +44,7 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """Losses of tokens, and metrics of how they came about.
+    """The result of a policy term.
 
     Attributes:
         token_losses: [rows, seq] float.
@@ -64,7 +64,7 @@ CLIPPED, DUAL_CLIPPED = "loss/clipped_fraction", "loss/dual_clipped_fraction"
 
 
 def clipped_surrogate(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-    """Clipped surrogate with one ratio a token, ``r = exp(logprob - old)``.
+    """Clipped surrogate with one ratio for each token, ``r = exp(logprob - old)``.
 
     ::
 
@@ -78,24 +78,23 @@ def clipped_surrogate(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
 
 
 def gspo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-    """Clipped surrogate with one ratio a sequence, the geometric mean of its tokens'.
+    """Clipped surrogate with one ratio for each sequence, the geometric mean over its tokens.
 
-    ``s = exp(mean over trained tokens of (logprob - old))``, clipped as above: GSPO
-    (https://arxiv.org/abs/2507.18071). The gradient is GSPO-token's: at each token the
-    ratio is ``s * pi / stop_gradient(pi)``, which has the value of ``s`` and passes each
-    token's own gradient. Where weight and advantage are constant in a sequence, that is
-    the gradient of ``s`` itself; where a mismatch weight leaves a token out, that token
-    gets none.
+    The ratio ``s = exp(mean over trained tokens of (logprob - old))`` is clipped as above: GSPO
+    (https://arxiv.org/abs/2507.18071). The gradient is that of GSPO-token: at each token the
+    ratio is ``s * pi / stop_gradient(pi)``, which has the value of ``s`` and passes the
+    token's own gradient. If weight and advantage are constant in a sequence, this equals the
+    gradient of ``s`` itself. A token that the mismatch weight leaves out gets no gradient.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     sequence_log_ratio = sequence_means(log_ratio.detach(), inputs.loss_mask, inputs.sequence_ids)
-    # Exactly 0, with the gradient of the token's logprob.
+    # The carrier is exactly 0 and has the gradient of the token's logprob.
     carrier = inputs.logprobs - inputs.logprobs.detach()
     return _clipped(ratio(sequence_log_ratio + carrier), inputs.advantages, config)
 
 
 def cispo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
-    """The clipped ratio as a constant weight, so that no token loses its gradient.
+    """Weights logprobs by the clipped ratio, held constant, so that no token loses its gradient.
 
     ``loss = -stop_gradient(min(r, 1 + clip_high)) * A * logprob``: CISPO of MiniMax-M1
     (https://arxiv.org/abs/2506.13585), which bounds the weight from above alone;

@@ -1,19 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Softmax over a vocabulary that comes in slices: its sums, and gradients through it.
+"""Softmax over a vocabulary in slices: its sums, and gradients through it.
 
-Several elementwise passes go over each slice. On a CPU they go over a block of rows at a
-time that stays in the cache between them; on a GPU a block is the whole slice, because there
-each operation costs a launch.
+Several elementwise passes go over each slice. On a CPU they process one block of rows at a time,
+which stays in the cache between the passes. On a GPU a block is the whole slice, because each
+operation costs a kernel launch.
 """
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-# 8 MiB of float32: small enough to stay in a core's share of the last cache, and large enough
-# that threads which meet after each operation do not wait for one another on a busy machine.
+# 8 MiB of float32: small enough for the part of the last-level cache that a core has, and large
+# enough that threads, which synchronise after each operation, rarely wait on a busy machine.
 _BLOCK_LOGITS_PER_THREAD = 2**21
 
 
@@ -28,25 +28,25 @@ def row_blocks(tokens: int, width: int, device: torch.device) -> list[slice]:
 def _label_columns(
     labels: torch.Tensor, start: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, 1] column of each label in a slice, and whether it is in there at all."""
+    """Returns the column [tokens, 1] of each label in a slice, and whether the slice has it."""
     columns = (labels - start).unsqueeze(1)
     inside = (columns >= 0) & (columns < width)
     return columns.clamp(0, width - 1), inside
 
 
 class SoftmaxSums:
-    """Running maximum and sums of the softmax over slices, then over ranks.
+    """Running maximum and sums of the softmax, over slices and then over ranks.
 
-    With ``x`` the logits less the maximum so far, the sums are of ``exp(x)`` and, for the
-    entropy, ``x * exp(x)``. They are rescaled when the maximum rises.
+    With ``x`` the logits minus the maximum so far, the sums are those of ``exp(x)`` and, for the
+    entropy, of ``x * exp(x)``. They are rescaled when the maximum rises.
 
     Args:
         labels: [tokens] int, where id 0 is the first of the first slice.
-        dtype: Of the logits.
-        with_entropy: Make the second sum.
-        blocks: Of rows, from :func:`row_blocks`.
-        scratch: Flat memory with room for the logits of a block, overwritten. Where there is
-            one block alone, it may be the memory of the logits themselves.
+        dtype: Dtype of the logits.
+        with_entropy: Whether to compute the second sum.
+        blocks: Blocks of rows, from :func:`row_blocks`.
+        scratch: Flat memory with room for the logits of a block, which is overwritten. If there
+            is only one block, it may be the memory of the logits themselves.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class SoftmaxSums:
 
         self._labels, self._with_entropy = labels, with_entropy
         self._blocks, self._scratch = blocks, scratch
-        # Finite, so that a rank without any ids brings no inf - inf.
+        # Finite, so that a rank without any ids causes no inf - inf.
         self._maximum = full(torch.finfo(dtype).min)
         self._label_logits = full(-torch.inf)
         self._exp_sum = full(0.0)
         self._weighted_sum = full(0.0)
 
     def add(self, start: int, logits: torch.Tensor) -> None:
-        """Takes in one slice, [tokens, width], whose first id is ``start``."""
+        """Adds one slice, [tokens, width], whose first id is ``start``."""
         columns, inside = _label_columns(self._labels, start, logits.shape[1])
         found = logits.gather(1, columns)
         self._label_logits = torch.where(inside, found, self._label_logits[:, None])[:, 0]
@@ -98,7 +98,7 @@ class SoftmaxSums:
         self._exp_sum, self._weighted_sum = sums.unbind()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[tokens] log-probabilities, entropies (or 0) and logarithms of the normaliser."""
+        """Returns, each [tokens], log-probabilities, entropies or 0, and log normalisers."""
         log_sum = self._exp_sum.log()
         logprobs = (self._label_logits - self._maximum) - log_sum
         entropy = torch.zeros_like(log_sum)
@@ -129,10 +129,10 @@ class LogitGrads:
     Args:
         labels: [tokens] int, where id 0 is the first of the first slice.
         normaliser: [tokens] logarithm of the sum of exponentials.
-        entropy: [tokens], read with ``entropy_grad`` alone.
+        entropy: [tokens], used only with ``entropy_grad``.
         logprob_grad: [tokens], ``g`` above.
         entropy_grad: [tokens], ``h`` above, or None for 0.
-        blocks: Of rows, from :func:`row_blocks`.
+        blocks: Blocks of rows, from :func:`row_blocks`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class LogitGrads:
         self._at_label = logprob_grad[:, None]
         self._slope: torch.Tensor | None = None
         self._offset = -self._at_label
-        # An entropy that was only logged asks for no gradient, and not for a second buffer.
+        # An entropy that is only logged has no gradient and needs no second buffer.
         if entropy_grad is not None and bool((entropy_grad != 0).any()):
             self._slope = -entropy_grad[:, None]
             self._offset = self._offset + self._slope * entropy[:, None]
@@ -162,8 +162,8 @@ class LogitGrads:
         Args:
             start: First id.
             logits: [rows, width].
-            picked: [tokens] int, the row of each token in ``logits``; None where token and
-                row are the same. ``logits`` may then be ``out``.
+            picked: [tokens] int, the row of each token in ``logits``. None if token and row are
+                the same, in which case ``logits`` may be ``out``.
             out: [tokens, width].
         """
         for rows in self._blocks:
