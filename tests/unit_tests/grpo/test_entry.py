@@ -3,12 +3,17 @@
 
 """How a rank's process ends, whatever still runs in it."""
 
+import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from forked import ForkServer
+
+from torchtitan.grpo.entry import _report
 
 LEAVE = "from torchtitan.grpo.entry import leave\nimport logging, sys, threading\n"
 PATIENCE = 120.0
@@ -70,3 +75,89 @@ def main():
     assert process.returncode == 1
     assert "KeyError: 'a mistake'" in process.stderr
     assert "still here" not in process.stdout
+
+
+def test_an_error_is_reported_by_rank_zero_or_by_a_rank_that_fails_alone(capsys):
+    def report(is_rank_zero: bool, is_ended: bool) -> tuple[int, str, list[float]]:
+        waits: list[float] = []
+        wait = lambda seconds: waits.append(seconds) or is_ended  # noqa: E731
+        status = _report(is_rank_zero, ValueError("what is wrong"), 2, wait)
+        return status, capsys.readouterr().err, waits
+
+    message = "error: what is wrong\n"
+    assert report(is_rank_zero=True, is_ended=False) == (2, message, [])
+    assert report(is_rank_zero=False, is_ended=True) == (2, "", [15.0])
+    assert report(is_rank_zero=False, is_ended=False) == (2, message, [15.0])
+
+
+RUNS = """
+import contextlib, io, json, signal, sys
+import torch.distributed as dist
+from torchtitan.grpo import entry
+from torchtitan.grpo.data.feed import RankZeroFailed
+entry._RANK_ZERO_PATIENCE_SECONDS = entry._AGENT_PATIENCE_SECONDS = 0.01
+config = ["--job.config_file=train_configs/quickstart.toml", "--grpo.stop_timeout_seconds=600"]
+found = {}
+
+def run(name, outcome, *args):
+    calls = []
+    class Trainer:
+        def train(self):
+            calls.append("train")
+            return outcome() if outcome else None
+        def close(self):
+            calls.append("close")
+    def make(config, model, stop):
+        calls.append(model.architecture)
+        return Trainer()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = entry.run(make, [*config, *args])
+        except KeyError:
+            status = "raised"
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    found[name] = [status, calls, lines]
+
+def fail(error):
+    raise error
+
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+run("whole", None)
+run("outside", lambda: fail(TimeoutError("the server is late")))
+run("rank zero", lambda: fail(RankZeroFailed("x")))
+run("mistake", lambda: fail(KeyError("x")))
+run("stopped", lambda: signal.raise_signal(signal.SIGTERM))
+run("refused", None, "--grpo.group_size=0")
+run("dry", None, "--dry-run")
+json.dump(found, sys.stdout)
+sys.stdout.flush()
+import os
+os._exit(0)
+"""
+
+
+def test_each_way_to_end_has_its_exit_status_and_closes_the_trainer(
+    repository, fork_server, tmp_path
+):
+    script, out, err = tmp_path / "program.py", tmp_path / "out", tmp_path / "err"
+    script.write_text(RUNS)
+    with out.open("w") as output, err.open("w") as errors:
+        process = fork_server.start(
+            script, output=output, errors=errors, folder=repository,
+            environment=os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        )  # fmt: skip
+    assert process.wait(PATIENCE) == 0, err.read_text()
+    ran = ["Qwen3ForCausalLM", "train", "close"]
+    found = json.loads(out.read_text().splitlines()[-1])
+    refused = found.pop("refused")
+    assert refused[:2] == [2, []]
+    assert refused[2][0].startswith("error: grpo.group_size must be at least 1, got 0.")
+    assert found == {
+        "whole": [0, ran, []],
+        "outside": [1, ran, ["error: the server is late"]],
+        "rank zero": [1, ran, []],
+        "mistake": ["raised", ran, []],
+        "stopped": [128 + signal.SIGTERM, ran, []],
+        "dry": [0, [], []],
+    }

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
+from torchtitan.grpo.config_checks.layout import (
+    describe_layout,
+    layout_problems,
+    model_layout_problems,
+)
 from torchtitan.grpo.job_config import JobConfig
 
 ALONE = "data_parallel_shard_degree=1"
@@ -228,3 +232,11 @@ def test_a_layout_that_the_model_cannot_have_is_refused_by_its_keys(settings, mo
     (problem,) = model_layout_problems(configured(*settings), model)  # pyright: ignore
     for key in keys:
         assert key in problem
+
+
+def test_a_layout_is_described_as_a_product(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    settings = ["pipeline_parallel_degree=2", "tensor_parallel_degree=2"]
+    assert describe_layout(configured(*settings)) == "8 = 2 stages x 2 shards x 2 tensor parts"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert describe_layout(configured()) == "1"

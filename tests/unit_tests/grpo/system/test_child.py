@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import psutil
 
-from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 
 
 def wait_gone(pid: int) -> None:
@@ -55,3 +57,55 @@ def test_a_child_ends_when_its_owner_is_killed():
     owner.stdin.close()
     owner.stdout.close()
     wait_gone(pid)
+
+
+def started(program: str, log: Path) -> tuple[subprocess.Popen, str]:
+    """A child that runs ``program``, and the first line that it printed."""
+    child = start_child([sys.executable, "-c", textwrap.dedent(program)], log_file=log)
+    while not (text := log.read_text()).endswith("\n"):
+        assert child.poll() is None, text
+        time.sleep(0.01)
+    return child, text.strip()
+
+
+def test_a_child_has_the_grace_period_to_end_in_order(tmp_path):
+    child, _ = started(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))
+        print("ready", flush=True)
+        time.sleep(300)
+        """,
+        tmp_path / "log",
+    )
+    stop_children([child], grace_seconds=30.0)
+    assert child.returncode == 7
+
+
+def test_what_a_child_leaves_behind_ends_with_it(tmp_path):
+    child, grandchild = started(
+        """
+        import signal, subprocess, sys, time
+        sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        sleep += "print(flush=True); time.sleep(300)"
+        process = subprocess.Popen([sys.executable, "-c", sleep], stdout=subprocess.PIPE)
+        process.stdout.readline()  # it ignores SIGTERM from now on
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print(process.pid, flush=True)
+        time.sleep(300)
+        """,
+        tmp_path / "log",
+    )
+    stop_children([child], grace_seconds=30.0)
+    assert child.returncode == 0
+    wait_gone(int(grandchild))
+
+
+def test_a_child_is_not_told_of_a_rank():
+    told = {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a", "MASTER_PORT": "1", "GROUP_RANK": "0", "ROLE_RANK": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+    }  # fmt: skip
+    kept = {"PATH": "/bin", "RANKING": "high", "CUDA_VISIBLE_DEVICES": "0"}
+    assert without_rank_variables(told | kept) == kept

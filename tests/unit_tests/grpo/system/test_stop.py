@@ -1,8 +1,10 @@
 """Signals that a training rank gets, also while its main thread is out of reach."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,13 +41,25 @@ print("ready", flush=True)
 while not stop.requested:
     sum(range(1000))
 """
+# Ends in order once a line of input has come.
+FINISHING = """
+import sys
+from torchtitan.grpo.system.stop import StopRequest
+stop = StopRequest(float(sys.argv[1]))
+print("ready", flush=True)
+assert stop.wait(120)
+print("asked", flush=True)
+sys.stdin.readline()
+print("finished", flush=True)
+sys.exit(stop.exit_code)
+"""
 
 
 def _start(program: str, tmp_path: Path, timeout_seconds: float) -> subprocess.Popen:
     (tmp_path / "program.py").write_text(program)
     process = subprocess.Popen(
         [*LIGHT_PYTHON, "program", str(timeout_seconds)],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # Under nohup the tests ignore it, and so would what they start.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )  # fmt: skip
@@ -88,3 +102,34 @@ def test_a_hangup_that_nobody_asked_for_ends_the_process(tmp_path):
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGHUP
+
+
+def test_a_rank_has_the_whole_timeout_to_end_in_order(tmp_path):
+    process = _start(FINISHING, tmp_path, 120)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asked\n"
+    time.sleep(0.5)  # longer than a rank without a timeout would live
+    assert process.communicate("\n", timeout=60) == ("finished\n", "")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_rank_stops_when_torchrun_has_died(tmp_path):
+    """The parent of the rank is killed, as torchrun may be; the rank reports what it noticed."""
+    (tmp_path / "program.py").write_text(WAITING.replace("stop.exit_code", "0").replace(
+        'print("asked"', 'open("noticed", "w").write(str(stop.exit_code))\nprint("asked"'
+    ))  # fmt: skip
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])",
+         *LIGHT_PYTHON, "program", "60"],
+        cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "a-run"},
+    )  # fmt: skip
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    parent.kill()
+    parent.wait()
+    # The rank keeps the pipe open until it ends.
+    assert parent.stdout.read() == "asked\n"
+    parent.stdout.close()
+    assert (tmp_path / "noticed").read_text() == str(128 + signal.SIGTERM)

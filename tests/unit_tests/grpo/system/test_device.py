@@ -1,0 +1,73 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The choices that depend on GPUs and on the number of machines."""
+
+import os
+
+import pytest
+import torch
+
+from torchtitan.grpo.system.device import (
+    HostMemoryMonitor,
+    default_backend,
+    gpus_for_servers,
+    keep_gloo_on_loopback,
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_ranks", "expected"),
+    [
+        (None, "2", (["2", "3"], True)),
+        (None, "4", (["0", "1", "2", "3"], False)),
+        ("5,7,9", "1", (["7", "9"], True)),
+        ("5", "1", (["5"], False)),
+    ],
+)
+def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_for_servers() == expected
+
+
+def test_without_gpus_servers_get_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpus_for_servers() == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "urls", "is_kept"),
+    [
+        ("2", "2", [], True),
+        ("2", "2", ["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"], True),
+        ("2", "2", ["http://127.0.0.1:1", "http://other:2"], False),
+        ("4", "2", [], False),
+    ],
+)
+def test_gloo_stays_on_loopback_where_all_is_on_one_machine(
+    world, local, urls, is_kept, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")
+    keep_gloo_on_loopback(urls)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "x"  # a user's choice stays
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    keep_gloo_on_loopback(urls)
+    assert ("GLOO_SOCKET_IFNAME" in os.environ) == is_kept
+
+
+def test_the_memory_monitor_reports_gib_of_this_process():
+    stats = HostMemoryMonitor().get_peak_stats()
+    assert 0.05 < stats.max_active_gib < 64
+    assert 0 < stats.max_active_pct < 100
+
+
+def test_each_device_has_its_backend():
+    assert (default_backend("cuda"), default_backend("cpu")) == ("nccl", "gloo")
