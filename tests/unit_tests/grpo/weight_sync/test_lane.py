@@ -1,16 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a lane makes of an attestation, by whoever fails to say what it gives."""
+"""What a lane reports of its server: pushes, attestations, losses, and the bases of deltas."""
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from torchtitan.grpo.attestation import Attestation, Probes
 from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.weight_sync import lane as lane_module
 from torchtitan.grpo.weight_sync.lane import Lane, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.interface import PushReport
@@ -116,3 +119,184 @@ def test_a_server_that_does_not_rate_tokens_in_time_is_lost():
 def test_other_versions_need_no_rating(every):
     probes = Probes()
     assert not Attestation(every, [1, 2], probes, 1e-3, 1.0).concerns(VERSION)
+
+
+class Scripted(Server):
+    """Names the version that was pushed last, unless it is told another; takes deltas."""
+
+    takes_deltas = True
+
+    def __init__(self) -> None:
+        super().__init__([-1.0])
+        self.served: int | None = None
+        self.num_resumed = 0
+
+    async def version(self) -> int:
+        return self.served if self.served is not None else -1
+
+    async def resume(self) -> None:
+        self.num_resumed += 1
+
+
+class ScriptedWay:
+    """Notes what it is asked for; a push ends when the test lets it, or as it is told to."""
+
+    def __init__(self, server: Scripted) -> None:
+        self.client, self.asked = server, list[Any]()
+        self.may_end, self.begun = asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+        self.may_end.set()
+
+    async def join(self) -> None:
+        self.asked.append("join")
+
+    async def prepare(self, version: int) -> None: ...
+
+    async def push(self, version: int, base: int | None) -> PushReport:
+        self.asked.append((version, base))
+        self.begun.set()
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        self.client.served = version
+        return PushReport(version, "all", 1, 0.1, 0.1, 0.0)
+
+    async def recover(self) -> None:
+        self.asked.append("recover")
+
+
+class LaneRig:
+    """A lane over a scripted way, and what its listeners heard."""
+
+    def __init__(self, delta: bool = False, max_alive: int = 4) -> None:
+        self.dropped, self.may_drop = list[int](), asyncio.Event()
+        self.may_drop.set()
+        self.server = Scripted()
+        self.way = ScriptedWay(self.server)
+        self.versions = Versions(SlotTable(2), max_alive, self._drop)
+        self.heard: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        sync = WeightSync(
+            push_timeout_seconds=PATIENCE, retry_seconds=0.01, max_retry_seconds=0.01, delta=delta
+        )
+        way: Any = self.way
+        self.lane = Lane(
+            way,
+            self.versions,
+            sync,
+            Attestation(0, [1, 2], Probes(), 1e-3, PATIENCE),
+            Listeners(
+                on_change=lambda: None,
+                on_version=lambda url, version: self.heard.put_nowait(("version", version)),
+                on_lost=lambda url, reason: self.heard.put_nowait(("lost", reason)),
+            ),
+        )
+        self.running = asyncio.create_task(self.lane.run())
+
+    async def _drop(self, version: int) -> None:
+        self.dropped.append(version)
+        await self.may_drop.wait()
+
+    async def hears(self) -> tuple[str, Any]:
+        return await asyncio.wait_for(self.heard.get(), PATIENCE)
+
+    async def end(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.versions.close()
+
+
+def run_rig(body: Callable[[LaneRig], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def bounded() -> None:
+        rig = LaneRig(**options)
+        await body(rig)
+        await rig.end()
+
+    asyncio.run(asyncio.wait_for(bounded(), 4 * PATIENCE))
+
+
+def test_a_lane_reports_the_version_that_was_pushed_though_a_newer_one_has_come():
+    async def body(rig: LaneRig) -> None:
+        rig.way.may_end.clear()
+        await rig.versions.begin(3)
+        await asyncio.wait_for(rig.way.begun.wait(), PATIENCE)
+        await rig.versions.begin(4)
+        rig.way.may_end.set()
+        assert await rig.hears() == ("version", 3)
+        # The next one is the newest, and not the one after it.
+        assert await rig.hears() == ("version", 4)
+        assert rig.lane.version == 4
+        assert rig.way.asked == ["join", (3, None), (4, None)]
+
+    run_rig(body)
+
+
+def test_a_lost_server_has_no_version_until_it_has_confirmed_the_newest():
+    async def body(rig: LaneRig) -> None:
+        await rig.versions.begin(1)
+        assert await rig.hears() == ("version", 1)
+        rig.way.error = ServerError("it is gone")
+        await rig.versions.begin(2)
+        assert await rig.hears() == ("lost", "it is gone")
+        assert (rig.lane.version, rig.lane.is_lost) == (-1, True)
+        rig.way.error = None
+        while (heard := await rig.hears())[0] == "lost":
+            pass
+        assert heard == ("version", 2)
+        assert (rig.lane.version, rig.lane.is_lost) == (2, False)
+        # It is told of the loss, cleared up after, joined, and sent everything.
+        assert rig.way.asked[:2] == ["join", (1, None)]
+        assert rig.way.asked[-3:] == ["recover", "join", (2, None)]
+
+    run_rig(body)
+
+
+@pytest.mark.parametrize("named", [3, 5, None])
+def test_a_server_that_names_another_version_than_the_pushed_one_is_lost(named):
+    async def body(rig: LaneRig) -> None:
+        async def version() -> int | None:
+            return named
+
+        rig.server.version = version  # pyright: ignore[reportAttributeAccessIssue]
+        await rig.versions.begin(4)
+        kind, reason = await rig.hears()
+        assert kind == "lost"
+        assert f"must serve version 4, but it reports {named}" in reason
+        assert rig.lane.num_pushes == 0
+
+    run_rig(body)
+
+
+def test_an_idle_server_is_let_go_on_and_must_still_name_its_version(monkeypatch):
+    monkeypatch.setattr(lane_module, "_CHECK_SECONDS", 0.01)
+
+    async def body(rig: LaneRig) -> None:
+        rig.server.stops_for = "commit"
+        await rig.versions.begin(1)
+        # Once when it is pushed, and again when it is found to serve the same.
+        assert [await rig.hears() for _ in range(2)] == [("version", 1)] * 2
+        assert rig.server.num_resumed > 0
+        rig.server.served = 0  # restarted
+        while (heard := await rig.hears())[0] == "version":
+            pass
+        assert "must serve version 1, but it reports 0" in heard[1]
+
+    run_rig(body)
+
+
+def test_a_delta_is_against_what_the_server_has_confirmed_and_that_is_kept_meanwhile():
+    async def body(rig: LaneRig) -> None:
+        for version in (1, 2):
+            await rig.versions.begin(version)
+            assert await rig.hears() == ("version", version)
+        rig.way.begun.clear()
+        rig.way.may_end.clear()
+        await rig.versions.begin(3)
+        await asyncio.wait_for(rig.way.begun.wait(), PATIENCE)
+        # The newest, and the base of the push under way: neither may go for a third.
+        assert not await rig.versions.room(0.01)
+        assert rig.dropped == [1]
+        rig.way.may_end.set()
+        assert await rig.hears() == ("version", 3)
+        assert rig.way.asked == ["join", (1, None), (2, 1), (3, 2)]
+
+    run_rig(body, delta=True, max_alive=2)

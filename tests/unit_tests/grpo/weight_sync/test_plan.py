@@ -3,7 +3,13 @@
 import torch
 
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
-from torchtitan.grpo.weight_sync.plan import plan_buckets, plan_sources
+from torchtitan.grpo.weight_sync import gather
+from torchtitan.grpo.weight_sync.plan import (
+    ALL_PARAMETERS,
+    ParameterSelection,
+    plan_buckets,
+    plan_sources,
+)
 
 
 class FusedAdapter:
@@ -47,3 +53,25 @@ def test_each_pipeline_stage_has_a_source_of_its_own_and_everything_is_sent_once
     assert first.buckets[0].spec.names == ("hf.embed", "hf.output")
     assert second.buckets[0].spec.names == ("hf.middle", "hf.unsharded")
     assert first.num_bytes + second.num_bytes == sum(2 * 4 * a.shape[0] for a in model)
+
+
+def test_a_push_plan_holds_the_selected_parameters_and_no_others(monkeypatch):
+    model = [assembly(n, 4, 0, 1) for n in ("layers.0.lora_a", "layers.0.wq", "layers.1.lora_b")]
+    monkeypatch.setattr(gather, "agree_on_assembly", lambda parameters, adapter: model)
+    adapters = ParameterSelection("adapters", ("*.lora_a", "*.lora_b"))
+    for selection, wanted in ((ALL_PARAMETERS, model), (adapters, [model[0], model[2]])):
+        plan = gather.agree_on_push({}, RenamingAdapter(), torch.bfloat16, 1000, selection)  # pyright: ignore
+        assert plan.selection is selection
+        names = [assembly.name for assembly in wanted]
+        assert plan.names_from(0) == plan.names_from(1) == names
+        (source,) = plan.sources
+        assert [a.name for b in source.buckets for a in b.assemblies] == names
+        assert plan.num_bytes == sum(2 * 4 * 2 for _ in wanted)
+
+
+class RenamingAdapter:
+    """Renames every parameter."""
+
+    def to_hf(self, state_dict):
+        ((name, tensor),) = state_dict.items()
+        return {f"hf.{name}": tensor}

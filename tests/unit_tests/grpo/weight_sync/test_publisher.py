@@ -4,6 +4,7 @@
 """What the training thread waits for where it is asked to wait for servers."""
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 
 from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+from torchtitan.grpo.weight_sync.slots import SlotTable
 
 
 class Waiting(WeightPublisher):
     """One with these lanes, and no threads."""
+
+    snapshots: Any
 
     def __init__(self, *lanes: Any) -> None:
         self.error, self._leader = None, None
@@ -46,3 +50,22 @@ def test_a_server_that_is_there_is_waited_for_as_long_as_its_lane_lets_it():
 
 def test_a_served_version_is_not_waited_for_though_another_server_is_lost():
     Waiting(lane(version=4), lane(is_lost=True, version=-1)).wait_for(4, 0.1, lambda: False)
+
+
+def test_the_training_thread_fences_and_tells_of_a_slot_only_as_its_copy_is_started():
+    slots, calls = SlotTable(2), list[str]()
+
+    def copy_into(slot: int, announce: Callable[[], None], wake: Callable[[], None]) -> None:
+        assert slots.take_newest(0) is None, "a reader would find the slot before its copy"
+        announce()
+        calls.append(f"copy into {slot}")
+
+    publisher = Waiting()
+    publisher.slots = slots
+    publisher.snapshots = SimpleNamespace(fence=lambda: calls.append("fence"), copy_into=copy_into)
+    slot = publisher.reserve_slot()
+    publisher.fence()
+    publisher.publish(7, slot)
+    assert calls == ["fence", f"copy into {slot}"]
+    assert slots.take_newest(0) == (slot, 7)
+    assert slots.published == 7

@@ -1,10 +1,12 @@
 """The slot table: newest wins, what is being sent is never handed out."""
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.weight_sync.slots import SlotTable
+from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 
 
 def test_a_waiting_snapshot_gives_way_to_a_newer_one():
@@ -76,3 +78,18 @@ def test_the_newest_version_always_finds_a_slot_and_is_taken_next(num_slots, max
                 held, sending = [*held, sending], None
         elif action == "drop" and held:
             slots.release(held.pop(0))
+
+
+def test_a_reader_waits_until_its_slot_holds_the_version_and_no_other():
+    slots = SlotVersions()
+    slots.filled(0, 3)
+    slots.filled(1, 4)
+    with pytest.raises(TimeoutError, match=r"published version 4 .* slot 0 holds version 3"):
+        slots.wait_filled(0, 4, 0.01)
+    reader = threading.Thread(target=slots.wait_filled, args=(0, 5, 30.0))
+    reader.start()
+    slots.filled(0, 5)
+    slots.wake()
+    reader.join(20.0)
+    assert not reader.is_alive()
+    assert slots.published == 5

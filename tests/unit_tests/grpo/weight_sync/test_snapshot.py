@@ -123,6 +123,27 @@ def test_a_reader_does_not_wait_for_the_copy_into_another_slot(held, snapshots):
     held.let_go.release()
 
 
+def test_a_reader_that_is_told_of_a_slot_waits_for_the_copy_it_is_told_of(held, snapshots):
+    held.let_go.release()
+    snapshots.copy_into(0)
+    snapshots.fence(SECONDS)
+    told: list[str] = []
+
+    def announce() -> None:
+        # The former copy of the slot has ended; this one has not begun.
+        with pytest.raises(TimeoutError):
+            snapshots.read(0, 0.0)
+        told.append("announced")
+
+    snapshots.copy_into(0, announce, lambda: told.append("woken up"))
+    assert told == ["announced"], "readers are woken up when the copy has ended"
+    held.let_go.release()
+    snapshots.fence(SECONDS)
+    snapshots.read(0, 0.0)
+    snapshots.close(SECONDS)
+    assert told == ["announced", "woken up"]
+
+
 def test_copies_are_made_one_after_the_other_even_without_a_fence(held, snapshots):
     for slot in (0, 1, 0):
         snapshots.copy_into(slot)

@@ -105,3 +105,53 @@ def test_what_is_being_sent_never_gives_way():
         await versions.close()
 
     asyncio.run(body())
+
+
+def test_what_is_being_dropped_is_no_base_though_its_buffers_are_still_there():
+    async def body():
+        sources = Sources()
+        sources.may_finish.clear()
+        versions = new_versions(2, sources)
+        server = versions.add_server()
+        for version in (1, 2):
+            await versions.begin(version)
+            server.keep_as_base(version)
+        await versions.begin(3)
+        assert server.base == 2
+        assert not await versions.room(0.01)
+        assert (sources.dropped, versions.num_alive) == ([1, 2], 3)
+        assert server.base is None
+        sources.may_finish.set()
+        assert await versions.room(10)
+        server.keep_as_base(3)
+        assert server.base == 3
+        server.confirmed = 3
+        server.lose()
+        assert (server.confirmed, server.base) == (-1, None)
+        await versions.close()
+
+    asyncio.run(body())
+
+
+def test_a_slot_is_held_until_its_version_is_dropped():
+    async def body():
+        sources, slots = Sources(), SlotTable(2, max_held=1)
+        sources.may_finish.clear()
+        versions = Versions(slots, 3, sources.drop)
+        slots.filled(slots.reserve(), 1)
+        taken = await versions.take_newest(10)
+        assert taken is not None and taken.is_held
+        await versions.begin(1)
+        versions.gathered(taken)
+        assert not slots.can_hold()
+        await versions.begin(2)
+        await asyncio.sleep(0)
+        assert sources.dropped == [1]
+        assert not slots.can_hold(), "a server may still be sent from it"
+        sources.may_finish.set()
+        assert await versions.room(10)
+        while not slots.can_hold():
+            await asyncio.sleep(0.01)
+        await versions.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))

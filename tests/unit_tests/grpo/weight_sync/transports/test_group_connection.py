@@ -1,12 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a server is told when it is left, whatever was broken off before."""
+"""What a server is asked for in a push, and when it is left."""
 
 import asyncio
 from typing import Any
 
+import pytest
+
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupConnection
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 
 class Server:
@@ -47,3 +50,90 @@ def test_a_server_is_told_to_go_on_though_recovering_was_cancelled():
         assert len(server.told) == 5
 
     asyncio.run(asyncio.wait_for(body(), 20))
+
+
+SPEC = BucketSpec(("a",), ("float32",), ((3,),))
+
+
+class Taking:
+    """A server that takes every push, and the order of all that happens to it."""
+
+    url = "http://a"
+
+    def __init__(self, stops_for: str) -> None:
+        self.stops_for = stops_for
+        self.order: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **options: Any) -> float:
+            self.order.append((name, *arguments))
+            return 0.25
+
+        return call
+
+    async def num_workers(self) -> int:
+        return 2
+
+    async def join_weight_group(self, info: WeightGroupInfo) -> None:
+        self.order.append(("join_weight_group", info.group_name))
+
+    async def receive_bucket(
+        self, bucket: BucketSpec, *, group_name: str, last: bool, version: int
+    ) -> None:
+        self.order.append(("receive", group_name, last, version))
+
+
+class Source:
+    """A source rank's sender, which notes what it sends."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.sent = rank, list[Any]()
+
+    async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
+        return SPEC
+
+    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
+        assert world_size == 3  # this rank, and the server's two workers
+        return WeightGroupInfo("127.0.0.1", 1, 1, 3, f"group{self.rank}", "gloo", 1.0)
+
+    async def join(self, server_url: str) -> None: ...
+
+    async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
+        self.sent.append((version, index, base))
+
+    async def leave(self, server_url: str) -> None: ...
+
+
+BUCKETS = [("receive", "group0", False, 7), ("receive", "group0", False, 7)]
+LAST = ("receive", "group2", True, 7)
+BEGIN, COMMIT, PAUSE, RESUME = ("begin_update",), ("commit_update", 7), ("pause",), ("resume",)
+
+
+@pytest.mark.parametrize(
+    ("stops_for", "order"),
+    [
+        ("transfer", [PAUSE, BEGIN, *BUCKETS, LAST, COMMIT, RESUME]),
+        ("commit", [BEGIN, *BUCKETS, LAST, PAUSE, COMMIT, RESUME]),
+        ("nothing", [BEGIN, *BUCKETS, LAST, COMMIT]),
+    ],
+)
+def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(stops_for, order):
+    async def body() -> None:
+        server: Any = Taking(stops_for)
+        sources: Any = [Source(0), Source(2)]
+        connection = GroupConnection(server, sources, {0: 2, 2: 1}, "all", timeout_seconds=20.0)
+        with pytest.raises(RuntimeError, match="join before push"):
+            await connection.push(7, None)
+        await connection.join()
+        joined = [("join_weight_group", "group0"), ("join_weight_group", "group2")]
+        assert server.order == [("leave_weight_groups",), RESUME, *joined]
+        server.order.clear()
+        report = await connection.push(7, 6)
+        assert server.order == order
+        assert [source.sent for source in sources] == [[(7, 0, 6), (7, 1, 6)], [(7, 0, 6)]]
+        assert (report.version, report.selection, report.num_bytes) == (7, "all", 36)
+        if stops_for == "nothing":
+            assert report.pause_seconds == 0.25  # by the server's own clock
+        await connection.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -125,6 +126,33 @@ def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_short(sign
             assert time.monotonic() - begin < 20
             process.kill()
             await asyncio.gather(sending, return_exceptions=True)
+
+    asyncio.run(body())
+
+
+def test_nothing_is_broadcast_after_one_that_was_given_up_before_its_turn():
+    async def body() -> None:
+        end = GroupEnd(URL, 2, settings(60.0))
+        begun, may_end, sent = threading.Event(), threading.Event(), list[int]()
+
+        def first(broadcast: object) -> None:
+            begun.set()
+            assert may_end.wait(30)
+
+        sending = asyncio.create_task(end.send(first))
+        await asyncio.to_thread(begun.wait, 30)
+        given_up = asyncio.create_task(end.send(lambda broadcast: sent.append(1)))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        late = asyncio.create_task(end.send(lambda broadcast: sent.append(2)))
+        may_end.set()
+        await sending
+        # The server would take its bytes for those of the broadcast that it was told of.
+        with pytest.raises(RuntimeError, match="must follow broadcast 1, which was given up"):
+            await late
+        assert sent == []
+        await end.leave()
 
     asyncio.run(body())
 
