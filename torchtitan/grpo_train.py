@@ -34,14 +34,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from torchtitan.grpo import checkpoint
 from torchtitan.grpo.attestation import attested_tokens
-from torchtitan.grpo.checkpoint import (
-    load_newest,
-    progress_from,
-    progress_state,
-    save_stopped,
-    save_whole,
-)
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
@@ -133,7 +127,7 @@ class GRPOTrainer(Trainer):
 
     def _load_weights(self) -> None:
         """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
-        if not load_newest(self.checkpointer, self.config.checkpoint.load_step):
+        if not checkpoint.load_newest(self.checkpointer, self.config.checkpoint.load_step):
             load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
 
     def _start(self) -> None:
@@ -300,15 +294,15 @@ class GRPOTrainer(Trainer):
     def _save(self, is_last: bool) -> None:
         """Saves a checkpoint when due, and the rollouts in flight beside it."""
         self.checkpointer.save(self.step, last_step=is_last)
-        checkpoint = self.config.checkpoint
-        if checkpoint.enable and self._is_due(checkpoint.interval) and self.source:
+        config = self.config.checkpoint
+        if config.enable and self._is_due(config.interval) and self.source:
             with self.rank_zero.releasing_others():
                 self.source.save(self.step)
 
     def _finish(self) -> None:
         """Ends the run: as stopped with a checkpoint, or as finished with export and report."""
         if self.stopped:
-            save_stopped(self.checkpointer, self.step, self.first_step)
+            checkpoint.save_stopped(self.checkpointer, self.step, self.first_step)
         else:
             self._conclude()
         if hasattr(self, "publisher"):
@@ -319,7 +313,7 @@ class GRPOTrainer(Trainer):
         """Exports the model; then serves and evaluates its last version, and reports."""
         if self.first_step < self.step < self.config.training.steps:
             # A replayed file came to its end. A longer file can continue from here.
-            save_whole(self.checkpointer, self.step)
+            checkpoint.save_whole(self.checkpointer, self.step)
         # The export comes first: a server that does not answer must not cost what was learned.
         folder = self._export(self.step)
         self.stopped = self.rank_zero.run(lambda: self._settle(folder))
@@ -424,11 +418,11 @@ class GRPOTrainer(Trainer):
     # -- checkpoint and end ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | progress_state(self.progress)
+        return super().state_dict() | checkpoint.progress_state(self.progress)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.progress = progress_from(state_dict)
+        self.progress = checkpoint.progress_from(state_dict)
 
     def close(self) -> None:
         """Ends threads and children; harmless if some were never started."""

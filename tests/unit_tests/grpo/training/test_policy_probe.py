@@ -1,0 +1,70 @@
+"""The probe rates fixed tokens at temperature 1, in rows that the layout can run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.logprob_head import LogprobHead
+from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
+from torchtitan.grpo.training.runner import ForwardRunner
+
+TOKENS = [3, 1, 4, 1, 5]
+
+
+class Table(ForwardRunner):
+    """Scores each label by the token before it, through the output layer."""
+
+    has_output = True
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(9, 8)
+        self.head = LogprobHead(
+            8, 9, temperature=0.5, chunk_tokens=4, with_entropy=False, keep_logits=False
+        )
+
+    @torch.no_grad()
+    def forward(self, rows: Any) -> torch.Tensor:
+        with self.head.labelled(rows.labels):
+            return self.head(self.embed(rows.tokens))
+
+
+def probe(runner: Table, is_speaker: bool) -> PolicyProbe:
+    feed: Any = SimpleNamespace(all_reduce_sum=lambda values: values)
+    return PolicyProbe(runner, [runner.head], feed, TOKENS, (2, 8), torch.device("cpu"), is_speaker)
+
+
+def test_tokens_are_rated_at_temperature_one_and_the_temperature_comes_back():
+    runner = Table()
+    found = probe(runner, is_speaker=True).logprobs()
+    logits = runner.embed(torch.tensor(TOKENS[:-1])) @ runner.head.weight.T
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    assert found == pytest.approx(expected.tolist(), abs=1e-6)
+    assert runner.head.temperature == 0.5
+
+
+def test_ranks_that_do_not_speak_add_nothing_to_the_sum():
+    assert probe(Table(), is_speaker=False).logprobs() == [0.0] * (len(TOKENS) - 1)
+
+
+@pytest.mark.parametrize(
+    ("has_pipeline", "is_compiled", "divisor", "shape"),
+    [
+        (False, False, 1, (1, 48)),
+        (False, False, 20, (1, 60)),
+        (True, False, 2, (4, 256)),
+        (False, True, 2, (4, 256)),
+    ],
+)
+def test_only_models_of_one_shape_rate_in_the_shape_of_training(
+    has_pipeline, is_compiled, divisor, shape
+):
+    config = JobConfig()
+    config.training.local_batch_size, config.training.seq_len = 4, 256
+    config.compile.enable = is_compiled
+    dims: Any = SimpleNamespace(pp_enabled=has_pipeline, seq_len_divisor=divisor)
+    assert probe_shape(config, dims, 48) == shape
