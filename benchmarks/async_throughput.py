@@ -1,27 +1,31 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What asynchrony gains, against what it could gain at most.
+"""Measures what asynchronous training gains, compared with the best possible gain.
 
     python benchmarks/async_throughput.py [--json] [--steps 16] [--batches 12] [--keep FOLDER]
                                           [--decoding timed computed]
 
-The whole loop on fixed work: one training rank, embedded servers, a Qwen3 of a few million
-parameters, completions of a fixed length. Synchronous training
-(`rollout.max_head_offpolicyness = 0`) waits for generation, then trains; its steps say how long
-each takes, so that the best that any overlap could give is known: ``(generate + train) /
-max(generate, train)``. Then the same with a bound of 1, 2 and 4 versions. Medians over steps,
-the first ones left out. Completions are written in two ways:
+The benchmark runs the whole loop on a fixed amount of work: one training rank, embedded servers,
+a Qwen3 of a few million parameters, and completions of a fixed length. Synchronous training
+(`rollout.max_head_offpolicyness = 0`) waits for generation and then trains. Its steps show how
+long generation and training take, and therefore the best gain that any overlap could give:
+``(generate + train) / max(generate, train)``. The same run follows with a bound of 1, 2 and 4
+versions. The figures are medians over the steps without the first ones. Completions are
+generated in two ways:
 
-    timed      by two servers whose decode step takes a fixed time, asleep (`stub_server.py`):
-               they stand for hardware of their own, and all else is real
-    computed   by one server that decodes with the model, on the cores that training uses,
-               too. How much two cores do at once, against one alone, is measured before: where
-               it is less than 2, no overlap of two computations can be ideal
+    timed      by two servers whose decode step sleeps for a fixed time (`stub_server.py`). They
+               stand for servers on hardware of their own; everything else is real.
+    computed   by one server that decodes with the model on the cores that training also uses.
+               Before that, the benchmark measures how much two cores compute at once compared
+               with one core alone. If that is less than 2, no overlap of two computations can
+               be ideal.
 
-Last, `dispatch_tail.py`: batches of heavy-tailed lengths, longest first against first come. The
-exit status is 1 where a gain with timed servers is less than 0.85 of the ideal, or a batch with
-longest first takes more than 0.85 of the time of first come.
+The last part is `dispatch_tail.py`: batches with a heavy-tailed distribution of lengths, longest
+first against first come, first served. The benchmark takes about five minutes on two cores. The
+exit status is 1 if a gain with timed servers is less than 0.85 of the ideal gain, or if longest
+first takes more than 0.85 of the time of first come, first served. With ``--json`` the last line
+is a JSON object.
 """
 
 import argparse
@@ -63,7 +67,7 @@ print(count)
 
 
 def cores_at_once() -> float:
-    """What two cores multiply at once, over what one does alone: 2 where they share nothing."""
+    """Returns the throughput of two busy cores over that of one: 2 if they share nothing."""
 
     def rate(num_processes: int) -> int:
         command = [sys.executable, "-c", MULTIPLY]
@@ -78,7 +82,7 @@ def cores_at_once() -> float:
 
 @contextmanager
 def servers_of(decoding: str, model: Path, folder: Path) -> Iterator[list[str]]:
-    """Arguments that name the servers of a run."""
+    """Yields the arguments that name the servers of a run."""
     if decoding == "computed":
         yield ["--inference.launch"]
         return
@@ -97,7 +101,7 @@ def servers_of(decoding: str, model: Path, folder: Path) -> Iterator[list[str]]:
 def run(
     model: Path, folder: Path, servers: list[str], staleness: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Trains; the metrics of each step."""
+    """Trains and returns the metrics of each step."""
     settings = {
         "job.dump_folder": folder,
         "model.hf_assets_path": model,
@@ -145,7 +149,7 @@ def median(records: list[dict[str, Any]], key: str) -> float:
 
 
 def measure(decoding: str, model: Path, folder: Path, steps: int) -> tuple[dict[str, float], bool]:
-    """Runs of all bounds; prints a line of each, and whether all are near enough to the ideal."""
+    """Runs all bounds, prints a line for each, and returns whether all are near enough to the ideal."""
     folder.mkdir()
     with servers_of(decoding, model, folder) as servers:
         synchronous = run(model, folder / "bound-0", servers, 0, steps)

@@ -1,30 +1,35 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How evenly a batch is spread over ranks, what it is padded with, and how long that takes.
+"""Measures how evenly a batch is spread over ranks, how much padding remains, and the time taken.
 
     python benchmarks/balance.py [--json] [--cost flops tokens] [--seeds N]
 
-Traces of sequence lengths, rows of 8,192 tokens, and the planner's own functions. For each
-trace, number of ranks and number of sequences:
+The benchmark applies the planner's own functions to traces of sequence lengths, with rows of
+8,192 tokens. For each trace, number of ranks and number of sequences it prints:
 
-- max/mean: the cost of the costliest rank over the mean, of round robin, of the bucket sort
-  (in order of length, back and forth over the ranks), of `partition`, and of the spread over
-  ranks and rows that is trained (`spread`). No split can be below ``bound`` (`lower_bound`),
-  and none in rows of 8,192, no more of them than are needed, below ``in rows``.
-- padding: of best-fit decreasing with rows dealt in snake order (``bfd``), and of `spread`;
-  ``floor`` is what the fewest rows that could hold the sequences, as many on each rank, have.
-- milliseconds of `partition` and of `spread`, medians.
+- max/mean: the cost of the costliest rank over the mean cost, for round robin, for the bucket sort
+  (in the order of length, back and forth over the ranks), for `partition`, and for the spread
+  over ranks and rows that training uses (`spread`). No split can be below ``bound``
+  (`lower_bound`), and no split into rows of 8,192 with the fewest possible rows can be below
+  ``in rows``.
+- padding: for best-fit decreasing with rows dealt out in snake order (``bfd``) and for `spread`.
+  ``floor`` is the padding of the fewest rows that can hold the sequences, with the same number on
+  each rank.
+- milliseconds of `partition` and of `spread`, as medians.
 
-The exit status is 1 unless
+The exit status is 1 unless all of this holds:
 
-1. `partition` has max/mean <= 1.02 wherever ``bound`` is at most 1.02 (elsewhere a single long
-   sequence, or several that must meet, are more than a rank's mean), `spread` wherever
-   ``in rows`` is (elsewhere also: rows are so full that a rank with a long sequence must take as
-   many tokens besides as others do); and nowhere are they more than 1.02 times these;
-2. padding is at most 3 % wherever ``floor`` is (elsewhere the totals do not allow it: a rank
-   has so few rows that the last one, which all must have, is more than 3 % of them);
+1. `partition` has max/mean <= 1.02 wherever ``bound`` is at most 1.02. (Elsewhere one long
+   sequence, or several that must share a rank, exceed the mean.) `spread` has max/mean <= 1.02
+   wherever ``in rows`` is at most 1.02. (Elsewhere, in addition, rows are so full that a rank with
+   a long sequence must take as many other tokens as the other ranks.) Nowhere are they more than
+   1.02 times these bounds.
+2. Padding is at most 3 % wherever ``floor`` is at most 3 %. (Elsewhere a rank has so few rows that
+   the last row, which every rank must have, is more than 3 % of them.)
 3. `partition` of 4,096 sequences over 64 ranks takes at most 100 ms.
+
+With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -60,7 +65,7 @@ COSTS: dict[str, SequenceCost] = {"flops": flops_cost(QWEN3_600M), "tokens": tok
 
 
 def gsm8k_like(random: np.random.Generator, num: int) -> np.ndarray:
-    """Questions of GSM8K and answers that think before them.
+    """Returns lengths of GSM8K questions with answers that contain reasoning.
 
     Questions of its training set have a median of 217 characters and a standard deviation of
     0.38 on the log scale (with about 4 characters a token); eight rollouts share one. Its
@@ -73,7 +78,7 @@ def gsm8k_like(random: np.random.Generator, num: int) -> np.ndarray:
 
 
 def log_normal(random: np.random.Generator, num: int) -> np.ndarray:
-    """Long reasoning: a median of 1,000 tokens, one in forty above 7,000, cut at the row."""
+    """Returns lengths of long reasoning: a median of 1,000 tokens, one in forty above 7,000."""
     return random.lognormal(np.log(1000), 1.0, num)
 
 
@@ -96,7 +101,7 @@ def make_trace(name: str, num: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table; max/mean, shares of padding, and milliseconds."""
+    """One line of the table: max/mean, shares of padding, and milliseconds."""
 
     round_robin: float
     bucket_sort: float
@@ -194,7 +199,7 @@ def row_of(trace: str, num_ranks: int, num: int, case: Case) -> str:
 
 
 def run(cost_name: str, seed: int, repeats: int) -> tuple[dict[tuple[str, int, int], Case], int]:
-    """Prints one table; the cases, and how many of them break a bound."""
+    """Prints one table; returns the cases and the number of those that break a bound."""
     print(f"\ncost: {cost_name}, seed {seed}\n{HEADER}")
     cases, num_broken = {}, 0
     for trace in TRACES:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a run of `boundary_stall.py` showed, as figures and as a row; and what must hold."""
+"""Turns the records of a run of `boundary_stall.py` into figures, a row, and verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def read_outcome(results: list[dict[str, Any]], urls: list[str], stolen: float) -> Outcome:
-    """Percentiles over the steps after the warm-up.
+    """Returns percentiles over the steps after the warm-up.
 
     Args:
         results: What each rank of `boundary_run.py` wrote.
@@ -122,7 +122,7 @@ def lags_of(
     confirmed: list[tuple[float, str, int]],
     lost: list[tuple[float, str, str]],
 ) -> dict[int, int]:
-    """Versions that a server is behind as each one is published, as long as it is not lost."""
+    """Returns how many versions a server is behind whenever one is published, unless it is lost."""
     news = [(at, version) for at, u, version in confirmed if u == url]
     news = sorted(news + [(at, None) for at, u, _ in lost if u == url], key=lambda n: n[0])
     lags = {}
@@ -153,7 +153,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass
 class Verdicts:
-    """Bounds, each with what was measured."""
+    """The bounds, each with the measured value."""
 
     lines: list[tuple[bool, str]] = field(default_factory=list)
 
@@ -168,7 +168,7 @@ class Verdicts:
 
 
 def judge(outcomes: dict[str, Outcome]) -> Verdicts:
-    """Every bound of which both sides were measured."""
+    """Checks every bound for which both sides were measured."""
     verdicts = Verdicts()
     for name, outcome in outcomes.items():
         size, fault, mode = name.split("/")

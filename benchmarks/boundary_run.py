@@ -1,12 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks of `boundary_stall.py`: the real trainer, on one batch of made-up rollouts.
+"""Runs the ranks of `boundary_stall.py`: the real trainer on one batch of invented rollouts.
 
     torchrun --nproc_per_node=2 benchmarks/boundary_run.py JOB.json
 
-Model, loss, optimizer and weight push are the trainer's own, the servers are real; only the
-rollouts are the same in every step, so that nothing is waited for but what is measured.
+The model, the loss, the optimizer and the weight push are the trainer's own, and the servers are
+real. Only the rollouts are the same in every step, so that the trainer waits for nothing except
+what is measured.
 """
 
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
@@ -48,14 +49,14 @@ _FLOOR_NANOSECONDS = 100_000
 
 
 class SameServers:
-    """Stands where `rollout/server_watch.py`'s watch does."""
+    """Takes the place of the watch of servers in the link to the rollout process."""
 
     def poll(self) -> None:
         """The servers never change."""
 
 
 class RecordingLink:
-    """Stands where the link to the rollout process does; keeps what the publisher says."""
+    """Takes the place of the link to the rollout process, and keeps what the publisher reports."""
 
     def __init__(self) -> None:
         self.watch = SameServers()
@@ -73,7 +74,7 @@ class RecordingLink:
 
 
 class CannedRollouts(StepSource):
-    """Stands where `controller.RolloutController` does: every step is the same batch.
+    """Takes the place of `controller.RolloutController`: every step gets the same batch.
 
     Each rollout fills a row, and each rank gets ``grpo.prompts_per_step`` of them.
     """
@@ -108,17 +109,17 @@ class CannedRollouts(StepSource):
         """Does nothing: there is no rollout process."""
 
     def fetch_address(self, version: int) -> None:
-        """Rank 0 has everything."""
+        """Returns no address: rank 0 has all rollouts."""
 
     def save(self, step: int) -> None:
-        """Nothing is in flight."""
+        """Does nothing: no rollout is in flight."""
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: nothing was started."""
 
 
 def random_groups(config: JobConfig, vocab_size: int) -> list[RolloutGroup]:
-    """Groups of two rollouts, each as long as a row, as likely as a random model finds them."""
+    """Returns groups of two rollouts, each as long as a row, with a random model's logprobs."""
     random = np.random.default_rng(0)
     length = config.training.seq_len - _PROMPT_TOKENS
 
@@ -145,7 +146,7 @@ def random_groups(config: JobConfig, vocab_size: int) -> list[RolloutGroup]:
 
 
 class SchedulerClock:
-    """How long this thread has computed, and how long it has waited for a core.
+    """Measures how long this thread has computed and how long it has waited for a core.
 
     What is left of a duration was spent asleep: in a lock, or waiting for the interpreter.
     """
@@ -155,7 +156,7 @@ class SchedulerClock:
         self._file = os.open(path, os.O_RDONLY)
 
     def read(self) -> tuple[int, int]:
-        """Both in nanoseconds; takes a few microseconds."""
+        """Returns both times in nanoseconds. The call takes a few microseconds."""
         queued = int(os.pread(self._file, 64, 0).split()[1])
         return time.thread_time_ns(), queued
 
@@ -186,7 +187,7 @@ class KeepingClock(StepClock):
 
     @contextmanager
     def scheduling(self) -> Iterator[None]:
-        """Adds what the scheduler says of the block."""
+        """Adds the times that the scheduler reports for the block."""
         computed, queued = self._scheduler.read()
         yield
         computed_now, queued_now = self._scheduler.read()
@@ -198,7 +199,7 @@ class KeepingClock(StepClock):
         return self.times
 
     def take_scheduling(self) -> dict[str, float]:
-        """Seconds computed and queued since the last call."""
+        """Returns the seconds computed and queued since the last call."""
         taken = {"computed": self.computed / 1e9, "queued": self.queued / 1e9}
         self.computed = self.queued = 0
         return taken
@@ -278,7 +279,7 @@ class BoundaryTrainer(GRPOTrainer):
             os.write(_steps_pipe(), f"{self.step}\n".encode())
 
     def _finish(self) -> None:
-        """Nothing is exported or evaluated; what was recorded is written."""
+        """Writes the records; exports and evaluates nothing."""
         result: dict[str, Any] = {"records": self.records}
         if self.source is not None:
             link = self.source.link
@@ -289,7 +290,7 @@ class BoundaryTrainer(GRPOTrainer):
 
 
 def take_core(rank: int, num_ranks: int) -> None:
-    """This process computes on a core of its own, as launchers bind ranks where steps matter.
+    """Binds this process to a core of its own, as launchers do with ranks.
 
     (``numactl --physcpubind``, ``torchrun --numa-binding``.) Otherwise Linux may let two ranks
     share a core for milliseconds while another one is idle, and what one rank does in the
@@ -303,7 +304,7 @@ def take_core(rank: int, num_ranks: int) -> None:
 
 
 def computing_seconds(nanoseconds: int) -> float:
-    """How long it takes this thread to compute for that long: longer where it is interrupted."""
+    """Returns how long a fixed computation takes this thread: longer if it is interrupted."""
     begin, computed = time.perf_counter_ns(), time.thread_time_ns()
     while time.thread_time_ns() - computed < nanoseconds:
         pass
@@ -311,7 +312,7 @@ def computing_seconds(nanoseconds: int) -> float:
 
 
 def push_seconds(publisher: Any) -> dict[str, list[float]]:
-    """Version and seconds of the last push to each server; the publisher's innards end here."""
+    """Returns the version and the seconds of the last push to each server."""
     return {
         lane.url: [lane.last_push.version, lane.last_push.push_seconds]
         for lane in publisher.lanes
@@ -320,7 +321,7 @@ def push_seconds(publisher: Any) -> dict[str, list[float]]:
 
 
 def _steps_pipe() -> int:
-    """Where the driver reads which step has ended."""
+    """Returns the pipe from which the driver reads which step has ended."""
     global _pipe
     if _pipe is None:
         _pipe = os.open(_job["steps_pipe"], os.O_WRONLY)

@@ -142,7 +142,7 @@ class Condition:
 
     @property
     def steps(self) -> int:
-        """That are counted; in the foreground no percentile has a bound."""
+        """Number of counted steps. In the foreground no percentile has a bound."""
         return self.size.steps if self.mode == "async" else FOREGROUND_STEPS
 
 
@@ -174,7 +174,7 @@ class Throttle:
 
 
 def signal_process(pid: int, signum: int) -> bool:
-    """False where there is no such process any more."""
+    """Signals a process; returns False if it has ended."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
@@ -184,7 +184,7 @@ def signal_process(pid: int, signum: int) -> bool:
 
 @contextmanager
 def running_servers(model: Path, folder: Path) -> Iterator[list[LaunchedServer]]:
-    """Embedded servers that are up; ended with the block, stopped ones too."""
+    """Yields embedded servers that are up, and ends all of them, including stopped ones."""
     servers = []
     try:
         for index, port in enumerate(free_ports(NUM_SERVERS)):
@@ -199,7 +199,7 @@ def running_servers(model: Path, folder: Path) -> Iterator[list[LaunchedServer]]
 
 
 def give_way(pid: int) -> None:
-    """A process that has no thread yet gets a smaller share of the cores, as its threads will.
+    """Lowers the priority of a process before it starts threads, which inherit it.
 
     The servers stand for servers on other machines. Where Linux groups tasks by session
     (autogroup), it is the session's nice value that counts between a server and a rank.
@@ -212,7 +212,7 @@ def give_way(pid: int) -> None:
 
 
 def wait_for_server(server: LaunchedServer, timeout_seconds: float) -> None:
-    """Returns when it answers that it is up.
+    """Returns when the server answers that it is up.
 
     Raises:
         RuntimeError: It has ended, or did not come up in time.
@@ -241,7 +241,7 @@ async def _is_up(server: LaunchedServer) -> bool:
 def run_undisturbed(
     condition: Condition, model: Path, steps: int, options: argparse.Namespace
 ) -> Outcome:
-    """The first run that the host left alone, or else the last that there may be."""
+    """Returns the first run that the host did not disturb, or the last permitted run."""
     for _ in range(options.tries - 1):
         outcome = run_condition(condition, model, steps, options.keep)
         if condition.mode == "foreground" or outcome.stolen <= condition.size.max_stolen:
@@ -252,7 +252,7 @@ def run_undisturbed(
 
 
 def run_condition(condition: Condition, model: Path, steps: int, keep: Path | None) -> Outcome:
-    """Starts servers and ranks, brings the fault about, and reads what was recorded."""
+    """Starts servers and ranks, causes the fault, and reads the records."""
     with tempfile.TemporaryDirectory(prefix="boundary-") as name, ExitStack() as stack:
         folder = Path(name)
         servers = stack.enter_context(running_servers(model, folder))
@@ -283,12 +283,12 @@ def run_condition(condition: Condition, model: Path, steps: int, keep: Path | No
 
 
 def cpu_ticks() -> list[int]:
-    """What all cores together have spent on each of the kernel's kinds of time."""
+    """Returns the ticks that all cores together have spent on each of the kernel's kinds of time."""
     return [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
 def stolen_share(before: list[int], after: list[int]) -> float:
-    """Of the time between two readings; the last kind is what a host has taken away."""
+    """Returns the share of the time between two readings that the host took away, in percent."""
     spent = np.subtract(after, before)
     return float(spent[-1] / max(spent.sum(), 1))
 
@@ -346,7 +346,7 @@ def start_ranks(
 
 
 def rank_environment() -> dict[str, str]:
-    """One thread a rank, on the CPU."""
+    """Returns the environment of a rank: one thread, on the CPU."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         # Memory that is freed is kept: else every step gets its largest tensors page by page.
@@ -363,7 +363,7 @@ def rank_environment() -> dict[str, str]:
 def watch_steps(
     pipe: Path, ranks: subprocess.Popen, log: Path, fault_at: int, fault: Callable[[], object]
 ) -> None:
-    """Reads which step has ended until the ranks have; the fault comes after its step."""
+    """Reads which step has ended until the ranks end, and causes the fault after its step."""
     source = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         is_due, last_news = True, time.monotonic()

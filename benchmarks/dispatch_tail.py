@@ -1,23 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What it saves to start probable long answers first, and to spread them.
+"""Measures the time saved by starting probable long answers first and spreading them over servers.
 
     python benchmarks/dispatch_tail.py [--json] [--batches N] [--taught N]
 
-Two embedded servers (`stub_server.py`: a decode step takes 5 ms, however many completions it
-is of, as on a GPU), each with room for 12 completions, write batches of 40 groups of 4 through
-the trainer's own dispatcher. How long the answers to a prompt are is fixed beforehand: its words
-give the prompt a place in a Pareto distribution (shape 1.1, 16 to 448 tokens), and each answer
-differs from that by a log-normal factor (sigma 0.3). Every batch is written twice, in turns
-that alternate: first come, first served, by servers of equal expected work; and by
-``rollout.longest_first``, by what the ranker has learned from other groups of the same
-kind. Steps are those of the server that took more of them, a token for each completion that it
-runs. ``perfect`` are those that no order can do without: the
-longest answer, or all tokens over all places.
+Two embedded servers (`stub_server.py`) write batches of 40 groups of 4 completions through the
+trainer's own dispatcher. Each server has room for 12 completions, and a decode step takes 5 ms for
+any number of completions, as on a GPU. The lengths of the answers to a prompt are fixed in
+advance: the words of the prompt choose a quantile of a Pareto distribution (shape 1.1, 16 to 448
+tokens), and each answer differs from it by a log-normal factor (sigma 0.3). Every batch is written
+twice, in alternating order: first come, first served, on servers with equal expected work, and
+with ``rollout.longest_first``, using what the ranker has learned from other groups of the same
+kind. The number of steps is that of the server that took more of them; a server spends one step
+on one token of each running completion. ``perfect`` is the number of steps that every order needs:
+the longest answer, or all tokens divided by all places.
 
-The exit status is 1 where longest first needs more than 0.85 of the time of first come, over
-all batches, or where the ranker's order is hardly that of the true lengths.
+The exit status is 1 if longest first needs more than 0.85 of the time of first come, first served
+over all batches, or if the ranker's order has little to do with the true lengths. With ``--json``
+the last line is a JSON object.
 """
 
 import argparse
@@ -58,14 +59,14 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and how long its answers will be."""
+    """A prompt, and the lengths of its answers."""
 
     prompt: Prompt
     lengths: tuple[int, ...]
 
 
 class Task:
-    """Questions whose answers are long or short by their words."""
+    """Questions whose words decide how long their answers are."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -84,7 +85,7 @@ class Task:
 
 
 class PlannedClient(EmbeddedClient):
-    """Has the server write each completion as long as it is to be."""
+    """A client that makes the server write each completion with its planned length."""
 
     plan: dict[int, list[int]]
 
@@ -95,7 +96,7 @@ class PlannedClient(EmbeddedClient):
 
 
 async def attested(clients: list[PlannedClient]) -> Dispatcher:
-    """A dispatcher of servers that serve version 0, as after the first push."""
+    """Returns a dispatcher whose servers serve version 0, as after the first push."""
     dispatcher = Dispatcher(
         clients,
         vocab_size=128,
@@ -113,14 +114,14 @@ async def attested(clients: list[PlannedClient]) -> Dispatcher:
 
 
 async def num_steps(client: PlannedClient) -> int:
-    """What the server has taken since its start."""
+    """Returns the number of steps that the server has made since its start."""
     return (await client._server_info())["num_steps"]
 
 
 async def write_batch(
     clients: list[PlannedClient], questions: list[Question], ranker: LengthRanker | None
 ) -> np.ndarray:
-    """Seconds and steps until the last answer; longest first where a ranker is given."""
+    """Returns seconds and steps until the last answer; with a ranker, longest first."""
     dispatcher = await attested(clients)
     plan = {question.prompt.index: list(question.lengths) for question in questions}
     for client in clients:
@@ -154,7 +155,7 @@ async def write_batch(
 
 
 def rank_correlation(ranker: LengthRanker, questions: list[Question]) -> float:
-    """Spearman's, of predicted and true mean lengths."""
+    """Returns Spearman's rank correlation of predicted and true mean lengths."""
     pairs = [
         (ranker.predict(question.prompt), float(np.mean(question.lengths)))
         for question in questions
@@ -164,7 +165,7 @@ def rank_correlation(ranker: LengthRanker, questions: list[Question]) -> float:
 
 
 def ideal_tokens(questions: list[Question]) -> float:
-    """Steps that a perfect order needs."""
+    """Returns the number of steps that a perfect order needs."""
     lengths = [length for question in questions for length in question.lengths]
     return max(max(lengths), sum(lengths) / (NUM_SERVERS * PLACES))
 
@@ -172,7 +173,7 @@ def ideal_tokens(questions: list[Question]) -> float:
 async def measure(
     servers: list[LaunchedServer], batches: list[list[Question]], ranker: LengthRanker
 ) -> dict[str, np.ndarray]:
-    """Seconds and steps of all batches, first come and longest first; prints each."""
+    """Writes all batches in both orders, prints each, and returns their seconds and steps."""
     clients = [
         PlannedClient(
             HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=30.0),
@@ -202,7 +203,7 @@ async def measure(
 
 
 def measure_tail(num_batches: int, taught: int, seed: int) -> tuple[dict[str, float], bool]:
-    """The benchmark; prints its table, and whether the bounds hold.
+    """Runs the benchmark, prints its table, and returns figures and whether the bounds hold.
 
     Args:
         num_batches: Batches that are written.

@@ -53,7 +53,7 @@ CRITICAL = 1.63
 
 
 class KilledRun:
-    """One run in a folder, started as often as it takes.
+    """One run in a folder, which is started again after each kill.
 
     Args:
         folder: Its dump folder.
@@ -67,7 +67,7 @@ class KilledRun:
         self.num_starts = 0
 
     def start(self, steps: int) -> None:
-        """Starts it, or resumes it from its newest checkpoint."""
+        """Starts the run, or resumes it from its newest checkpoint."""
         settings = {
             "job.config_file": REPOSITORY / "train_configs/quickstart.toml",
             "job.dump_folder": self.folder,
@@ -126,7 +126,7 @@ class KilledRun:
             time.sleep(0.02)
 
     def kill(self, victim: str, rng: random.Random) -> str:
-        """SIGKILL for one process, or for the trainer's; returns who it was in the end."""
+        """Kills one process, or the whole trainer if there is none; returns the kind of the victim."""
         found = [p for p in self._processes() if WORDS.get(victim, "?") in command_of(p)]
         if not found:
             self.kill_all()
@@ -136,7 +136,7 @@ class KilledRun:
         return victim
 
     def kill_all(self) -> None:
-        """The trainer at once, and then what has not ended with it."""
+        """Kills the trainer, and then every process that has not ended with it."""
         for process in sorted(self._processes(), key=lambda p: "grpo_train" not in command_of(p)):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -149,14 +149,14 @@ class KilledRun:
             self._process.wait(END_SECONDS)
 
     def stop(self) -> None:
-        """Ends it as Ctrl-C does."""
+        """Ends the run as Ctrl-C does."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGINT)
         self._process.wait(END_SECONDS)
         self.kill_all()
 
     def finish(self) -> None:
-        """Waits for its own end."""
+        """Waits until the run ends."""
         assert self._process is not None
         if self._process.wait(20 * PROGRESS_SECONDS) != 0:
             console = (self.folder / "console.log").read_text(errors="replace")
@@ -180,7 +180,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSONL file; one that is being written is left out."""
+    """Returns the complete lines of a JSONL file."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -188,7 +188,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[str]:
-    """Runs and kills; the run is alive afterwards. Returns how often each was the victim."""
+    """Kills processes of a run, which is alive afterwards; returns the number of kills of each kind."""
     killed: Counter[str] = Counter()
     run.start(steps=1_000_000)
     while killed.total() < num_kills:
@@ -208,7 +208,7 @@ def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[st
 
 
 def check_ledger(folder: Path) -> dict[str, float]:
-    """Compares ledger and record; ``violations`` counts what must not be."""
+    """Compares the ledger with the record; ``violations`` counts the contradictions."""
     ledger, record = read_lines(folder / "ledger.jsonl"), read_lines(folder / "rollouts.jsonl")[1:]
     trained = [index for line in ledger for index in line["trained"]]
     closed = [int(index) for line in ledger for index in line["closed"]]

@@ -53,7 +53,7 @@ Choice = Literal["quick", "default", "all"]
 
 @dataclass(frozen=True)
 class Layout:
-    """A name for the table, the ranks, and what ``[parallelism]`` is told."""
+    """A layout: its name in the table, its number of ranks, and its settings."""
 
     name: str
     ranks: int
@@ -193,7 +193,7 @@ def layouts_of(model: str, choice: Choice) -> list[Layout]:
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """Random tiny models, as Hugging Face directories; no two of their sizes are equal."""
+    """Writes random tiny models as Hugging Face directories; no two of their sizes are equal."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import (
         LlamaConfig,
@@ -240,7 +240,7 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 def record_batch(file: Path, steps: int) -> None:
-    """Random rollouts, of lengths that fill rows unevenly; the same batch for each step."""
+    """Records random rollouts whose lengths fill rows unevenly: the same batch for each step."""
     random = np.random.default_rng(0)
     groups = []
     for group_id in range(6):
@@ -271,7 +271,7 @@ def record_batch(file: Path, steps: int) -> None:
 def run_layouts(
     layouts: dict[str, list[Layout]], models: dict[str, Path], batch: Path, folder: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs all layouts (by model) of a number of ranks in few starts of torchrun."""
+    """Runs the layouts of each model; layouts with the same number of ranks share starts."""
     results = {}
     for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []
@@ -323,7 +323,7 @@ def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[s
 
 
 def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Largest relative differences; a tensor that is missing is infinitely far off."""
+    """Returns the largest relative differences; that of a missing tensor is infinite."""
     sgd, sgd_expected = result["sgd"], expected["sgd"]
     return {
         "loss": _largest(zip(sgd["losses"], sgd_expected["losses"], strict=True)),
@@ -351,7 +351,7 @@ def _farthest(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def holds(figures: dict[str, float]) -> bool:
-    """Whether a layout's differences are within the bounds (NaN is not)."""
+    """Returns whether a layout's differences are within the bounds (NaN is not)."""
     adamw = figures["adamw_loss"] <= ADAMW_LOSS_TOLERANCE
     return adamw and all(v <= TOLERANCE for k, v in figures.items() if k != "adamw_loss")
 

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks of `layout_parity.py`: trains recorded batches under several layouts, one by one.
+"""Runs the ranks of `layout_parity.py`: trains on recorded batches under several layouts.
 
     torchrun --nproc_per_node=N benchmarks/layout_run.py JOBS.json
 
-Everything is the trainer's own: model, runner, loss, clipping, replay. Only SGD is not
-among torchtitan's optimizers, and is put in its place.
+The model, runner, loss, clipping and replay are the trainer's own. Only the SGD optimizer is added,
+because torchtitan does not offer it.
 """
 
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
@@ -39,7 +39,7 @@ SGD_LEARNING_RATE = 0.05
 
 
 class WatchedTrainer(GRPOTrainer):
-    """Trains through the file, and keeps what the layouts are compared by."""
+    """Trains on the recorded file, and keeps the values by which layouts are compared."""
 
     def __init__(self, *args: Any, use_sgd: bool) -> None:
         super().__init__(*args)
@@ -72,7 +72,7 @@ class WatchedTrainer(GRPOTrainer):
         self.grad_norms.append(sum(learned.grad_norms) / len(learned.grad_norms))
 
     def _finish(self) -> None:
-        """Nothing is exported."""
+        """Does nothing: no model is exported."""
 
     def result(self) -> dict[str, Any]:
         named = {n: whole(p.detach()) for n, p in named_parameters(self.model_parts)}
@@ -91,7 +91,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def merged(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
-    """The tensors of all ranks, and how far (relatively) the copies of one are apart.
+    """Returns the tensors of all ranks, and the largest relative difference of their copies.
 
     Pipeline stages hold different ones; replicas and tensor-parallel ranks hold copies of
     their own, which nothing but equal arithmetic keeps equal.

@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def passes(arguments: argparse.Namespace) -> dict:
-    """Row name to a function from (hidden, weight, labels) to [tokens] log-probabilities."""
+    """Maps a row's name to a function from (hidden, weight, labels) to [tokens] logprobs."""
     import torch.nn.functional as F
     from torch.nn import LinearCrossEntropyOptions
 
@@ -80,7 +80,7 @@ def passes(arguments: argparse.Namespace) -> dict:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds and extra MiB of one pass, and numbers that all passes must agree on."""
+    """Returns seconds and extra MiB of one pass, and numbers on which all passes must agree."""
     import torch
 
     run = passes(arguments)[arguments.child]
@@ -125,7 +125,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def memory_now(device: str) -> int:
-    """Bytes in use, from which the peak starts anew."""
+    """Returns the bytes in use, and resets the peak to them."""
     if device == "cpu":
         return process_memory("VmRSS")
     import torch
@@ -136,7 +136,7 @@ def memory_now(device: str) -> int:
 
 
 def memory_peak(device: str) -> int:
-    """Highest number of bytes in use."""
+    """Returns the highest number of bytes in use."""
     if device == "cpu":
         return process_memory("VmHWM")
     import torch
@@ -145,7 +145,7 @@ def memory_peak(device: str) -> int:
 
 
 def process_memory(field: str) -> int:
-    """A size of this process in bytes, as Linux counts it (exactly, without sampling)."""
+    """Returns a memory size of this process in bytes, as counted (not sampled) by Linux."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
@@ -166,7 +166,7 @@ def run_child(name: str) -> dict[str, float]:
 
 
 def run_rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Row name to its measurements: the two of the claim every round, the others once."""
+    """Returns each row's measurements: the two rows of the claim in every round, the others once."""
     measured: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         names = ["naive", "fused"] if number % 2 == 0 else ["fused", "naive"]
@@ -177,7 +177,7 @@ def run_rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def figures_of(measured: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Flat names: medians of each row, and each row's ratios to the naive path."""
+    """Returns medians of each row and its ratios to the naive path, under flat names."""
     figures = {}
     for name, runs in measured.items():
         for key, kind in (("seconds", "time"), ("cpu_seconds", "cpu"), ("extra_mib", "memory")):

@@ -1,17 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How soon a large prompt file is open, and what a row of it costs afterwards.
+"""Measures how soon a large prompt file is open, and what reading one row costs afterwards.
 
     python benchmarks/prompts_open.py [--json] [--mib 256] [--prompt-bytes 300]
 
-Writes a JSONL file of random prompts, and the same rows as parquet. Opening: lines a second of
-the index and of the sample that are made before training, against reading and parsing every line
-in Python, and against the check of every line that smaller files still get. A row: seconds of one
-in random order. Background: what the check that goes on meanwhile takes of a core, and how much it
-reads in a second. Seconds are those of one core, and files are in the page cache: where they are
-not, the disk may set the pace. The exit status is 1 where a file is not open at least 4 times as
-fast as by parsing it in Python.
+The benchmark writes a JSONL file of random prompts and a parquet file with the same rows. It
+measures how many lines per second are opened, with the index and the sample that are made before
+training, and compares that with reading and parsing every line in Python and with the check of
+every line that smaller files still get. It also measures the seconds to read one row in random
+order, and how much of a core the check in the background takes and how much it reads per second.
+Seconds are CPU seconds of one core, and the files are in the page cache; otherwise the disk may
+set the pace. The exit status is 1 if a file is not opened at least 4 times as fast as by parsing
+it in Python. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def make_rows(num_bytes: int, prompt_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, num_bytes: int, prompt_bytes: int) -> None:
-    """The same few MiB of rows again and again, which are quicker made than new ones."""
+    """Writes the same few MiB of rows repeatedly, because making new rows would take longer."""
     rows = make_rows(min(num_bytes, 4 << 20), prompt_bytes)
     content = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     with path.open("wb") as file:
@@ -67,7 +68,7 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Of a core: the same on a busy machine. Nothing that is measured waits for anything."""
+    """Returns CPU seconds, which do not depend on other load; nothing measured here waits."""
     began = time.process_time()
     work()
     return time.process_time() - began
@@ -78,7 +79,7 @@ def open_and_close(path: Path, **settings: Any) -> None:
 
 
 def parse_every_line(path: Path) -> None:
-    """Without an index of numpy's: Python reads the lines, and all of them are parsed."""
+    """Reads and parses every line in Python, without numpy's index."""
     offsets, numbers, offset = array("q"), array("q"), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def scatter_vectors(path: Path) -> None:
-    """Draws the norms anew, which are all ones: one could pass for another."""
+    """Draws the norms at random, because norms that are all ones could be mistaken for each other."""
     generator = torch.Generator().manual_seed(1)
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
@@ -104,7 +104,7 @@ def scatter_vectors(path: Path) -> None:
 
 @contextmanager
 def running_servers(models: dict[str, Path], folder: Path) -> Iterator[dict[str, str]]:
-    """A server of each model, all in float32; yields their URLs."""
+    """Starts a server of each model in float32; yields their URLs."""
     servers: list[LaunchedServer] = []
     try:
         for model, path in models.items():
@@ -119,7 +119,7 @@ def running_servers(models: dict[str, Path], folder: Path) -> Iterator[dict[str,
 
 
 def start_receiver(spec: ServerSpec, log_file: Path) -> LaunchedServer:
-    """`push_receiver.py` for a server."""
+    """Starts `push_receiver.py` in the place of a server."""
     command = [sys.executable, str(Path(__file__).with_name("push_receiver.py"))]
     command += ["--model-path", spec.model_path, "--port", str(spec.port), "--device", spec.device]
     command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
@@ -138,7 +138,7 @@ async def _wait_until_up(servers: list[LaunchedServer]) -> None:
 def run_layouts(
     models: dict[str, Path], urls: dict[str, str], folder: Path, choice: Choice
 ) -> list[dict[str, Any]]:
-    """Publishes under all layouts, in few starts of torchrun; returns a row for each."""
+    """Publishes under the chosen layouts, with few starts of the ranks; returns a row for each."""
     layouts = [
         (model, layout)
         for model in models

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""An embedded server that takes any checkpoint's tensors, and generates nothing from them.
+"""Runs an embedded server that receives the tensors of any checkpoint and generates nothing.
 
     python benchmarks/push_receiver.py --model-path DIR --port 30000 ...
 
-Its arguments, routes, process groups, staging and checksums are the embedded server's own.
-Only the table of parameters is another: the tensors of the directory's files under their own
-names, where transformers keeps the experts of a layer fused in one parameter.
+The arguments, routes, process groups, staging and checksums are those of the embedded server. Only
+the table of parameters differs: it holds the tensors of the directory's files under their own
+names, while transformers keeps the experts of a layer fused in one parameter.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torchtitan.grpo.inference.embedded.weights import WeightTable
 
 
 class FileTensors(torch.nn.Module):
-    """What a directory's safetensors hold, as a state dict."""
+    """The tensors of a directory's safetensors files, as a module."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class FileTensors(torch.nn.Module):
             self._tensors |= {name: t.to(dtype) for name, t in load_file(file).items()}
 
     def state_dict(self, *_: object, **__: object) -> dict[str, torch.Tensor]:
-        """The tensors themselves."""
+        """Returns the tensors themselves."""
         return self._tensors
 
 

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks of `push_exactness.py`: publishes versions under several layouts, one by one.
+"""Runs the ranks of `push_exactness.py`: publishes versions under several layouts, one by one.
 
     torchrun --nproc_per_node=N benchmarks/push_run.py JOBS.json RESULTS.json
 
-Model, shards and publisher are the trainer's own; only the optimizer is replaced, by
+The model, the shards and the publisher are the trainer's own. Only the optimizer is replaced, by
 arithmetic that gives the same bits however a parameter is cut up.
 """
 
@@ -51,12 +51,12 @@ BUCKET_BYTES = 100_000
 
 
 def step(tensor: torch.Tensor, version: int) -> None:
-    """In place of an optimizer step: element by element, each rounded the same way."""
+    """Replaces an optimizer step by arithmetic that rounds each element in the same way."""
     tensor.mul_(1.0 + 1.0 / (version + 3)).add_(0.001 * (version + 1))
 
 
 class Layout:
-    """One layout's model, and what the server holds after each push."""
+    """The model of one layout, and the comparison with the server after each push."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         config = load_config([*job["args"]])
@@ -82,7 +82,7 @@ class Layout:
         return dist.get_rank() == 0
 
     def publish_all(self, wire: Literal["float32", "bfloat16"], first_version: int) -> None:
-        """Publishes versions in one wire dtype; compares after each."""
+        """Publishes versions in one dtype, and compares after each."""
         publisher = self._publisher(wire)
         try:
             for version in range(first_version, first_version + NUM_VERSIONS):
@@ -120,7 +120,7 @@ class Layout:
     def _publish(
         self, publisher: WeightPublisher, version: int, wire: torch.dtype
     ) -> dict[str, dict[str, str]]:
-        """Publishes new weights; meanwhile sums up what the server must hold, on rank 0."""
+        """Publishes new weights, while rank 0 computes the checksums that the server must report."""
         trainer = self.trainer
         slot = torch.tensor(publisher.reserve_slot() if self.is_leader else 0)
         dist.broadcast(slot, src=0)
@@ -159,12 +159,12 @@ class Layout:
 
 
 def served_sha256(tensor: torch.Tensor, wire: torch.dtype) -> str:
-    """Of a tensor once it was on the wire and in a float32 server."""
+    """Returns the SHA-256 of a tensor after the transfer, in a float32 server."""
     return tensor_sha256(tensor.to(wire).to(torch.float32))
 
 
 def ask(url: str, route: str, **body: Any) -> Any:
-    """The server's answer; posts where there is a body."""
+    """Returns the server's answer; sends a POST request if there is a body."""
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url + route, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:

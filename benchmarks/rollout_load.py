@@ -1,25 +1,26 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a thousand completions in flight cost the rollout process and the trainer.
+"""Measures what a thousand completions in flight cost the rollout process and the trainer.
 
     python benchmarks/rollout_load.py [--json] [--steps 1200] [--keep FOLDER]
 
-The real trainer (one rank) and its rollout process with 1,000 completions in flight, scored by
-`exact_match`, on two embedded servers whose model computes nothing (`stub_server.py`); every
-step's weights are pushed to both. A core each: training has the first of those that this process
-may use; the rollout process, the reward worker and the servers share the second.
+The real trainer (one rank) and its rollout process keep 1,000 completions in flight, scored by
+`exact_match`, on two embedded servers whose model computes nothing (`stub_server.py`). The weights
+of every step are pushed to both. Training has the first core that this process may use; the
+rollout process, the reward worker and the servers share the second.
 
-Two runs. One says how late the rollout process' event loop is, by its own metrics
-(`rollout/loop_lag_p99_ms`, over the last minute). In the other the rollout process and the reward
-worker stand still in every second step, drawn at random, while the trainer computes (SIGSTOP,
-`rollout_load_run.py`), so that steps of one process show what they cost the trainer: what a machine
-does from run to run and from minute to minute, which is more than that, is the same for both. All
-steps compute the same shape.
+There are two runs. The first run measures the delay of the rollout process's event loop with the
+process's own metric (`rollout/loop_lag_p99_ms`, over the last minute). In the second run the
+rollout process and the reward worker are stopped during the trainer's computation in every second
+step, drawn at random (SIGSTOP, `rollout_load_run.py`). The steps of one run thus show what the
+rollout process costs the trainer; differences between runs and between minutes, which are larger,
+affect both kinds of steps equally. All steps compute the same shape.
 
-The exit status is 1 where the lag's 99th percentile is not below 50 ms, a step is on average (the
-fastest and the slowest tenth left out) more than 2 % slower than one of the trainer alone, or
-fewer than 990 completions were in flight.
+The benchmark takes about ten minutes. The exit status is 1 if the 99th percentile of the delay is
+not below 50 ms, if a step is on average (without the fastest and the slowest tenth) more than 2 %
+slower than a step of the trainer alone, or if fewer than 990 completions were in flight. With
+``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -68,7 +69,7 @@ RUN_SECONDS = 1200.0
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started, and theirs."""
+    """Returns all descendants of a process."""
     found = []
     with suppress(OSError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -77,7 +78,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_trainer(pid: int) -> bool:
-    """Whether it is a training rank, among those that torchrun has started."""
+    """Returns whether a descendant of torchrun is a training rank."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return b"torchtitan.grpo_train" in words or os.fsencode(STOPPING_TRAINER) in words
@@ -92,7 +93,7 @@ def pin(pid: int, core: int) -> None:
 
 
 def pin_run(torchrun: int, cores: Sequence[int]) -> None:
-    """The trainer on the first core, all else that torchrun has started on the second."""
+    """Binds the trainer to the first core and all other descendants of torchrun to the second."""
     for pid in children_of(torchrun):
         pin(pid, cores[0] if is_trainer(pid) else cores[1])
 
@@ -131,7 +132,7 @@ def settings(urls: list[str], steps: int) -> dict[str, Any]:
 def run(
     model: Path, folder: Path, steps: int, cores: Sequence[int], program: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Trains with the given program; the metrics of each step but the first ones."""
+    """Trains with the given program; returns the metrics of the steps after the warm-up."""
     folder.mkdir(parents=True)
     with running_stubs(
         NUM_SERVERS,
@@ -182,7 +183,7 @@ def column(records: Sequence[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def load_figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What was generated in a run, and how late the event loop was."""
+    """Returns what a run generated, and the delays of the event loop."""
     seconds = column(records, "time/step_seconds")
     tokens = column(records, "rollout/tokens_per_second") * seconds
     trained = len(records) * PROMPTS_PER_STEP * GROUP_SIZE
@@ -197,7 +198,7 @@ def load_figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def cost_figures(steps: Sequence[tuple[bool, float]]) -> dict[str, float]:
-    """From (alone, seconds) of steps: what the others cost the trainer.
+    """Returns what the other processes cost the trainer, from (alone, seconds) of each step.
 
     Means are without the fastest and the slowest tenth. The interval holds 95 % of what steps
     drawn with replacement give.
@@ -222,7 +223,7 @@ def cost_figures(steps: Sequence[tuple[bool, float]]) -> dict[str, float]:
 
 
 def middle_mean(values: np.ndarray) -> np.ndarray:
-    """Along the last axis, without the lowest and the highest tenth."""
+    """Returns the mean along the last axis without the lowest and the highest tenth."""
     ordered = np.sort(values, axis=-1)
     cut = ordered.shape[-1] // 10
     return ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1)

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The trainer of `rollout_load.py`.
+"""Runs the trainer of `rollout_load.py`.
 
     torchrun --nproc_per_node=1 benchmarks/rollout_load_run.py OUT.json N ARGUMENTS
 
-The real one; but in every second step after the N-th, drawn at random, the rollout process with the
-reward workers stands still (SIGSTOP) while the trainer computes. (Were they every other step, each
-would come after one without, whose data was late and whose weights were pushed by then.) How long
-each step computed goes to OUT.json.
+It is the real trainer, except that in every second step after the N-th, drawn at random, the rollout
+process and the reward workers are stopped (SIGSTOP) while the trainer computes. (If they were
+stopped in every other step, each such step would follow a step without a stop, whose data was late
+and whose weights had been pushed by then.) The computing time of each step is written to OUT.json.
 """
 
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
@@ -39,7 +39,7 @@ _FIRST = int(sys.argv[2])
 
 
 class StoppingTrainer(GRPOTrainer):
-    """Computes about every second step alone.
+    """The real trainer; the other processes are stopped in about every second step.
 
     Attributes:
         steps: For each whether it was alone, and its seconds.

@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The embedded server with a model that computes nothing.
+"""Runs the embedded server with a model that computes nothing.
 
     python benchmarks/stub_server.py --decode-seconds 0.02 --mean-tokens 256 --model-path DIR ...
 
-Logits come from a fixed table, in which the end of sequence is as probable as gives
-completions of a stated mean length, and each decode step takes a stated time, asleep: so a
-thousand completions are written at once without a core of their own. Everything else is the
-server's: HTTP, batching, sampling, versions, weight updates, and the log-probabilities of
-prompts, which are the model's. All further arguments are the server's too.
+Logits come from a fixed table, in which the probability of the end of sequence gives completions
+of the stated mean length. Each decode step sleeps for the stated time, so a thousand completions
+are written at once without a core of their own. Everything else is the embedded server's own: HTTP,
+batching, sampling, versions, weight updates, and the log-probabilities of prompts, which the model
+computes. All further arguments are those of the embedded server.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torchtitan.grpo.inference.embedded.model import ModelRunner
 
 
 class StubRunner(ModelRunner):
-    """Stands where the model runner does.
+    """Takes the place of the model runner.
 
     Args:
         model: Its parameters are what weight updates write.

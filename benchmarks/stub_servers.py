@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Starts `stub_server.py`: embedded servers that stand for hardware of their own."""
+"""Starts `stub_server.py`: embedded servers that stand for servers on other hardware."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def running_stubs(
     max_running_requests: int,
     attend: Callable[[int], object] = lambda pid: None,
 ) -> Iterator[list[LaunchedServer]]:
-    """Stub servers that are up; ended with the block.
+    """Yields stub servers that are up, and ends them.
 
     Args:
         count: How many.

@@ -64,7 +64,7 @@ WEIGHT_SYNC = {
 
 @dataclass
 class Result:
-    """What the table shows; ``found`` tells of each thing that must not be."""
+    """The contents of the table; ``found`` describes each violation."""
 
     publishes: int = 0
     pushes: int = 0
@@ -84,12 +84,12 @@ class Result:
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found, and something was looked at."""
+        """Returns whether the checks were made and found nothing."""
         return not self.found and self.parameter_checks > 0 and self.completions_checked > 0
 
 
 class Server:
-    """One embedded server, and what is known of it.
+    """One embedded server, and its state.
 
     Attributes:
         lives: How often it was started; a check during which it changes is of two servers.
@@ -103,7 +103,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Starts it, with its first weights."""
+        """Starts the server with its first weights."""
         self.lives += 1
         self.newest = UNPUSHED
         log = self._folder / f"server-{self._spec.port}-{self.lives}.log"
@@ -111,7 +111,7 @@ class Server:
         self.url = self.process.url
 
     def signal(self, signum: int) -> None:
-        """To all of its processes."""
+        """Signals all processes of the server."""
         os.killpg(self.process.process.pid, signum)
 
 
@@ -149,7 +149,7 @@ class Stress:
         return ServerSpec("embedded", str(folder / "model"), port, "cpu", "float32", 256, 16)
 
     async def run(self) -> Result:
-        """Until there were as many publishes as asked for, and pushes enough."""
+        """Runs until there were enough publishes, pushes and checks."""
         wanted = self.arguments.publishes
         # Before that no server is told apart from one that was restarted.
         await self._until_loop(lambda: self._all_confirmed(), 400)
@@ -189,7 +189,7 @@ class Stress:
         return len(self.confirmed) == NUM_SERVERS
 
     def _is_enough(self, wanted: int) -> bool:
-        """Where starting a server takes long, one publishes more than was asked for."""
+        """Returns whether enough was checked; if servers start slowly, more versions are published."""
         self._read_events()
         return self.result.publishes >= wanted and self.result.pushes >= wanted // PUBLISHES_A_PUSH
 
@@ -249,7 +249,7 @@ class Stress:
         return UNPUSHED if label == "default" else int(label)
 
     def _compare(self, server: Server, before: int, digest: str, after: int) -> None:
-        """The parameters must be of a version that was named before, after, or between."""
+        """Checks that the parameters belong to a version that the server named meanwhile."""
         self.result.parameter_checks += 1
         if not server.newest <= before <= after:
             self._find(f"{server.url} went from {server.newest} to {before} and {after}")
@@ -259,7 +259,7 @@ class Stress:
             self._find(f"{server.url} names {before} to {after}, and serves neither")
 
     async def _rate(self) -> None:
-        """The oldest completions that wait for it; what is left is rated at the end."""
+        """Checks the oldest waiting completions; the rest is checked at the end."""
         while True:
             self._read_events()
             if self.samples:
@@ -277,7 +277,7 @@ class Stress:
     # -- harm --------------------------------------------------------------------------
 
     async def _harm(self) -> None:
-        """Every so many publishes something happens to a server; one is always left alone.
+        """Harms a server after a certain number of publishes; one server always stays healthy.
 
         A server is killed only while none is being started, for that may take long.
         """

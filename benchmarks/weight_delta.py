@@ -1,16 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a delta push would save at the learning rates of reinforcement learning.
+"""Measures what a delta push would save at the learning rates of reinforcement learning.
 
     python benchmarks/weight_delta.py [--json] [--steps N] [--models tiny 30M]
 
-Trains the quickstart's tiny model and a Qwen3 of 30 M random parameters in float32, with AdamW
-and the GRPO objective on random prompt groups, and compares each version with the one before in
-both wire dtypes: the share of elements that changed, the bytes of a lossless delta
-(`weight_wire/sparse.py`) against a full push, and how fast one is encoded and applied. Means
-over the steps after a warm-up. There is no bound; the exit status is 1 where what was decoded
-is not, bit for bit, what was encoded.
+The benchmark trains the quickstart's tiny model and a Qwen3 of 30 M random parameters in float32,
+with AdamW and the GRPO objective on random prompt groups. It compares each version with the version
+before in both dtypes of a transfer: the share of the elements that changed, the bytes of a lossless
+delta (`weight_wire/sparse.py`) against those of a full push, and the speed of encoding and applying
+a delta. The figures are means over the steps after a warm-up. There is no bound; the exit status is
+1 if a decoded delta differs in any bit from what was encoded. With ``--json`` the last line is a
+JSON object.
 """
 
 import argparse
@@ -47,7 +48,7 @@ NOISE = 0.02
 
 @dataclass(frozen=True)
 class Delta:
-    """One version against the one before.
+    """One version compared with the version before.
 
     Attributes:
         changed: Share of elements.
@@ -65,7 +66,7 @@ class Delta:
 
 
 class Learner:
-    """A model that is trained by the GRPO objective on random groups."""
+    """A model that is trained with the GRPO objective on random groups."""
 
     def __init__(self, path: Path, learning_rate: float) -> None:
         torch.manual_seed(0)
@@ -77,7 +78,7 @@ class Learner:
         self._vocab_size = self.model.config.vocab_size
 
     def step(self) -> None:
-        """One optimizer step, on groups that were never seen before."""
+        """Makes one optimizer step on new groups."""
         rows = self._random_rows()
         logprobs, entropy = self._score(rows)
         noise = NOISE * torch.randn_like(logprobs)
@@ -101,7 +102,7 @@ class Learner:
         self.optimizer.step()
 
     def wire(self, dtype: torch.dtype) -> torch.Tensor:
-        """[num_bytes] uint8: all parameters, as they travel."""
+        """Returns [num_bytes] uint8: all parameters as they are transferred."""
         flat = [p.detach().to(dtype).reshape(-1).view(torch.uint8) for p in self.parameters]
         return torch.cat(flat)
 
@@ -110,7 +111,7 @@ class Learner:
         return list(self.model.parameters())
 
     def _random_rows(self) -> TrainRows:
-        """Each sample in a row of its own."""
+        """Returns rows with one sample each."""
         count = GROUPS * GROUP_SIZE
         prompts = self._tokens(GROUPS, PROMPT_TOKENS)
         samples = [
@@ -140,7 +141,7 @@ class Learner:
         return self._random.integers(1, self._vocab_size, shape).astype(np.int32)
 
     def _score(self, rows: TrainRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, seq] logprobs of the labels, and entropies."""
+        """Returns [rows, seq] logprobs of the labels, and entropies."""
         logits = self.model(input_ids=rows.tokens).logits
         everything = logits.log_softmax(-1)
         logprobs = everything.gather(-1, rows.labels[..., None])[..., 0]
@@ -149,7 +150,7 @@ class Learner:
 
 
 def measure(path: Path, learning_rate: float, steps: int) -> dict[torch.dtype, list[Delta]]:
-    """Trains, and takes the delta of each version after the warm-up, in each wire dtype."""
+    """Trains, and measures the delta of each version after the warm-up in each dtype."""
     learner = Learner(path, learning_rate)
     for _ in range(WARM_UP):
         learner.step()

@@ -1,20 +1,23 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How fast a push is, and how long it stops a server.
+"""Measures how fast a push is, and for how long it stops a server.
 
     python benchmarks/weight_push.py [--json] [--rounds N] [--size 120M]
                                      [--only embedded vllm sglang]
 
-Two training ranks (FSDP2, gloo, CPU) hold a Qwen3 of 120 M parameters and push it with the
-trainer's own publisher. Bandwidth: to an idle embedded server, from the first bucket's sending
-to the last one's arrival, while the other buckets are gathered from both ranks, against a bare
-``dist.broadcast`` of as many bytes from one rank to the other, in turns; medians. Also from the
-publishing of the version on, with the snapshot and the first bucket's gathering before it.
-Pause: how long each kind of server wrote nothing because of a push, while requests are in
-flight. Real vLLM and SGLang need environments of their own (scripts/install_vllm.sh,
-scripts/install_sglang.sh); ``--only`` leaves kinds out. The exit status is 1 where a push has
-less than 0.8 of the bare broadcast's bandwidth, or a server is missing or was lost.
+Two training ranks (FSDP2, gloo, CPU) hold a Qwen3 of 120 M parameters and push it with the trainer's
+own publisher. The bandwidth is that of a push to an idle embedded server, from the sending of the
+first bucket to the arrival of the last, while the other buckets are gathered from both ranks. It is
+compared with a bare ``dist.broadcast`` of the same number of bytes from one rank to the other; both
+alternate, and the figures are medians. A second figure starts when the version is published, and so
+includes the snapshot and the gathering of the first bucket. The pause is the time for which each
+kind of server wrote no token because of a push, while requests were in flight.
+
+Real vLLM and SGLang need environments of their own (scripts/install_vllm.sh,
+scripts/install_sglang.sh); ``--only`` leaves kinds out. The benchmark takes about ten minutes. The
+exit status is 1 if a push has less than 0.8 of the bandwidth of the bare broadcast, or if a server
+is missing or was lost. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -56,7 +59,7 @@ RUN_SECONDS = 900.0
 
 
 def python_of(kind: ServerKind) -> str | None:
-    """The interpreter that has this kind of server; None where there is none."""
+    """Returns the interpreter that has this kind of server, or None if there is none."""
     if kind == "embedded":
         return sys.executable
     named = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON")
@@ -68,7 +71,7 @@ def python_of(kind: ServerKind) -> str | None:
 def running_server(
     kind: ServerKind, python: str, model: Path, folder: Path
 ) -> Iterator[LaunchedServer]:
-    """One server that is up; it ends with the block."""
+    """Yields one server that is up, and ends it."""
     spec = ServerSpec(
         kind, str(model), free_ports(1)[0], "cpu", "float32", MAX_MODEL_LEN, 4, python=python
     )
@@ -81,7 +84,7 @@ def running_server(
 
 
 class Generating:
-    """Keeps requests in flight from a thread of its own; counts the tokens that came.
+    """Keeps requests in flight from its own thread, and counts the received tokens.
 
     Attributes:
         num_tokens: Of completions that have ended.
@@ -139,7 +142,7 @@ class Generating:
 def run_pushes(
     server: LaunchedServer, model: Path, folder: Path, *, rounds: int, compares: bool
 ) -> dict[str, Any]:
-    """Two ranks that push ``rounds`` versions; what rank 0 measured."""
+    """Runs two ranks that push ``rounds`` versions; returns what rank 0 measured."""
     settings = {
         "job.dump_folder": folder,
         "model.hf_assets_path": model,

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks of `weight_push.py`: the trainer's publisher, pushing without training in between.
+"""Runs the ranks of `weight_push.py`: the trainer's publisher, pushing without training in between.
 
 torchrun --nproc_per_node=2 benchmarks/weight_push_run.py JOB.json
 """
@@ -38,7 +38,7 @@ Calls = list[tuple[str, float, float]]
 
 
 def watch_client(kind: Any, url: str) -> Calls:
-    """Notes when the publisher calls the client, in all clients of this kind from here on."""
+    """Records the publisher's calls in all clients of this kind."""
     calls: Calls = []
     cls = type(make_client(kind, url))
     for name in _WATCHED:
@@ -56,7 +56,7 @@ def watch_client(kind: Any, url: str) -> Calls:
 
 
 class PushTrainer(GRPOTrainer):
-    """Pushes ``rounds`` versions one by one, a bare broadcast of as many bytes after each."""
+    """Pushes ``rounds`` versions, each followed by a bare broadcast of the same number of bytes."""
 
     source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -87,14 +87,14 @@ class PushTrainer(GRPOTrainer):
             Path(self.job["out"]).write_text(json.dumps(result))
 
     def _num_bytes(self) -> int:
-        """Of all parameters in wire dtype."""
+        """Returns the bytes of all parameters in the dtype of the transfer."""
         dtype = getattr(torch, self.config.weight_sync.dtype)
         return dtype.itemsize * sum(
             p.numel() for part in self.model_parts for p in part.parameters()
         )
 
     def _push(self, version: int) -> dict[str, Any]:
-        """One version, from its publishing until the server has confirmed it."""
+        """Pushes one version, and waits until the server has confirmed it."""
         slot = torch.tensor(self._reserve_slot())
         dist.broadcast(slot, src=0)
         self.calls.clear()
