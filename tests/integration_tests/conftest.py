@@ -1,4 +1,4 @@
-"""Whole runs: how they are started, and how what they leave behind is found."""
+"""Fixtures that start whole runs and find the processes that a run leaves behind."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ _KINDS = ("vllm", "sglang", "embedded")
 
 
 def _place(nodeid: str) -> tuple[int, int]:
-    """Returns the positions of a test's module and kind of server in the lists above."""
+    """Returns the positions of a test's module and of its kind of server in the lists above."""
     file, _, name = nodeid.partition("::")
     parameters = name.partition("[")[2].rstrip("]").split("-")
     kind = next((i for i, kind in enumerate(_KINDS) if kind in parameters), len(_KINDS))
@@ -61,7 +61,7 @@ def _place(nodeid: str) -> tuple[int, int]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives the tests of one place to one worker; each other test is a unit of its own."""
+    """Gives all tests with the same position to one worker; other tests are distributed one by one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByPlace(LoadScopeScheduling):
@@ -97,7 +97,7 @@ class Run:
     process: subprocess.Popen | ForkedProcess | None = None
 
     def start(self) -> None:
-        """Starts ``train_configs/<config>.toml``, or the file where ``config`` is a path."""
+        """Starts ``train_configs/<config>.toml``, or the file itself if ``config`` is a path."""
         config = self.config
         if not isinstance(config, Path):
             config = REPOSITORY / "train_configs" / f"{config}.toml"
@@ -127,18 +127,18 @@ class Run:
             )  # fmt: skip
 
     def finish(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
-        """Waits for the end; returns the exit status."""
+        """Waits until the run ends; returns its exit status."""
         assert self.process is not None
         return self.process.wait(timeout_seconds)
 
     def succeed(self) -> "Run":
-        """Runs to the end, which must be a good one."""
+        """Runs to the end, and fails the test unless the exit status is 0."""
         self.start()
         assert self.finish() == 0, self.console[-6000:]
         return self
 
     def fail(self, timeout_seconds: float = PATIENCE_SECONDS) -> str:
-        """Runs to the end, which must be a bad one; returns the one message for the user."""
+        """Runs to the end, which must be a failure; returns the only error message."""
         if self.process is None:
             self.start()
         assert self.finish(timeout_seconds) != 0, self.console[-6000:]
@@ -150,12 +150,12 @@ class Run:
         return messages[0]
 
     def errors(self) -> list[str]:
-        """The messages for the user, each up to torchrun's own report of the failure."""
+        """Returns the error messages without torchrun's report of the failure behind them."""
         parts = re.split(r"^error: ", self.console, flags=re.MULTILINE)[1:]
         return [re.split(r"^[EW]\d{4} ", part, maxsplit=1, flags=re.MULTILINE)[0] for part in parts]
 
     def has_traceback(self) -> bool:
-        """Whether a traceback of ours was printed; torchrun prints one of its own."""
+        """Returns whether a traceback of this package was printed; torchrun prints its own."""
         frames = [line for line in self.console.splitlines() if line.startswith('  File "')]
         return any("torchtitan" in frame for frame in frames)
 
@@ -168,7 +168,7 @@ class Run:
         return self.records("metrics.jsonl")
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """What a file of JSON lines holds by now; a line that is being written is not there yet."""
+        """Returns the complete lines of a file of JSON lines."""
         file = self.folder / name
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -180,7 +180,7 @@ class Run:
     def wait_for(
         self, holds: Callable[[], bool], timeout_seconds: float = PATIENCE_SECONDS
     ) -> None:
-        """Returns when ``holds`` does; fails where the run ends before."""
+        """Returns as soon as ``holds`` returns true; fails if the run ends before."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_seconds
         while not holds():
@@ -193,11 +193,11 @@ class Run:
         self.wait_for(lambda: len(self.metrics) >= step, timeout_seconds)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Living processes of this run that have all ``words`` in their command line."""
+        """Returns the living processes of this run that have all ``words`` in their command line."""
         return [p for p in self.left_behind() if _has_words(p, words)]
 
     def left_behind(self) -> list[psutil.Process]:
-        """Living processes that descend from this run.
+        """Returns the living processes that descend from this run.
 
         They are found by a mark in their environment; forked ones, of which /proc shows no
         environment of their own, by their session.
@@ -214,7 +214,7 @@ class Run:
         return self.process is not None and os.getsid(process.pid) == self.process.pid
 
     def wait_for_nobody(self, timeout_seconds: float = 30) -> None:
-        """Fails where a process is left after the timeout."""
+        """Waits until no process is left; fails at the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while left := self.left_behind():
             assert time.monotonic() < deadline, [p.cmdline() for p in left]
@@ -241,7 +241,7 @@ def _has_words(process: psutil.Process, words: tuple[str, ...]) -> bool:
     ],
 )
 def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]:
-    """Each kind of real server, and the interpreter that has it; None is this one."""
+    """Each kind of real server and the interpreter that runs it; ``None`` is this interpreter."""
     kind = request.param
     if kind == "embedded":
         return kind, None
@@ -254,7 +254,7 @@ def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]
 
 @pytest.fixture
 def make_run(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., Run]]:
-    """Makes runs; what they leave behind is killed at the test's end."""
+    """Makes runs, and kills the processes that they left behind at the end of the test."""
     runs: list[Run] = []
 
     def make(*arguments: str, name: str = "run", **kwargs: Any) -> Run:
@@ -271,7 +271,7 @@ def make_run(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., 
 def rollout_config(
     repository: Path, tmp_path: Path, monkeypatch, fork_server: ForkServer
 ) -> RolloutProcessConfig:
-    """One launched embedded server and the shipped task: 3 groups of 4 a step."""
+    """Settings with one launched embedded server and the shipped task: 3 groups of 4 per step."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     task = repository / "assets/reverse_digits"
     return RolloutProcessConfig(
@@ -302,7 +302,7 @@ def rollout_config(
 
 @pytest.fixture
 def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
-    """Starts links, and checks afterwards that none of their processes is left."""
+    """Starts links, and checks at the end that none of their processes is left."""
     links: list[RolloutLink] = []
     processes: list[psutil.Process] = []
 
@@ -325,7 +325,7 @@ def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
 
 @pytest.fixture
 def serve_version() -> Callable[[RolloutLink, str, int], None]:
-    """What the weight pusher does at the end, without changing a weight."""
+    """Reports a version as served, as the weight push does at its end, without changing weights."""
 
     def serve(link: RolloutLink, url: str, version: int) -> None:
         body = json.dumps({"new_version": str(version), "abort_all_requests": False}).encode()
@@ -341,7 +341,7 @@ def serve_version() -> Callable[[RolloutLink, str, int], None]:
 
 @pytest.fixture
 def serve(repository, tmp_path, fork_server):
-    """Starts embedded servers, at a given port where one is to come back."""
+    """Starts embedded servers; a given port restarts a server at its old address."""
     servers: list[LaunchedServer] = []
 
     def start(port: int | None = None) -> LaunchedServer:

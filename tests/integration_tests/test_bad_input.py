@@ -1,4 +1,4 @@
-"""What a user gets wrong: one clear message, a non-zero exit status, nobody left behind."""
+"""Mistakes of users: each gives one clear message and a non-zero exit status, and leaves no process."""
 
 import http.server
 import json
@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 
 def _expect(runs: dict[str, tuple[Any, list[str]]]) -> None:
-    """Each run fails with one message, which has all the parts.
+    """Checks that each run fails with one message that contains all its parts.
 
     The runs are started together, since most of the time they wait for each other's end.
     """
@@ -158,7 +158,7 @@ def test_a_reward_that_hangs_during_training_ends_the_run(make_run, tmp_path):
 
 @pytest.fixture
 def other_server() -> Iterator[str]:
-    """URL of an HTTP server that is no inference server, and says yes to everything."""
+    """URL of an HTTP server that is not an inference server and answers every request with 200."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

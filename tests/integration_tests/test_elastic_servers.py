@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Servers that end and are started again, and servers that join and leave by the file."""
+"""Servers that end and are restarted, and servers that join and leave through the URL file."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def wait_until(look: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """The first answer that is neither None nor false."""
+    """Calls ``look`` until it returns something true, and returns that."""
     deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, "it did not come about"
@@ -49,7 +49,7 @@ def ask(url: str, do: Callable[[InferenceClient], Awaitable[T]]) -> T:
 
 
 def num_requests(url: str) -> int:
-    """Requests that the server has not answered, of whatever state."""
+    """Returns the number of requests that the server has not answered yet."""
 
     async def main() -> Any:
         http = HttpConnection(url, api_key=None, admin_key=None, timeout_seconds=10)
@@ -70,7 +70,7 @@ def answers(url: str) -> bool:
 
 
 def process_of(url: str) -> psutil.Process:
-    """The embedded server's process, among those below this one."""
+    """Returns the process of an embedded server among the descendants of this process."""
     port = url.rsplit(":", 1)[1]
     (process,) = [
         child
@@ -81,7 +81,7 @@ def process_of(url: str) -> psutil.Process:
 
 
 def start_groups(link: RolloutLink, url: str, serve_version: Callable[..., None]) -> None:
-    """Has the server hold all the groups that may be open, and write none of them."""
+    """Lets the server receive all groups that may be open while it is paused."""
     ask(url, lambda client: client.pause())
     serve_version(link, url, 0)
     wait_until(lambda: num_requests(url) == 2 * GROUPS_PER_BATCH * GROUP_SIZE)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Whole runs of several turns: the embedded server, the calculator, and what is trained of it."""
+"""Whole runs with several turns: the embedded server, the calculator, and the trained tokens."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from torchtitan.grpo.rollout.environments.calculator import CannotCalculate, cal
 
 @pytest.fixture(scope="module")
 def task(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's prompts, and its model, which half-knows how to use a calculator."""
+    """The example's prompts and its model, which uses the calculator correctly about half of the time."""
     folder = tmp_path_factory.mktemp("calculator")
     script = repository / "scripts/make_calculator_task.py"
     command = [sys.executable, str(script), "--output", str(folder)]
@@ -38,8 +38,8 @@ def arguments(task: Path) -> list[str]:
 
 @pytest.mark.parametrize("segment_tokens", [0, 3])
 def test_what_the_environment_put_in_is_read_and_not_trained(make_run, task, segment_tokens):
-    """Without staleness the trainer computes what the server did, token by token: only if it
-    reads the same context, and takes no token for sampled that was not."""
+    """Without staleness, the trainer's logprobs equal the server's token by token only if the
+    trainer reads the same context and trains on no token that the environment inserted."""
     run = make_run(
         *arguments(task),
         "--rollout.max_head_offpolicyness=0",

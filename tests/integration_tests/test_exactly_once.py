@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""`benchmarks/exactly_once.py` with few kills, and what it says of a ledger that is wrong."""
+"""`benchmarks/exactly_once.py` with few kills, and its findings in ledgers that are wrong."""
 
 import importlib.util
 import json
@@ -51,7 +51,7 @@ def reward(prompts, completions, **columns):
 
 
 def test_a_rollout_process_that_is_killed_between_two_parts_of_a_batch(make_run, tmp_path) -> None:
-    """What the trainer had added up of the batch does not enter its step twice."""
+    """Gradients that the trainer accumulated before the kill do not enter the step twice."""
     # One call tries the function, four groups make a batch: this is the third of batch 2.
     text = DEADLY_REWARD.format(calls=str(tmp_path / "calls"), deadly=1 + 2 * 4 + 3)
     (tmp_path / "mine.py").write_text(text)

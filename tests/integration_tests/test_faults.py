@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What may happen to a real server or a trainer amid a push, for each kind of server.
+"""Faults of a real server or of the trainer during a push, for each kind of server.
 
-A loop publishes tagged versions about five times a second and keeps completions in flight
-(`programs/publishing_loop.py`), over the server of each kind and a healthy embedded one. The
-loop stops at a named point of a push, something is done, and it goes on. After each fault
-(`FaultRig.assert_recovered`): publishing went on and waited for nobody; the healthy server
-followed; no completion was taken that is not, by transformers, of just the versions that it
-names; the server confirmed a version by the second push after it was back; no request lasted
-longer than its bound; no thread was left.
+A loop publishes tagged versions about five times a second to a server of the kind under test and
+to a healthy embedded one, and keeps completions in flight on both (`programs/publishing_loop.py`).
+A test stops the loop at a named point of a push, causes a fault, and lets the loop continue. After
+each fault `FaultRig.assert_recovered` checks that publishing continued without waiting for a
+server, that the healthy server followed, that the logprobs of every accepted completion are, by
+transformers, those of the versions that it names, that the server confirmed a version by the
+second push after its return, that no request exceeded its timeout, and that no thread is left.
 """
 
 # ruff: noqa: E402  (the programs' folder must be importable first)
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 def rig(
     server_kind: tuple[ServerKind, str | None], tmp_path_factory, fork_server
 ) -> Iterator[FaultRig]:
-    """The tests leave the server pushed to, and the loop publishing."""
+    """Servers and loops; after each test the server receives pushes and the loop publishes."""
     kind, python = server_kind
     folder = tmp_path_factory.mktemp(kind)
     rig = FaultRig(kind, python, folder, fork_server)
@@ -58,7 +58,7 @@ def test_a_wrong_shape_is_refused(rig: FaultRig) -> None:
 
 
 def test_a_corrupted_bucket_is_found_out(rig: FaultRig) -> None:
-    """By its checksum; by the logprobs of the attestation where the server compares none."""
+    """A server that compares no checksums is found out by the logprobs of the attestation."""
     mark = rig.loop.mark()
     rig.loop.command("corrupt", url=rig.url)
     lost = rig.wait_for_loss(mark)
@@ -86,7 +86,7 @@ def test_a_server_that_stands_still_amid_the_transfer_rejoins_when_it_goes_on(
 def test_a_half_closed_socket_of_the_weight_group_costs_no_more_than_the_push(
     rig: FaultRig,
 ) -> None:
-    """Our ends of the group's connections are really shut down for writing."""
+    """The trainer's ends of the group's connections are shut down for writing."""
     with rig.stopped_at("receive_bucket", "after", 1) as mark:
         rig.loop.command("half_close", ports=rig.group_ports())
         assert rig.loop.wait_for("half_closed", mark)["count"] > 0
@@ -95,7 +95,7 @@ def test_a_half_closed_socket_of_the_weight_group_costs_no_more_than_the_push(
 
 
 def test_half_closed_http_connections_cost_no_more_than_their_requests(rig: FaultRig) -> None:
-    """Generation is always in flight; what there is of control requests is hit, too."""
+    """Generation is always in flight; control requests in flight are affected, too."""
     first, closed = rig.loop.mark(), 0
     for _ in range(8):
         mark = rig.loop.mark()
@@ -107,7 +107,7 @@ def test_half_closed_http_connections_cost_no_more_than_their_requests(rig: Faul
 
 
 def test_a_full_disk_costs_the_versions_that_do_not_fit(rig: FaultRig, tmp_path: Path) -> None:
-    """The kernel refuses to let files grow beyond half of the model's, amid the writing."""
+    """While a version is written, the kernel refuses files larger than half of the model's."""
     mark = rig.loop.mark()
     rig.loop.command("rebuild", weight_sync={"transport": "disk", "disk_path": str(tmp_path)})
     rig.loop.wait_for("rebuilt", mark)
@@ -131,7 +131,7 @@ def test_a_full_disk_costs_the_versions_that_do_not_fit(rig: FaultRig, tmp_path:
 
 
 def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) -> None:
-    """vLLM is paused from the transfer on, SGLang from the beginning."""
+    """vLLM is paused only for the commit, SGLang from the beginning of the update."""
     where = ("commit_update", "before", 0) if rig.kind == "vllm" else ("receive_bucket", "after", 1)
     with rig.stopped_at(*where):
         rig.loop.kill()

@@ -77,7 +77,7 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, fork_server) -> Iterator[LaunchedServer]:
-    """An embedded server whose weights are called version 0."""
+    """An embedded server that reports version 0."""
     model = str(REPOSITORY / "assets/reverse_digits/model")
     spec = ServerSpec("embedded", model, free_ports(1)[0], "cpu", "float32", 256, 64)
     server = fork_server.start_server(spec, tmp_path_factory.mktemp("server") / "server.log")
@@ -98,7 +98,7 @@ def server(tmp_path_factory, fork_server) -> Iterator[LaunchedServer]:
 
 
 def digit_prompts(path: Path, count: int) -> list[Prompt]:
-    """The first rows of the shipped task, each as many tokens as it has characters."""
+    """Returns the first prompts of the shipped task."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path / "model/tokenizer.json"))
@@ -110,7 +110,7 @@ def digit_prompts(path: Path, count: int) -> list[Prompt]:
 
 
 async def answers_of(url: str, prompts: list[Prompt]) -> tuple[Dispatcher, list[Generation]]:
-    """What is trained on of greedy completions that are asked for all at once."""
+    """Requests greedy completions of all prompts at once; returns those that would be trained on."""
     client = make_client("embedded", url, request_timeout_seconds=PATIENCE_SECONDS)
     dispatcher = Dispatcher(
         [client],
@@ -165,7 +165,7 @@ def ledger_of(run) -> list[dict]:
 
 
 def assert_each_prompt_has_one_fate(run) -> Counter[str]:
-    """Returns how many prompts were closed for which reason."""
+    """Checks the ledger; returns the number of closed prompts by reason."""
     lines = ledger_of(run)
     closed = {int(i): reason for line in lines for i, reason in line["closed"].items()}
     fates = [i for line in lines for i in line["trained"]]
@@ -190,7 +190,7 @@ def assert_learned_from_nothing_bad(run, num_steps: int) -> None:
 
 
 def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
-    """Weights are pushed to it through the proxy, which passes the control routes on."""
+    """Weights are pushed through the proxy, which forwards the control routes."""
     num_steps = 10
     # Of a tenth of the prompts no answer is good: they are given up.
     proxy = CorruptingProxy(server.url, MODES, every=5, is_doomed=lambda ids: ids[0] == ids[1])
@@ -284,14 +284,14 @@ def always_nan(completions, **kw):
 
 @pytest.fixture
 def rewards(tmp_path: Path) -> Path:
-    """A file of reward functions; what ``moody`` did stands in ``calls.log`` beside it."""
+    """A file of reward functions; ``moody`` records its behaviour in ``calls.log`` beside it."""
     file = tmp_path / "rewards.py"
     file.write_text(REWARDS.format(log=str(tmp_path / "calls.log")))
     return file
 
 
 def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
-    """Every second group: it hangs, crashes, is slow, or returns what is no reward."""
+    """For every second group the reward hangs, crashes, is slow, or returns something invalid."""
     num_steps = 8
     run = make_run(
         f"--training.steps={num_steps}", "--grpo.prompts_per_step=4", "--grpo.group_size=4",

@@ -21,8 +21,8 @@ SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training
     ],
 )
 def test_servers_get_the_weights_of_all_stages_and_shards(make_run, config, num_ranks):
-    """Without staleness the trainer scores what the server sampled from the weights pushed
-    last; a shard or stage left behind at this learning rate would show."""
+    """Without staleness, the trainer scores tokens that the server sampled from the weights
+    pushed last. At this learning rate, a shard or stage that was not pushed would show."""
     run = make_run(
         *SMALL, "--rollout.max_head_offpolicyness=0", "--optimizer.lr=3e-3",
         "--lr_scheduler.warmup_steps=0", config=config, num_ranks=num_ranks,
@@ -35,7 +35,7 @@ def test_servers_get_the_weights_of_all_stages_and_shards(make_run, config, num_
 
 
 def test_a_recorded_run_is_replayed_bit_by_bit_without_a_server(make_run, tmp_path):
-    """The export, too, is the live run's: replay trains as the live run did."""
+    """The export of the replay equals that of the live run, too."""
     record = tmp_path / "rollouts.jsonl.gz"
     live = make_run(*SMALL, f"--rollout.record={record}", num_ranks=1, name="live").succeed()
     replays = [
@@ -66,7 +66,7 @@ def test_a_replay_shows_a_numeric_change(make_run, tmp_path):
     "aggregation", ["token_mean", pytest.param("sequence_mean", marks=pytest.mark.long)]
 )
 def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(make_run, tmp_path, aggregation):
-    """Live in parts, then replayed whole, and in other parts than those it came in."""
+    """A live run in parts is replayed with whole batches and with other parts."""
     record = tmp_path / "rollouts.jsonl"
     settings = (*SMALL, f"--grpo.aggregation={aggregation}")
     live = make_run(

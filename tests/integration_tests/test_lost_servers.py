@@ -1,4 +1,4 @@
-"""Servers that die, freeze, or come back with old weights: the run goes on, and they rejoin."""
+"""Servers that die, freeze, or come back with old weights: the run continues, and they rejoin."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ ARGUMENTS = (
 
 
 def wait_for_record(run, holds):
-    """Returns the first record from now on for which ``holds``."""
+    """Waits for a new record of metrics for which ``holds`` returns true, and returns it."""
     seen = len(run.metrics)
     run.wait_for(lambda: any(holds(record) for record in run.metrics[seen:]))
     return next(record for record in run.metrics[seen:] if holds(record))
 
 
 def wait_for_metric(run, key, wanted):
-    """Returns the first record from now on in which ``wanted(record[key])`` holds."""
+    """Waits for a new record in which ``wanted(record[key])`` is true, and returns it."""
     return wait_for_record(run, lambda record: wanted(record[key]))
 
 
@@ -69,7 +69,7 @@ def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, ser
 
 
 def test_a_lone_server_restarted_between_pushes_is_noticed_and_rejoins(make_run, serve):
-    """Without staleness no batch comes, so no push would notice it."""
+    """Without staleness no batch arrives, so no push would notice the restart."""
     server = serve()
     run = make_run(
         *ARGUMENTS, "--rollout.max_head_offpolicyness=0", f"--inference.urls={server.url}"

@@ -1,4 +1,4 @@
-"""The wheel: an overlay that neither replaces torchtitan nor needs it."""
+"""The wheel is an overlay that neither replaces torchtitan nor needs it."""
 
 import subprocess
 import sys

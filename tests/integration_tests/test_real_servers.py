@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Real servers of every kind, as `inference/client.py` promises: generation, and pushes.
+"""Real servers of every kind keep the promises of `inference/client.py` on generation and pushes.
 
 The trainer's part is played by bare process groups (`programs/bare_trainer.py`).
 """
@@ -138,7 +138,7 @@ def test_requests_in_flight_cross_two_pushes_and_end_on_the_new_weights(
 async def fly(
     client: InferenceClient, name: int
 ) -> list[tuple[list[int], "asyncio.Task[Generation]"]]:
-    """Long requests that are running when this returns, and their prompts."""
+    """Starts long requests; returns them with their prompts when all of them are running."""
     flights = []
     for token in (20, 30, 40, 50):
         request = sampled(f"flight-{name}-{token}", [token, 4, 5], LONG_COMPLETION)
@@ -151,7 +151,7 @@ async def fly(
 def assert_segments_are_of_their_versions(
     prompt: list[int], generation: Generation, by_version: dict[int, Qwen3ForCausalLM]
 ) -> None:
-    """Each segment's logprobs are those of its own weights over all that came before."""
+    """Checks that each segment's logprobs are those of its own version over all tokens before it."""
     for segment in generation.segments:
         expected = tempered_logprobs(by_version[segment.version], prompt, generation.token_ids)
         part = slice(segment.start, segment.end)
@@ -350,7 +350,7 @@ def test_a_corrupted_bucket_is_refused_and_the_old_weights_are_served(
 
 
 def step_from(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
-    """A model of which few elements of most tensors, and all of one, are new."""
+    """Returns a model that differs in few elements of most tensors and in all elements of one."""
     torch.manual_seed(seed)
     new = make_model(0)
     new.load_state_dict(model.state_dict())

@@ -295,7 +295,7 @@ link.next_batch(0, 600)
 
 @pytest.fixture
 def parent(config: RolloutProcessConfig, tmp_path: Path, repository: Path):
-    """A process in rank 0's place, once its rollout process is ready."""
+    """A process that takes the place of rank 0, once its rollout process is ready."""
     import msgspec
 
     (tmp_path / "parent_program.py").write_text(PARENT)

@@ -1,4 +1,4 @@
-"""The shell scripts that a user starts, as a user starts them."""
+"""The shell scripts, started as a user starts them."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_pa
 
 
 def test_verification_fails_where_the_server_has_other_weights(make_run, repository, fork_server):
-    """The run's own server is gone; one with the original weights stands in its place."""
+    """The server has the original weights, because the run's own server has ended."""
     run = make_run("--training.steps=2", "--grpo.prompts_per_step=2", "--optimizer.lr=3e-3")
     run.succeed()
     model = str(repository / "assets/reverse_digits/model")
@@ -52,7 +52,7 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
 
 @pytest.mark.slow
 def test_the_quickstart_learns(repository, tmp_path):
-    """The promise of the README, for one seed; `make_run` is not used, the script is."""
+    """Checks the README's promise for one seed with the script itself."""
     folder = tmp_path / "quickstart"
     result = subprocess.run(
         ["bash", str(repository / "scripts/quickstart.sh"), f"--job.dump_folder={folder}"],

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and processes that die: everything ends, and soon; checkpoints stay."""
+"""After Ctrl-C, SIGTERM or the death of a process, the whole run ends soon and keeps checkpoints."""
 
 import os
 import signal
@@ -26,17 +26,17 @@ def slow(completions):
 
 
 def _interrupt(run) -> None:
-    """What Ctrl-C in a terminal does: SIGINT to the foreground process group."""
+    """Sends SIGINT to the process group, as Ctrl-C in a terminal does."""
     os.killpg(run.process.pid, signal.SIGINT)
 
 
 def _terminate(run) -> None:
-    """What a batch system or a supervisor does: SIGTERM to the process it started."""
+    """Sends SIGTERM to the started process, as a batch system does."""
     run.process.terminate()
 
 
 def _expect_end(run) -> None:
-    """The run ends soon, with an exit status that says so, and leaves nobody."""
+    """Checks that the run ends soon with a non-zero exit status and leaves no process."""
     begin = time.monotonic()
     assert run.finish(LONGEST_SECONDS) != 0
     run.wait_for_nobody(max(1.0, LONGEST_SECONDS - (time.monotonic() - begin)))
@@ -44,14 +44,14 @@ def _expect_end(run) -> None:
 
 
 def _rank(run, rank: int):
-    """The process of one rank, of those under torchrun."""
+    """Returns the process of one rank under torchrun."""
     ranks = [p for p in run.processes("torchtitan.grpo_train") if p.pid != run.process.pid]
     (found,) = [p for p in ranks if p.environ().get("RANK") == str(rank)]
     return found
 
 
 def _start(*runs) -> None:
-    """Started together: most of the time they import torch, on one core each."""
+    """Starts runs together, because they spend most of their time importing torch on one core each."""
     for run in runs:
         run.start()
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""`benchmarks/torn_free.py` with few publishes: it finds nothing, unless there is something."""
+"""`benchmarks/torn_free.py` with few publishes finds injected mistakes and nothing else."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*arguments: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and what was printed."""
+    """Returns the exit status and the figures of the benchmark."""
     command = [sys.executable, str(REPOSITORY / "benchmarks/torn_free.py"), "--json", *arguments]
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""Whole runs with the embedded server: what they compute, and what they leave behind."""
+"""Whole runs with the embedded server: what they compute and which files they write."""
 
 import json
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What every weight transport must do: whole, with late, slow, stopped and dead servers.
+"""What every weight transport must do, with healthy, late, slow, stopped and dead servers.
 
 The trainer's own publisher, on one rank in this process, pushes the shipped tiny model to real
 embedded servers. All transports run the same tests; NCCL groups share all but the collective
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 def wait_until(look: Callable[[], T | None], what: str, poll_seconds: float = 0.01) -> T:
-    """The first answer that is neither None nor false."""
+    """Calls ``look`` until it returns something true, and returns that."""
     deadline = time.monotonic() + PATIENCE
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
@@ -79,12 +79,12 @@ def ask(url: str, route: str, **body: Any) -> Any:
 
 
 def checksums(url: str) -> dict[str, str]:
-    """SHA-256 of each parameter that the server holds."""
+    """Returns the SHA-256 of each parameter of the server."""
     return ask(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
 
 
 class Servers:
-    """Two servers that all tests share; one that a test has killed is started anew."""
+    """Two servers that all tests share; a server that a test has killed is started again."""
 
     def __init__(self, folder: Path, fork_server: ForkServer) -> None:
         self._folder, self._fork_server = folder, fork_server
@@ -96,7 +96,7 @@ class Servers:
         return [f"http://127.0.0.1:{port}" for port in self._ports]
 
     def start(self, *indices: int) -> None:
-        """Starts those that do not run; returns when they answer."""
+        """Starts the servers that do not run; returns when they answer."""
         started = []
         for index in indices:
             server = self._servers.get(index)
@@ -143,7 +143,7 @@ def all_servers(tmp_path_factory, fork_server) -> Iterator[Servers]:
 
 @pytest.fixture
 def servers(all_servers: Servers) -> Iterator[Servers]:
-    """Both up, and both running again after the test."""
+    """Both servers, up before the test and running again after it."""
     all_servers.start(0, 1)
     yield all_servers
     for index in (0, 1):
@@ -152,7 +152,7 @@ def servers(all_servers: Servers) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def only_rank() -> Iterator[None]:
-    """This process as a training run's only rank."""
+    """Makes this process the only rank of a training run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -161,7 +161,7 @@ def only_rank() -> Iterator[None]:
 
 
 class Training:
-    """A model, its publisher, and what the rollout process would hear of it."""
+    """A model, its publisher, and the notices that the rollout process would receive."""
 
     def __init__(self, urls: list[str], disk_path: Path, **sync: Any) -> None:
         config = JobConfig()
@@ -221,7 +221,7 @@ class Training:
         return self.version
 
     def publish_until_under_way(self, url: str) -> None:
-        """Publishes until a push to the server is seen under way, which may last but a moment."""
+        """Publishes until a push to the server is seen in progress; each push is short."""
 
         def is_under_way() -> bool:
             if not self.publisher.lanes:
@@ -239,7 +239,7 @@ class Training:
         return lane
 
     def wait_served(self, url: str, version: int | None = None) -> None:
-        """Returns when the server's lane is at rest with the version, by default the newest."""
+        """Returns when the server's lane is ready with the version, by default the newest."""
         wanted = self.version if version is None else version
 
         def is_served() -> bool:
@@ -260,7 +260,7 @@ class Training:
         assert checksums(url) == self.expected[self.version]
 
     def versions_told(self, url: str) -> list[int]:
-        """In order; -1 for a loss."""
+        """Returns the reported versions in order, with -1 for a loss."""
         versions = [version for told, version in self.told if told == url]
         # An idle lane says again what its server has.
         return [version for version, _ in groupby(versions)]
@@ -333,7 +333,7 @@ def test_a_slow_server_delays_no_other_and_gets_the_newest(sync, servers, train)
 
 @contextlib.contextmanager
 def slowed(servers: Servers, index: int) -> Iterator[None]:
-    """Lets a server run for a hundredth of the time only."""
+    """Lets a server run for only a hundredth of the time."""
     ended = threading.Event()
 
     def stop_and_go() -> None:
@@ -400,7 +400,7 @@ def test_a_restarted_server_is_sent_everything_before_it_counts(sync, servers, t
 
 
 def full_size(training: Training) -> int:
-    """Bytes of the model on the wire."""
+    """Returns the bytes of the model in a full push."""
     return sum(4 * parameter.numel() for parameter in training.model.parameters())
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A trainer without a trainer: bare process groups that push models to a real server.
+"""Plays the trainer with bare process groups that push models to a real server.
 
 Two source ranks, each with half of the weights and a group of its own with the server, as
 under two pipeline stages.
@@ -136,7 +136,7 @@ class Trainer:
             self.groups[name] = await ours
 
     async def give_up(self) -> None:
-        """After a failure: the server forgets the update and goes on; join again."""
+        """Abandons an update after a failure; the trainer must join again."""
         await self.client.leave_weight_groups()
         await self.client.resume()
         self.destroy()
@@ -157,7 +157,7 @@ class Trainer:
         )
 
     async def send(self, buckets: list[Bucket], version: int) -> None:
-        """The source ranks take turns; the next bucket is announced while one travels."""
+        """Sends buckets from the source ranks in turn; each is announced while the one before is sent."""
         names = list(self.groups)
         announced = [
             self.announce(names[i % 2], bucket, version, last=i == len(buckets) - 1)
@@ -179,7 +179,7 @@ class Trainer:
         await asyncio.gather(ours, *announced)
 
     async def push(self, buckets: list[Bucket], version: int) -> float:
-        """As a lane pushes; returns how long the server stood still."""
+        """Pushes as a lane does; returns how long the server was paused."""
         client, started = self.client, time.monotonic()
         if client.stops_for == "transfer":
             await client.pause()

@@ -36,7 +36,7 @@ def build(
     local_batch_size: int = 4,
     **degrees: int,
 ) -> Built:
-    """A loaded model; ``degrees`` are those of ParallelDims, 1 where not given."""
+    """Returns a loaded model; ``degrees`` are those of ParallelDims, with 1 as the default."""
     config = JobConfig()
     config.model.hf_assets_path = model
     config.training.seq_len = seq_len

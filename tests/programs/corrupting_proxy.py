@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A proxy before an embedded server that passes everything on, and spoils some completions.
+"""A proxy in front of an embedded server that forwards everything and spoils some completions.
 
-What it spoils is the answer of a real server, so all but the spoiled part is as it should be.
+It spoils the answers of a real server, so everything except the spoiled part is correct.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ def _of_a_cut_prompt(answer: Fields) -> None:
 
 
 def _too_long(answer: Fields) -> None:
-    """As if the server had not stopped."""
+    """Returns an answer as if the server had not stopped at the limit."""
     meta, more = answer["meta_info"], 1000
     answer["output_ids"] += answer["output_ids"][-1:] * more
     meta["output_token_logprobs"] += meta["output_token_logprobs"][-1:] * more
@@ -117,7 +117,7 @@ MODES = (*_CHANGES, *_REPLACEMENTS, *_OTHERS)
 
 @dataclass(eq=False)
 class _Waiting:
-    """An answer that waits for one that it is swapped with."""
+    """An answer that waits for another one with which it is swapped."""
 
     body: bytes
     other: asyncio.Future[bytes]
@@ -270,7 +270,7 @@ class CorruptingProxy:
 
 @contextmanager
 def running_beside(proxy: CorruptingProxy) -> Iterator[CorruptingProxy]:
-    """Runs a proxy on a thread of its own, for a test that waits for other processes."""
+    """Runs a proxy on a thread of its own, for tests that wait for other processes."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="corrupting-proxy")
     thread.start()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A server that things are done to, a healthy one beside it, and loops that push to both."""
+"""A server that suffers faults, a healthy server, and loops that push to both."""
 
 import asyncio
 import os
@@ -88,7 +88,7 @@ class FaultRig:
         )
 
     def begin(self) -> None:
-        """Waits until all is up, and lets the first loop push."""
+        """Waits until both servers are up, and lets the first loop push."""
         for server in (self.server, self._healthy):
             self._wait_until_up(server)
         self.loop.wait_for("loaded", timeout_seconds=_START_SECONDS)
@@ -109,7 +109,7 @@ class FaultRig:
 
     @contextmanager
     def stopped_at(self, method: str, when: str, index: int = 0) -> Iterator[int]:
-        """Within it a push to the server has come to a point, and goes no further."""
+        """Within the block, a push to the server is stopped at the given point."""
         mark = self.loop.mark()
         self.loop.command("stop", url=self.url, method=method, when=when, index=index)
         self.loop.wait_for("stopped", mark, _PATIENCE_SECONDS, url=self.url)
@@ -118,48 +118,48 @@ class FaultRig:
             self.loop.command("release")
 
     def signal_server(self, signum: int) -> None:
-        """To all processes of the server."""
+        """Signals all processes of the server."""
         os.killpg(self.server.process.pid, signum)
 
     def kill_server(self) -> None:
-        """All of its processes, which are then gone."""
+        """Kills all processes of the server, and waits until they are gone."""
         processes = processes_of(self.server.process.pid)
         self.signal_server(signal.SIGKILL)
         self.server.process.wait(10)
         assert not psutil.wait_procs(processes, timeout=10)[1]
 
     def restart_server(self) -> float:
-        """Under its old address, with its first weights; returns when it was up."""
+        """Restarts the server at its old address with its first weights; returns when it came up."""
         self.server = self._start(self.server.spec)
         self._wait_until_up(self.server)
         return time.monotonic()
 
     def group_ports(self) -> list[int]:
-        """The server's ends of all connections that are not HTTP."""
+        """Returns the server's ports of all connections that are not HTTP."""
         http = self.server.spec.port
         return [port for port in tcp_ports_of(self.server.process.pid) if port != http]
 
     # -- what must hold ----------------------------------------------------------------
 
     def wait_for_push(self, since: int = 0, after: float = 0.0) -> Event:
-        """An attested version on the server."""
+        """Waits for an attested version on the server."""
         return self.loop.wait_for(
             "version", since, _PATIENCE_SECONDS, url=self.url, holds=lambda e: e["at"] > after
         )
 
     def wait_for_loss(self, since: int) -> Event:
-        """The server is taken for lost, within the bounds of a push and of clearing up."""
+        """Waits until the server is declared lost."""
         return self.loop.wait_for("lost", since, _PATIENCE_SECONDS, url=self.url)
 
     def wait_for_others(self, count: int = 3) -> None:
-        """The loop publishes, and the healthy server follows, from now on."""
+        """Waits until the loop publishes further versions that reach the healthy server."""
         for _ in range(count):
             mark = self.loop.mark()
             self.loop.wait_for("publish", mark, _PATIENCE_SECONDS)
             self.loop.wait_for("version", mark, _PATIENCE_SECONDS, url=self._healthy.url)
 
     def wait_for_error(self) -> str:
-        """What the server's lane says went wrong."""
+        """Waits for an error in the server's lane, and returns it."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             mark = self.loop.mark()
@@ -171,7 +171,7 @@ class FaultRig:
             time.sleep(0.1)
 
     def assert_recovered(self, since: int, back_at: float) -> None:
-        """All that must hold after each fault.
+        """Checks everything that must hold after each fault.
 
         Args:
             since: Mark before the fault.
@@ -212,7 +212,7 @@ class FaultRig:
             assert sample["segments"][0][0] >= sample["attested"], sample
 
     def _assert_no_thread_is_left(self) -> None:
-        """A broadcast that was given up ends at the group's timeout at the latest."""
+        """Waits until abandoned broadcasts have ended, at the group's timeout at the latest."""
         deadline = time.monotonic() + TIMEOUT_SECONDS + _SLACK_SECONDS
         while True:
             mark = self.loop.mark()
@@ -227,14 +227,14 @@ class FaultRig:
     # -- end ---------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The loop ends in order, and leaves no thread."""
+        """Ends the loop in order, and checks that it leaves no thread."""
         threads = self.loop.end()["threads"]
         left = [name for name in threads if name.startswith(("weight", "snapshot", "sampler"))]
         assert not left, left
         assert self.server.process.poll() is None, self.server.log_tail()
 
     def close(self) -> None:
-        """Ends all processes, whatever has become of them; fails where one is left."""
+        """Ends all processes in any state; fails if one is left."""
         children = psutil.Process().children(recursive=True)
         for loop in (self.loop, self.next_loop):
             loop.close()

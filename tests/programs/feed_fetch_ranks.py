@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Each rank fetches its own rollouts, and has the same rows as if rank 0 had sent them."""
+"""Each rank fetches its own rollouts and gets the same rows as if rank 0 had sent them."""
 
 import asyncio
 import threading

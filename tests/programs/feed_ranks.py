@@ -37,7 +37,7 @@ def rows(fill, num_rows, row_len):
 
 
 def progress(step):
-    """With as many open prompts as steps so far: none at first."""
+    """Returns progress with as many open prompts as there were steps."""
     return PromptProgress(7 + step, tuple(range(step)))
 
 
@@ -98,7 +98,7 @@ def main(arguments):
 
 
 def combined_metrics(feed, rank):
-    """Metrics to which each rank but the last has added one microbatch."""
+    """Returns metrics to which each rank but the last has added one microbatch."""
     reductions = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "loss": "loss"}
     totals = MetricTotals(reductions)
     if rank < dist.get_world_size() - 1:

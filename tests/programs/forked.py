@@ -83,7 +83,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end; returns the exit status."""
+        """Waits until the run ends; returns its exit status."""
         if self.returncode is None:
             message = self._message(timeout)
             if message is None:

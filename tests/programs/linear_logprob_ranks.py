@@ -1,4 +1,4 @@
-"""Log-probabilities of a vocabulary sharded over all ranks, against the whole one."""
+"""Compares log-probabilities with a sharded vocabulary with those of the whole vocabulary."""
 
 import torch
 import torch.distributed as dist

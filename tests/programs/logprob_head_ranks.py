@@ -1,4 +1,4 @@
-"""A model with a LogprobHead, parallelised as upstream does it, against one process."""
+"""Compares a parallelised model with a LogprobHead with the same model in one process."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_l
 
 
 class Tail(nn.Module):
-    """The end of a model: norm and output layer, under upstream's names."""
+    """The end of a model: norm and output layer with upstream's names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Tail(nn.Module):
 
 
 class Block(nn.Module):
-    """A pipeline stage; the last one ends in the head."""
+    """A pipeline stage; the last stage ends in the head."""
 
     def __init__(self, index: int, last: bool) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def apply_tensor_parallel(model: nn.Module, mesh) -> None:
 
 
 def tensor_parallel(arguments):
-    """TP of the given degree, times FSDP2 over the other ranks, each with rows of its own."""
+    """Checks TP of the given degree with FSDP2 over the other ranks, each with its own rows."""
     degree, world = arguments["tp"], dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // degree, degree), mesh_dim_names=("dp", "tp"))
     hidden, labels, grads = data(4)
@@ -119,7 +119,7 @@ def tensor_parallel(arguments):
 
 
 def mixed_precision(arguments):
-    """FSDP2 that computes in bfloat16 and keeps float32 parameters."""
+    """Checks FSDP2 that computes in bfloat16 with float32 parameters."""
     hidden, labels, grads = data(2)
     one = Tail()
     expected, _ = score(one, hidden, labels, grads)
@@ -142,7 +142,7 @@ def mixed_precision(arguments):
 
 
 def pipeline(arguments):
-    """Two stages a rank, under the schedules that split the backward pass."""
+    """Checks two stages per rank under the schedules that split the backward pass."""
     rank, world = dist.get_rank(), dist.get_world_size()
     num_stages = 2 * world
     hidden, labels, grads = data(4)

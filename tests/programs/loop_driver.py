@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Starts `publishing_loop.py`, tells it what to do, and keeps all that it tells."""
+"""Starts `publishing_loop.py`, sends it commands, and keeps the events that it reports."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 
 class PublishingLoop:
-    """The program on one or several ranks, and its end of the socket.
+    """The program on one or several ranks, and this process's end of its socket.
 
     Make it on the main thread: the processes end with the thread that started them.
 
@@ -105,11 +105,11 @@ class PublishingLoop:
                     self._told.notify_all()
 
     def command(self, command: str, **what: Any) -> None:
-        """Tells rank 0, which obeys before its next publish."""
+        """Sends a command to rank 0, which executes it before its next publish."""
         self._connections[0].send({"command": command, **what})
 
     def mark(self) -> int:
-        """Events from here on are news; see :meth:`wait_for`."""
+        """Returns the number of events so far, for :meth:`wait_for`."""
         return len(self.events)
 
     def wait_for(
@@ -120,7 +120,7 @@ class PublishingLoop:
         holds: Callable[[Event], bool] = lambda event: True,
         **fields: Any,
     ) -> Event:
-        """The first event of that kind with those fields; fails where none comes."""
+        """Returns the first event with this kind and these fields; fails if none comes."""
 
         def find() -> Event | None:
             for told in self.events[since:]:
@@ -141,7 +141,7 @@ class PublishingLoop:
         return found
 
     def of_kind(self, event: str, since: int = 0, **fields: Any) -> list[Event]:
-        """All events of that kind with those fields."""
+        """Returns all events with this kind and these fields."""
         return [
             told
             for told in self.events[since:]
@@ -149,30 +149,30 @@ class PublishingLoop:
         ]
 
     def end(self, timeout_seconds: float = 240.0) -> Event:
-        """Ends it in order; returns its last event."""
+        """Ends the program in order; returns its last event."""
         self.command("end")
         ended = self.wait_for("ended", rank=0, timeout_seconds=timeout_seconds)
         assert self.process.wait(20) == 0, self.log_tail()
         return ended
 
     def kill(self) -> None:
-        """As the kernel would for want of memory."""
+        """Kills the program, as the kernel does when memory runs out."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
 
     def close(self) -> None:
-        """Ends whatever is left of it. Idempotent."""
+        """Ends whatever is left of the program. Idempotent."""
         stop_children([self.process], grace_seconds=0.5)
         self._listener.close()
         self._record.close()
 
     def log_tail(self) -> str:
-        """The end of its log."""
+        """Returns the end of the program's log."""
         return self.log_file.read_text(errors="replace")[-6000:]
 
 
 def processes_of(pid: int) -> list[psutil.Process]:
-    """A process and all that descend from it."""
+    """Returns a process and all its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -180,7 +180,7 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def tcp_ports_of(pid: int) -> list[int]:
-    """Local ports of all connections of a process and its descendants."""
+    """Returns the local ports of all connections of a process and its descendants."""
     ports = set()
     for process in processes_of(pid):
         with contextlib.suppress(psutil.Error):

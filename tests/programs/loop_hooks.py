@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where a test can stop or harm a push, and what is checked within it.
+"""Points at which a test can stop or harm a push, and checks within the push.
 
-Only the loop's process is changed: its clients are wrapped, and its agent's methods.
+Only the loop's process is changed: its clients and its agent's methods are wrapped.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Stop:
 
 
 class Hooks:
-    """What is armed now. Commands come on the training thread, the rest on others.
+    """The armed hooks. Commands run on the training thread, everything else on other threads.
 
     Attributes:
         is_going: False once the loop is to end.
@@ -104,7 +104,7 @@ class Hooks:
         self.tell("half_closed", count=closed)
 
     def random_delay(self) -> float:
-        """Seconds; most are short, a few long."""
+        """Returns a random delay in seconds: mostly short, seldom long."""
         return self.settings.delays * self._random.random() ** 3
 
     def sleep(self) -> None:
@@ -112,7 +112,7 @@ class Hooks:
             time.sleep(self.random_delay())
 
     async def reach(self, url: str, method: str, when: str, index: int) -> None:
-        """A push has come to a point."""
+        """Called when a push has reached a point."""
         if self.stop_at != Stop(url, method, when, index):
             return
         self.stop_at = None
@@ -123,7 +123,7 @@ class Hooks:
 
 
 class HookedClient:
-    """A client that comes by the hooks with each call."""
+    """A client that reports each call to the hooks."""
 
     def __init__(self, inner: InferenceClient, hooks: Hooks) -> None:
         self._inner, self._hooks = inner, hooks
@@ -173,7 +173,7 @@ class HookedClient:
 
 
 def with_wrong_shape(bucket: BucketSpec) -> BucketSpec | None:
-    """The bucket with the dimensions of a tensor turned around; None where there is no such."""
+    """Returns the bucket with the dimensions of one tensor reversed, or ``None``."""
     for index, shape in enumerate(bucket.shapes):
         if len(shape) == 2 and shape[0] != shape[1]:
             shapes = (*bucket.shapes[:index], shape[::-1], *bucket.shapes[index + 1 :])
@@ -184,7 +184,7 @@ def with_wrong_shape(bucket: BucketSpec) -> BucketSpec | None:
 def install(
     hooks: Hooks, model: TaggedModel, expected_shard: Callable[[str, int], torch.Tensor]
 ) -> None:
-    """Puts the hooks into this process, and the checks of what is read in it."""
+    """Installs the hooks and the checks in this process."""
     client_for = build.client_for
     build.client_for = lambda inference, server: HookedClient(client_for(inference, server), hooks)  # pyright: ignore
     gather = Agent._gather
@@ -240,13 +240,13 @@ def num_buckets(sender: GroupSender, version: int) -> int:
 
 
 def corrupted(payload: torch.Tensor) -> torch.Tensor:
-    """As a broken copy would leave it: the second half lies a few floats further on."""
+    """Returns the bytes that a broken copy would leave: the second half is shifted."""
     half = payload.numel() // 8 * 4
     return torch.cat([payload[:half], payload[half:].roll(4 * 97)])
 
 
 def slow_down_copies(hooks: Hooks) -> None:
-    """Copies into slots are made in two parts, with time between them.
+    """Splits copies into slots into two parts with a pause between them.
 
     Where the fence is left out, so much time that the next overwriting falls into it.
     """

@@ -24,7 +24,7 @@ _REQUEST_SECONDS = 20.0
 
 
 class Sampler:
-    """What the rollout process does, on a thread of its own.
+    """Does the rollout process's work on a thread of its own.
 
     Args:
         servers: All of them.
@@ -52,11 +52,11 @@ class Sampler:
         self._ready.wait(10)
 
     def set_version(self, url: str, version: int) -> None:
-        """As the rollout process is told."""
+        """Receives the notice that the rollout process would receive."""
         self._loop.call_soon_threadsafe(self._dispatcher.set_version, url, version)
 
     def set_lost(self, url: str, reason: str) -> None:
-        """As the rollout process is told."""
+        """Receives the notice that the rollout process would receive."""
         self._loop.call_soon_threadsafe(self._dispatcher.set_lost, url, reason)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torchtitan.grpo.training.runner import WholeModelRunner
 def gradient_errors(
     built: Built, expected: dict[str, torch.Tensor], num_copies: int
 ) -> dict[str, float]:
-    """For each parameter the distance of its gradient, over the norm of what it should be."""
+    """Returns the relative error of the gradient of each parameter."""
     errors = {}
     for name, parameter in named_parameters(built.parts):
         grad = parameter.grad

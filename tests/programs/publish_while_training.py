@@ -29,7 +29,7 @@ def post(url: str, route: str, **body: Any) -> Any:
 
 
 def served(url: str) -> tuple[int, dict[str, str]] | None:
-    """A version and its checksums; None where it changed between the two questions."""
+    """Returns a version and its checksums, or ``None`` if it changed between the two requests."""
     before = post(url, "/server_info")["weight_version"]
     sums = post(url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
     after = post(url, "/server_info")["weight_version"]
@@ -55,7 +55,7 @@ def main(arguments):
     )  # fmt: skip
 
     def is_awaited(version: int) -> bool:
-        """The last but one: a server must have taken one, however slow the machine is."""
+        """Returns whether to wait for the server: only for the last but one version."""
         is_late = time.monotonic() > began + PUSH_SECONDS
         return version == NUM_VERSIONS - 2 and not told and not is_late
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A trainer that does nothing but publish: the real publisher over a real, tiny model.
+"""A trainer that only publishes: the real publisher with a real, tiny model.
 
     python publishing_loop.py '{"socket": ..., ...}'     (or under torchrun)
 
@@ -50,7 +50,7 @@ _SEQ_LEN = 64
 
 @dataclass
 class Settings:
-    """What the program is told.
+    """The settings of the program.
 
     Attributes:
         socket: Where somebody listens.
@@ -87,7 +87,7 @@ class Settings:
 
 
 class Listener:
-    """The driver's end of the socket, as seen from here; any thread may tell."""
+    """The connection to the driver; any thread may send events."""
 
     def __init__(self, socket: str) -> None:
         self._connection: Connection = Client(socket, "AF_UNIX")
@@ -105,7 +105,7 @@ class Listener:
 
 
 class Link:
-    """Stands for the rollout process: hears of versions and losses."""
+    """Takes the place of the link to the rollout process, and reports versions and losses."""
 
     def __init__(self, listener: Listener, sampler: Sampler) -> None:
         self._listener, self._sampler = listener, sampler
@@ -145,7 +145,7 @@ class Trainer:
         self.publisher = self._build_publisher()
 
     def expected_shard(self, name: str, version: int) -> torch.Tensor:
-        """This rank's part of a parameter in a version."""
+        """Returns this rank's part of a parameter of a version."""
         return self.first[name] * factor(self.hf_names[name], version)
 
     def _build_publisher(self) -> WeightPublisher:
@@ -167,7 +167,7 @@ class Trainer:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Publishes until told to end."""
+        """Publishes until the command to end arrives."""
         self.listener.tell("began", pid=os.getpid())
         while self._publish_next():
             self._pause()
@@ -218,7 +218,7 @@ class Trainer:
         )
 
     def _pause(self) -> None:
-        """Until the next publish; rank 0 obeys meanwhile."""
+        """Waits until the next publish; rank 0 executes commands meanwhile."""
         seconds = self.random.uniform(*self.settings.pause_seconds)
         if not self.is_leader:
             return  # waits for rank 0 in the next broadcast
@@ -248,7 +248,7 @@ class Trainer:
             getattr(self.hooks, what)(**command)
 
     def _close_publisher(self) -> None:
-        """The leader's first: gathering needs all of them."""
+        """Closes the leader's publisher first, because gathering needs all ranks."""
         if self.is_leader:
             self.sampler.close()
             self.publisher.close(timeout_seconds=20.0)
@@ -260,7 +260,7 @@ class Trainer:
 
 
 def dist_rank() -> int:
-    """Of this process, before it is initialized, too."""
+    """Returns the rank of this process, also before the process group exists."""
     return int(os.environ["RANK"])
 
 

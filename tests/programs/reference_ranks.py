@@ -1,4 +1,4 @@
-"""A sharded reference scores, follows the policy, moves, and comes back from a checkpoint."""
+"""A sharded reference model scores, follows the policy, moves, and is restored."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ EMA = 0.75
 
 
 def reference_of(built: Built, path: str) -> Reference:
-    """As a Trainer that had built this policy would have it."""
+    """Returns the reference that a Trainer with this policy would build."""
     built.config.grpo.ref_model_path = path
     built.config.grpo.ref_model_ema = EMA
     trainer: Any = SimpleNamespace(
@@ -40,7 +40,7 @@ def shards(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def unequal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose tensors are not bit for bit the same."""
+    """Returns the names whose tensors differ in any bit."""
     assert found.keys() == expected.keys() and found
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
@@ -77,13 +77,13 @@ def run_case(case: dict, arguments: dict, folder: Path) -> dict:
 
 
 def move(reference: Reference) -> None:
-    """What a move to another device does to parameters: they get other memory."""
+    """Gives the parameters other memory, as a move to another device does."""
     for part in reference.parts:
         part._apply(torch.clone)
 
 
 def refusal(policy: str, reference: str, seq_len: int) -> str:
-    """What is said of a reference that cannot be used."""
+    """Returns the error message for a reference that cannot be used."""
     built = build(policy, seq_len, dp_shard=dist.get_world_size())
     try:
         reference_of(built, reference)

@@ -1,4 +1,4 @@
-"""Runs one program of this folder on every rank; see the fixture `run_ranks`."""
+"""Runs a program of this folder on every rank; see the fixture `run_ranks`."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory into a sharded model; scores it and takes gradients."""
+"""Loads a Hugging Face directory into a sharded model, scores it, and computes gradients."""
 
 import torch
 from build_model import build
@@ -9,7 +9,7 @@ from torchtitan.grpo.training.runner import WholeModelRunner
 
 
 def rows_of(arguments: dict) -> TrainRows:
-    """The given sequences in the given rows; a prompt is two tokens long."""
+    """Returns the given sequences in the given rows, with prompts of two tokens."""
     samples = [
         Sample(
             torch.tensor(ids[:2], dtype=torch.int32).numpy(),

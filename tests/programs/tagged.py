@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A tiny model of which every version, and every parameter in it, can be told apart.
+"""A tiny model whose versions and parameters can all be told apart.
 
 Version ``v`` of a parameter is its first value times a factor that follows from ``v`` and the
 parameter's name. So whoever knows the first values knows all versions bit by bit, and a
@@ -51,7 +51,7 @@ def save_model(directory: Path) -> None:
 
 
 def factor(name: str, version: int) -> float:
-    """What a parameter is multiplied with, in [0.75, 1.25); exact in float32."""
+    """Returns the factor of a parameter in [0.75, 1.25), exact in float32."""
     if version == UNPUSHED:
         return 1.0
     drawn = hashlib.blake2b(f"{name} {version}".encode(), digest_size=4).digest()
@@ -72,11 +72,11 @@ class TaggedModel:
         self._checksums: OrderedDict[int, dict[str, int]] = OrderedDict()
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """All parameters of a version."""
+        """Returns all parameters of a version."""
         return {name: first * factor(name, version) for name, first in self.first.items()}
 
     def checksums(self, version: int) -> dict[str, int]:
-        """Of each parameter's bytes, as they travel with a bucket."""
+        """Returns the checksum of each parameter, as sent with a bucket."""
         if version not in self._checksums:
             tensors = self.tensors(version).items()
             self._checksums[version] = {name: tensor_checksum(t) for name, t in tensors}
@@ -85,7 +85,7 @@ class TaggedModel:
         return self._checksums[version]
 
     def digest(self, version: int) -> str:
-        """Of all parameters: what :func:`digest_of` makes of an embedded server's answer."""
+        """Returns what :func:`digest_of` returns for an embedded server with this version."""
         tensors = self.tensors(version).items()
         return digest_of(
             (name, hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest())
@@ -94,7 +94,7 @@ class TaggedModel:
 
     @torch.no_grad()
     def logprobs(self, version: int, tokens: Sequence[int], num_given: int = 1) -> list[float]:
-        """Of the tokens behind the first ``num_given``, by transformers."""
+        """Returns the logprobs of the tokens after the first ``num_given``, by transformers."""
         if self._loaded != version:
             self._model.load_state_dict(self.tensors(version))
             self._loaded = version
@@ -103,7 +103,7 @@ class TaggedModel:
         return logprobs.gather(-1, ids[0, num_given:, None])[:, 0].tolist()
 
     def sample_error(self, sample: dict) -> float:
-        """How far the logprobs of a sample are from those of the versions that it names."""
+        """Returns the largest distance of a sample's logprobs from those of the versions that it names."""
         tokens = sample["prompt"] + sample["ids"]
         errors = [0.0]
         for version, start, end in sample["segments"]:
@@ -114,5 +114,5 @@ class TaggedModel:
 
 
 def digest_of(checksums: Iterable[tuple[str, str]]) -> str:
-    """One digest of all parameters' SHA-256 sums."""
+    """Returns one digest of the SHA-256 sums of all parameters."""
     return hashlib.sha256(repr(sorted(checksums)).encode()).hexdigest()

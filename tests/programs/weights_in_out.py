@@ -1,4 +1,4 @@
-"""Loads a directory in several layouts, and takes the weights out again by each way."""
+"""Loads a directory in several layouts, and reads the weights back in every way."""
 
 import asyncio
 import functools
@@ -31,13 +31,13 @@ Reach = Literal["none", "some", "all"]
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names that are missing, unexpected or unequal."""
+    """Returns the names that are missing, unexpected or unequal."""
     unequal = [n for n in found if n in expected and not torch.equal(found[n], expected[n])]
     return sorted(found.keys() ^ expected.keys()) + unequal
 
 
 def wrongly_loaded(built: Built, source: dict[str, torch.Tensor]) -> list[str]:
-    """By DTensor's own way of putting parameters together."""
+    """Returns the names whose tensors, gathered by DTensor, differ from the directory's."""
     wrong = []
     # Redistributing strided shards is slow, which torch says for each rank.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
