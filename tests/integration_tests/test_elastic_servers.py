@@ -170,8 +170,8 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_is_reported_once(
     wait_until(lambda: "must be a readable text file" in log_of(by_file))
     replace_file(file, server.url)
     link.reread_urls()
-    wait_until(lambda: "names the same servers" in log_of(by_file))
-    assert log_of(by_file).count("The servers stay as they are.") == 4
+    wait_until(lambda: "names the same servers as before" in log_of(by_file))
+    assert log_of(by_file).count("The set of servers does not change.") == 4
     assert link.watch.poll() is None
     serve_version(link, server.url, 0)
     assert group_ids(link, 0)
@@ -200,7 +200,7 @@ def test_a_killed_server_comes_back_under_its_url_and_no_group_is_lost(
     assert sorted(ids) == list(range(2 * GROUPS_PER_BATCH))
 
     process_of(server.url).kill()
-    with pytest.raises(RolloutFailed, match=r"(?s)started again 1 times .*exit status -9.*Serving"):
+    with pytest.raises(RolloutFailed, match=r"(?s)restarted 1 times .*exit status -9.*Serving"):
         link.next_batch(2, BATCH_SECONDS)
 
 

@@ -46,7 +46,7 @@ SLOW_LEARNING = "--optimizer.lr=1e-4"
 
 # What a refusal says beside the server's address.
 REFUSALS = {
-    "out-of-vocabulary id": r"token ids reach 4242, and the model has 128",
+    "out-of-vocabulary id": r"token ids are \d+ to 4242, expected 0 to 127",
     "negative id": r"token ids must be int32 and not negative, got \[-5",
     "giant id": r"token ids must be int32 and not negative, got \[1180591620717411303424",
     "logprob missing": r"as many ids as logprobs as completion tokens, got",
@@ -58,7 +58,7 @@ REFUSALS = {
     "text for a logprob": r"logprobs must be finite and not above 0, got \['-0\.5'",
     "version gap": r"weight versions must cover \d+ tokens without gaps",
     "version beyond the end": r"weight versions must cover \d+ tokens without gaps",
-    "version of the future": rf"wrote under version {NO_VERSION}, which was not attested within",
+    "version of the future": rf"generated tokens with version {NO_VERSION}, which was not attested within",
     "cut prompt": r"was sent with \d+ prompt tokens, but the answer states \d+",
     "too many tokens": r"must have 1 to 12 tokens, got 1\d\d\d",
     "truncated JSON": r"must answer a JSON object, got {",

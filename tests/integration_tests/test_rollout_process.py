@@ -167,7 +167,9 @@ def test_killed_rollout_process_is_started_again_where_the_last_batch_was(
     link._child.kill()
     with pytest.raises(RolloutKilled):
         link.next_batch(2, BATCH_SECONDS)
-    with pytest.raises(RolloutFailed, match=r"was started 1 times \(rollout.max_process_restarts"):
+    with pytest.raises(
+        RolloutFailed, match=r"was already restarted 1 times \(rollout.max_process_restarts"
+    ):
         link.restart(config)
 
 
@@ -225,7 +227,9 @@ def test_dead_server_ends_the_run_by_name(config: RolloutProcessConfig, open_lin
     link.wait_ready(READY_SECONDS)
     server.process.kill()
     link.notify_version(server.url, 0)
-    with pytest.raises(RolloutFailed, match=f"3 completions in a row failed .*{server.url}"):
+    with pytest.raises(
+        RolloutFailed, match=f"3 requests for completions failed in a row .*{server.url}"
+    ):
         link.next_batch(0, BATCH_SECONDS)
 
 
@@ -254,7 +258,7 @@ def reward_file(text: str) -> Callable[[RolloutProcessConfig, Path], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (empty_prompts, "prompts.path: .*empty.jsonl holds no prompt"),
+        (empty_prompts, "prompts.path: .*empty.jsonl contains no prompts"),
         (use("prompts", column="question"), "there is no column 'question'"),
         (use("prompts", path="/no/such.jsonl"), "prompts.path: /no/such.jsonl cannot be read"),
         (use("prompts", max_prompt_tokens=1), "none of the .* is at most 1 tokens long"),

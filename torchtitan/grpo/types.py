@@ -25,13 +25,13 @@ ServerKind = str
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server of this run.
+    """A server of the run.
 
     Attributes:
-        url: Base URL, without a closing slash.
+        url: Base URL, without a trailing slash.
         kind: ``inference.kind``.
-        num_joined: How often a server of this URL has joined the run. It tells one that left
-            and came back, which must be attested anew, from one that stayed.
+        num_joined: How often a server with this URL has joined the run. It distinguishes a server
+            that left and came back, which must be attested again, from one that stayed.
     """
 
     url: str

@@ -1,44 +1,47 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which prompt group may be started, and which groups make the next batch.
+"""Decides which prompt groups may start, and which groups form the next batch.
 
-Pure bookkeeping, no asyncio. With ``G = groups_per_batch`` and ``eta = max_staleness``:
+This module does bookkeeping only, without asyncio. With ``G = groups_per_batch`` and
+``eta = max_staleness``:
 
-- The policy version is the number of batches trained on, however many optimizer steps each
-  of them took. Batch ``b`` (counted from 0) turns version ``b`` into ``b + 1``, so a sample
-  whose oldest token was written under version ``s`` has age ``b - s`` when it is trained in
-  batch ``b``.
-- A group is *open* from its start until it is consumed or closed. One started on a server
-  of version ``s`` has the *deadline* ``s + eta``: the last batch in which it is young
-  enough. When it is finished its deadline is taken from its true oldest version.
+- The policy version is the number of batches trained on, regardless of how many optimizer
+  steps each batch took. Batch ``b`` (counted from 0) turns version ``b`` into ``b + 1``. A
+  sample whose oldest token was generated under version ``s`` therefore has age ``b - s`` when
+  it is trained in batch ``b``.
+- A group is *open* from its start until it is consumed or closed. A group started on a server
+  of version ``s`` has the *deadline* ``s + eta``: the last batch in which its age is allowed.
+  When the group is finished, its deadline is recomputed from its true oldest version.
 - A group may be started on a server of version ``s`` only while
   ``consumed + open < (s + eta + 1) * G``.
-- Batch ``b`` takes exactly ``G`` finished groups, earliest deadline first, then oldest. It
-  is not made before it leaves every deadline reachable: for each ``d >= b``, at most
-  ``(d - b) * G`` of the groups with deadline ``<= d`` stay open. (For ``d = b``: every
-  group due now is in it, so the batch waits for them.)
+- Batch ``b`` takes exactly ``G`` finished groups: those with the earliest deadline first, and
+  among equal deadlines those started first. The batch waits until every deadline stays
+  reachable after it: for each ``d >= b``, at most ``(d - b) * G`` of the groups with deadline
+  ``<= d`` may stay open. (For ``d = b`` this means that the batch contains every group that is
+  due now, and waits for those that are not finished.)
+- Batch ``b`` may also be taken group by group, before it is complete. Each call takes the
+  finished group with the earliest deadline ``e``, provided that for each ``d`` with
+  ``b <= d < e`` the groups with deadline ``<= d`` still fit without its place: at most
+  ``(d - b + 1) * G - t - 1`` of them are open, where ``t`` groups of the batch are already
+  taken. The batch is complete when ``G`` groups are taken.
 
-- Batch ``b`` may as well be taken group by group, before it is whole: the finished group
-  with the earliest deadline ``e``, as long as for each ``d`` with ``b <= d < e`` the groups
-  with deadline ``<= d`` still find room without its place: at most ``(d - b + 1) * G - t - 1``
-  of them are open, where ``t`` groups of the batch are taken. The last of the ``G`` makes
-  the batch whole.
-
-Invariant, held by all rules, with ``b`` the next batch and ``t`` groups of it taken::
+All rules preserve this invariant, where ``b`` is the next batch and ``t`` groups of it are
+taken::
 
     for every d >= b:  number of open groups with deadline <= d  <=  (d - b + 1) * G - t
 
-Hence no sample is ever trained at an age above ``eta``, and no group must be thrown away
-for its age. With ``eta = 0`` training is synchronous and on-policy.
+Hence no sample is ever trained at an age above ``eta``, and no group has to be discarded
+because of its age. With ``eta = 0`` training is synchronous and on-policy.
 
-A bound of what is finished and waits (``max_buffered``, at least ``G``) holds up starts
-alone. What a batch waits for is running already, so it cannot lock up; what an earlier process
-had begun is gone on with before anything is started.
+The bound on finished groups that wait (``max_buffered``, at least ``G``) delays only the start
+of new groups. It cannot cause a deadlock: the groups that a batch waits for are already running,
+and groups restored from an earlier process continue before any new group starts.
 
-Example: ``G = 1``, ``eta = 2``. Groups 0, 1, 2 start under version 0, deadline 2. Batch 0
-takes group 0. A server that has version 1 starts group 3, deadline 3, which finishes at
-once; batch 1 nevertheless waits for group 1 or 2, for batch 2 could not hold both.
+Example: ``G = 1``, ``eta = 2``. Groups 0, 1 and 2 start under version 0 and have deadline 2.
+Batch 0 takes group 0. A server with version 1 starts group 3 with deadline 3, which finishes
+at once. Batch 1 nevertheless waits for group 1 or 2, because batch 2 has room for only one of
+them.
 """
 
 from collections.abc import Iterable
@@ -46,7 +49,7 @@ from dataclasses import dataclass
 
 
 def part_size(num_groups: int, num_parts: int) -> int:
-    """Groups in each part of a batch but the last, which has what is left."""
+    """Returns the number of groups in each part of a batch. The last part may be smaller."""
     return -(-num_groups // num_parts)
 
 
@@ -58,15 +61,16 @@ class _OpenGroup:
 
 
 class Admission:
-    """The ledger of open groups. See the module's docstring for the rules.
+    """Tracks the open groups. The module's docstring describes the rules.
 
     Args:
         groups_per_batch: ``grpo.prompts_per_step``.
         max_staleness: ``rollout.max_head_offpolicyness``.
-        group_size: Completions that a new group puts in flight.
-        max_concurrent_rollouts: Upper bound of completions in flight.
-        max_buffered: No group is started while this many are finished; at least a batch.
-        start_version: Batches already trained on, which count as consumed.
+        group_size: Number of completions that a new group puts in flight.
+        max_concurrent_rollouts: Maximum number of completions in flight.
+        max_buffered: No group is started while this many groups are finished and wait for
+            training. It must be at least ``groups_per_batch``. ``None`` sets no bound.
+        start_version: Number of batches already trained on. They count as consumed.
     """
 
     def __init__(
@@ -83,24 +87,24 @@ class Admission:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.next_batch = start_version
-        self._num_taken = 0  # of the next batch, where it is taken group by group
+        self._num_taken = 0  # groups already taken of the next batch
         self._group_size = group_size
         self._max_concurrent = max_concurrent_rollouts
         self._max_buffered = max_buffered
-        self._open: dict[int, _OpenGroup] = {}  # in the order of their starts
+        self._open: dict[int, _OpenGroup] = {}  # in start order
 
     @property
     def num_open(self) -> int:
-        """Groups started, neither consumed nor closed."""
+        """Number of groups that were started and are neither consumed nor closed."""
         return len(self._open)
 
     @property
     def num_finished(self) -> int:
-        """Open groups that wait to be trained."""
+        """Number of open groups that wait for training."""
         return sum(group.finished for group in self._open.values())
 
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
-        """Whether a group may be started now on a server of ``server_version``."""
+        """Returns whether a group may start now on a server of ``server_version``."""
         if completions_in_flight + self._group_size > self._max_concurrent:
             return False
         if self._max_buffered is not None and self.num_finished >= self._max_buffered:
@@ -110,18 +114,20 @@ class Admission:
         return consumed + len(self._open) < room
 
     def start(self, group_id: int, server_version: int) -> None:
-        """Opens a group; :meth:`may_start` must have allowed it."""
+        """Opens a group. :meth:`may_start` must have allowed it."""
         assert group_id not in self._open, f"group {group_id} is already open"
         self._open[group_id] = _OpenGroup(server_version, server_version + self.max_staleness)
 
     def start_version(self, group_id: int) -> int:
-        """What an open group was started with; its deadline counts from there."""
+        """Returns the version that an open group was started with."""
         return self._open[group_id].start_version
 
     def overdue(self) -> list[int]:
-        """Groups that the next batch cannot be without, where it has enough others.
+        """Returns the unfinished groups that alone hold up the next batch.
 
-        Those due in it; it may also have to wait because too many are due in later ones.
+        These are the unfinished groups whose deadline is the next batch. The list is empty while
+        there are not enough finished groups for the batch anyway. The batch may also have to wait
+        because too many groups are due in later batches; those groups are not included.
         """
         due = [
             group_id
@@ -131,16 +137,16 @@ class Admission:
         return due if self._num_taken + self.num_finished >= self.groups_per_batch else []
 
     def finish(self, group_id: int, oldest_version: int) -> bool:
-        """Marks a group as ready to be trained.
+        """Marks a group as ready for training.
 
         Args:
-            group_id: An open group.
-            oldest_version: Lowest version that wrote one of its tokens.
+            group_id: ID of an open group.
+            oldest_version: Lowest version that generated one of its tokens.
 
         Returns:
-            False where the group is older than the server it was started on said, as
-            after a restart of the server: its true deadline was never planned for, so it
-            is closed.
+            ``True`` if the group now waits for training. ``False`` if its tokens are older than the
+            version that its server was attested to have, for example because the server restarted.
+            The earlier deadline of such a group was never planned for, so the group is closed.
         """
         group = self._open[group_id]
         if oldest_version < group.start_version:
@@ -151,12 +157,12 @@ class Admission:
         return True
 
     def close(self, group_id: int) -> None:
-        """Gives a group up: it is not counted any more, and makes room for another."""
+        """Gives up a group. It no longer counts as open, so another may start."""
         del self._open[group_id]
 
     def take_batch(self) -> list[int] | None:
-        """The ids of the next batch's groups, now consumed; None while it must wait."""
-        assert self._num_taken == 0, "this batch is taken group by group"
+        """Consumes the next batch and returns its group IDs, or ``None`` if it must wait."""
+        assert self._num_taken == 0, "groups of this batch were already taken one by one"
         chosen = self._finished_by_deadline()[: self.groups_per_batch]
         if len(chosen) < self.groups_per_batch or not self._leaves_reachable(chosen):
             return None
@@ -166,9 +172,12 @@ class Admission:
         return chosen
 
     def take_next(self) -> int | None:
-        """The id of one more group of the next batch, now consumed; None while it must wait.
+        """Consumes one more group of the next batch, if one may be taken now.
 
-        After the last group of a batch ``next_batch`` is the one behind it.
+        After the last group of a batch, ``next_batch`` advances to the following batch.
+
+        Returns:
+            The ID of the group, or ``None`` if the batch must wait.
         """
         first = next(iter(self._finished_by_deadline()), None)
         if first is None or not self._leaves_place(self._open[first].deadline):
@@ -185,26 +194,26 @@ class Admission:
         return sorted(finished, key=lambda group_id: self._open[group_id].deadline)
 
     def _leaves_place(self, deadline: int) -> bool:
-        """Whether groups due before ``deadline`` find room when one due then is taken now."""
+        """Returns whether groups due before ``deadline`` still fit if one due then is taken now."""
         earlier = sorted(g.deadline for g in self._open.values() if g.deadline < deadline)
-        # The n-th of them by its own deadline d is one of n that are due by then.
+        # With the deadlines sorted, n groups are due by the deadline d of the n-th group.
         return all(
             n <= (d - self.next_batch + 1) * self.groups_per_batch - self._num_taken - 1
             for n, d in enumerate(earlier, start=1)
         )
 
     def _leaves_reachable(self, chosen: Iterable[int]) -> bool:
-        """Whether all deadlines can still be met after a batch of ``chosen``."""
+        """Returns whether all deadlines can still be met after a batch of ``chosen``."""
         taken = set(chosen)
         left = sorted(group.deadline for i, group in self._open.items() if i not in taken)
-        # The n-th group by deadline (from 1) needs n groups' room in batches next+1 .. deadline.
+        # With the deadlines sorted, n groups must fit in batches next+1 .. d of the n-th group.
         return all(
             n <= (deadline - self.next_batch) * self.groups_per_batch
             for n, deadline in enumerate(left, start=1)
         )
 
     def describe(self) -> str:
-        """One line for logs and errors: what the next batch waits for."""
+        """Describes in one line, for logs and errors, what the next batch waits for."""
         due = sum(
             not group.finished and group.deadline <= self.next_batch
             for group in self._open.values()

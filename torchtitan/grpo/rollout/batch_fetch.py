@@ -1,13 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks fetch their rollouts themselves (``prompts.single_rank_load = false``).
+"""Lets each rank fetch its own rollouts (``prompts.single_rank_load = false``).
 
-Rank 0 is told of a batch without its arrays, plans it, and tells each rank which rollouts it
+Rank 0 receives a batch without its arrays, plans it, and tells each rank which rollouts it
 needs. The rollout process holds the arrays until rank 0 asks for the next batch, which it does
-when all ranks have trained on this one. What a rank receives does not pass through rank 0.
+once all ranks have trained on this one. The rollouts that a rank fetches do not pass through
+rank 0.
 
-A secret that is drawn at the start marks every request; others are not answered.
+A secret that is drawn when the run starts marks every request. Requests without it are ignored.
 """
 
 import secrets
@@ -26,33 +27,36 @@ _POLL_MILLISECONDS = 100
 
 
 class FetchRequest(msgspec.Struct):
-    """A rank asks for rollouts of a batch, by their positions among all of it."""
+    """A rank's request for rollouts of a batch, by their positions in the whole batch."""
 
     version: int
     positions: list[int]
 
 
 class FetchAnswer(msgspec.Struct):
-    """What :func:`group_frames.pack_groups` makes of them, a group each; ``error`` where there are none."""
+    """The requested rollouts, packed by :func:`group_frames.pack_groups` as one group each.
+
+    ``error`` is set, and ``groups`` empty, if the rollouts cannot be delivered.
+    """
 
     groups: list[group_frames.GroupHeader]
     error: str = ""
 
 
 class FetchFailed(RuntimeError):
-    """A rank's rollouts did not come; the message says why."""
+    """Raised if a rank does not receive its rollouts. The message gives the reason."""
 
 
 class BatchHolder:
-    """The rollout process's end.
+    """Holds the arrays of the current batch in the rollout process, and answers the ranks.
 
     Args:
-        context: Of its sockets.
-        host: Address under which all ranks reach it.
-        secret: That marks requests.
+        context: ZeroMQ context of the socket.
+        host: Address at which all ranks reach this process.
+        secret: Secret that every request must carry.
 
     Attributes:
-        endpoint: Where it listens.
+        endpoint: ZeroMQ endpoint of the socket.
     """
 
     def __init__(self, context: zmq.asyncio.Context, host: str, secret: str) -> None:
@@ -65,7 +69,7 @@ class BatchHolder:
         self._held: list[RolloutGroup] = []
 
     def hold(self, version: int, groups: Sequence[RolloutGroup]) -> None:
-        """Keeps a batch, and lets go of the one before: each rollout as a group of its own."""
+        """Stores the rollouts of a batch, each as its own group, and drops the previous batch."""
         self._version = version
         self._held = [
             RolloutGroup(group.group_id, "", (replace(rollout, completion=""),), "")
@@ -74,11 +78,11 @@ class BatchHolder:
         ]
 
     async def run(self) -> None:
-        """Answers for ever."""
+        """Answers requests forever."""
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3 or not secrets.compare_digest(frames[1], self._secret):
-                continue  # not one of ours
+                continue  # not from a rank of this run
             answer, arrays = self._answer(msgspec.msgpack.decode(frames[2], type=FetchRequest))
             await self._socket.send_multipart([frames[0], link_messages.encode(answer), *arrays])
 
@@ -86,8 +90,8 @@ class BatchHolder:
         if request.version != self._version:
             return FetchAnswer(
                 [],
-                f"the batch of version {request.version} is asked for, and that of "
-                f"{self._version} is held",
+                f"it holds the batch of version {self._version}, and the request is for version "
+                f"{request.version}",
             ), []
         headers, arrays = group_frames.pack_groups([self._held[i] for i in request.positions])
         return FetchAnswer(headers), arrays
@@ -98,11 +102,11 @@ class BatchHolder:
 
 
 class BatchFetcher:
-    """A rank's end; used by its training thread alone.
+    """Fetches the rollouts of one rank. Only the rank's training thread may use it.
 
     Args:
-        endpoint: Of the :class:`BatchHolder`.
-        secret: Its secret.
+        endpoint: Endpoint of the :class:`BatchHolder`.
+        secret: Secret of the :class:`BatchHolder`.
     """
 
     def __init__(self, endpoint: str, secret: str) -> None:
@@ -116,10 +120,10 @@ class BatchFetcher:
     def fetch(
         self, version: int, positions: Sequence[int], timeout_seconds: float
     ) -> list[RolloutGroup]:
-        """The rollouts at these positions of a batch, each as a group of its own.
+        """Returns the rollouts at these positions of a batch, each as its own group.
 
         Raises:
-            FetchFailed: They did not come in time, or are not there any more.
+            FetchFailed: If the rollouts do not arrive in time, or are no longer held.
         """
         request = link_messages.encode(FetchRequest(version, list(positions)))
         self._socket.send_multipart([self._secret, request])
@@ -127,14 +131,18 @@ class BatchFetcher:
         while not self._socket.poll(_POLL_MILLISECONDS):
             if time.monotonic() > deadline:
                 raise FetchFailed(
-                    f"The rollout process at {self.endpoint} must hand out {len(positions)} "
-                    f"rollouts of batch {version} within {timeout_seconds:g} s, and has not. "
-                    "Was it killed? (prompts.single_rank_load = false)"
+                    f"The rollout process at {self.endpoint} must deliver {len(positions)} "
+                    f"rollouts of the batch of version {version} within {timeout_seconds:g} s, "
+                    "but it did not answer. Check whether it was killed, or set "
+                    "prompts.single_rank_load = true."
                 )
         header, *arrays = self._socket.recv_multipart()
         answer = msgspec.msgpack.decode(header, type=FetchAnswer)
         if answer.error:
-            raise FetchFailed(f"The rollout process at {self.endpoint} refuses: {answer.error}.")
+            raise FetchFailed(
+                f"The rollout process at {self.endpoint} refused to deliver rollouts: "
+                f"{answer.error}."
+            )
         return group_frames.unpack_groups(answer.groups, arrays)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Held-out prompts, decoded greedily by the servers that also write the rollouts."""
+"""Evaluates held-out prompts, decoded greedily by the servers that also generate the rollouts."""
 
 import asyncio
 import logging
@@ -24,16 +24,17 @@ _RETRY_SECONDS = 0.2
 
 
 class Evaluator:
-    """Evaluates one set of prompts, again and again.
+    """Evaluates a fixed set of prompts whenever it is called.
 
     Args:
-        prompts: Held-out prompts.
+        prompts: The held-out prompts.
         dispatcher: The servers.
-        pool: Scores.
+        pool: Runs the reward functions.
         function: Position of ``evaluation.function`` in the pool.
-        codec: The model's tokenizer.
-        writer: Of greedy completions.
-        max_in_flight: ``rollout.max_concurrent_rollouts``, rollouts included.
+        codec: Tokenizer of the model.
+        writer: Generates completions. The evaluator always decodes greedily, whatever the
+            sampling settings of this writer are.
+        max_in_flight: ``rollout.max_concurrent_rollouts``. Rollouts in flight count as well.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Evaluator:
         dispatcher.listeners.append(self._room.set)
 
     async def evaluate(self, version: int) -> EvaluationResult:
-        """Scores the servers that serve ``version`` or a newer one.
+        """Evaluates once servers serve ``version`` or a newer one.
 
-        Prompts without a score (failed twice on the servers, or not scorable) are left
-        out, with a warning.
+        A prompt is left out, with a warning, if generation or scoring failed or if its score is
+        ``None``.
 
         Raises:
-            RuntimeError: No prompt got a score.
+            RuntimeError: If no prompt received a score.
         """
         started = time.monotonic()
         tasks: list[asyncio.Task[tuple[EvaluationSample, int] | None]] = []
-        # A task group, so that an error stops the loop below and not only what follows it.
+        # In a task group, a failed completion also interrupts the loop that starts the others.
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 server = await self._wait_for_server(version)
@@ -92,7 +93,7 @@ class Evaluator:
         )
 
     def describe(self) -> str:
-        """What an evaluation that is being waited for may lack."""
+        """Describes what a running evaluation may be waiting for."""
         versions = {url: server.version for url, server in self._dispatcher.servers.items()}
         return f"evaluation: {self._dispatcher.in_flight} completions in flight; served: {versions}"
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Groups of rollouts as msgpack headers and raw arrays behind them.
+"""Packs groups of rollouts as msgpack headers followed by raw arrays.
 
-Used between processes and in the files of saved rollouts. Unpacked arrays are views of the
-received frames, and so read-only.
+The packed form travels between processes and is stored in the files of saved rollouts.
+Unpacked arrays are views of the received frames, and therefore read-only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class RolloutHeader(msgspec.Struct):
 
 
 class GroupHeader(msgspec.Struct):
-    """A group without its arrays; its rollouts share the prompt's token ids."""
+    """A group without its arrays. Its rollouts share the token IDs of the prompt."""
 
     group_id: int
     prompt_text: str
@@ -43,9 +43,9 @@ def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list
     """Splits groups into headers and four frames.
 
     Returns:
-        Headers, and: all prompts' token ids (int32), all completions' token ids (int32),
-        all completions' logprobs (float32), and of those that have one the mask of sampled
-        tokens (bool), each concatenated in order.
+        The headers, and four frames: the token IDs of all prompts (int32), the token IDs of all
+        completions (int32), the logprobs of all completions (float32), and the masks of sampled
+        tokens (bool) of those completions that have one. Each frame is concatenated in order.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     frames = [
@@ -58,20 +58,20 @@ def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list
 
 
 def without_arrays(frames: Sequence[bytes]) -> list[bytes]:
-    """The frames of a batch without token ids and logprobs."""
+    """Returns the frames of a batch with the token IDs and logprobs removed."""
     return [b"", b"", b"", *frames[3:]]
 
 
 def unpack_groups(
     headers: Sequence[GroupHeader], frames: Sequence[bytes], *, has_arrays: bool = True
 ) -> list[RolloutGroup]:
-    """Undoes :func:`pack_groups`; the rollouts of a group share one prompt array.
+    """Reverses :func:`pack_groups`. The rollouts of a group share one prompt array.
 
     Args:
-        headers: Of the groups.
-        frames: Their arrays.
-        has_arrays: False after :func:`without_arrays`: all lengths are right, and every token
-            id and logprob is 0.
+        headers: The headers of the groups.
+        frames: The arrays of the groups.
+        has_arrays: Pass ``False`` after :func:`without_arrays`. All lengths are then correct, and
+            every token ID and logprob is 0.
     """
     cursor = _Cursor if has_arrays else _Zeros
     prompts = cursor(np.frombuffer(frames[0], dtype=np.int32))
@@ -103,7 +103,7 @@ class _Cursor:
 
 
 class _Zeros(_Cursor):
-    """Arrays of zeros that take no memory, of the dtype of what is not there."""
+    """Returns arrays of zeros that take no memory, in place of the missing arrays."""
 
     def take(self, length: int) -> np.ndarray:
         return np.broadcast_to(np.zeros((), self.array.dtype), length)

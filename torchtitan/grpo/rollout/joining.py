@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Parts of one completion, put together."""
+"""Joins the parts of one completion."""
 
 from dataclasses import replace
 
@@ -11,7 +11,10 @@ from torchtitan.grpo.types import Generation, VersionSegment
 
 
 def joined(before: Generation | None, after: Generation) -> Generation:
-    """Two parts of one completion as one; neighbouring segments of a version become one."""
+    """Joins two parts of one completion.
+
+    Adjacent segments of the same version become one segment.
+    """
     if before is None:
         return after
     offset = len(before.token_ids)
@@ -37,7 +40,7 @@ def joined(before: Generation | None, after: Generation) -> Generation:
 
 
 def as_context(part: Generation) -> Generation:
-    """The same tokens, none of them to be trained."""
+    """Returns the same tokens as context, which is not trained on."""
     return replace(
         part,
         logprobs=np.zeros_like(part.logprobs),

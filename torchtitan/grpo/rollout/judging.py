@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From the completions of a group to what is trained of it, or the reason why nothing is."""
+"""Decides which rollouts of a group are trained on, or why the whole group is not."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudge
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
-# A group-relative advantage needs two.
+# A group-relative advantage needs at least two rewards.
 _FEWEST_ROLLOUTS = 2
 
 
 class Unusable(Exception):
-    """A group is not trained on. ``reason`` is what the ledger is told."""
+    """Raised for a group that is not trained on. The ledger records ``reason``."""
 
     def __init__(self, reason: CloseReason) -> None:
         super().__init__(reason)
@@ -24,12 +24,12 @@ class Unusable(Exception):
 
 
 class GroupJudge:
-    """Filters and scores, one group at a time.
+    """Filters and scores the completions of one group at a time.
 
     Args:
-        scorer: The reward functions, and ``rollout.should_accept``.
-        completion_filter: Of single completions.
-        waste: Bound of ``rollout.dynamic_sampling``; None where it is off.
+        scorer: The reward functions and ``rollout.should_accept``.
+        completion_filter: Filter for single completions.
+        waste: Budget of ``rollout.dynamic_sampling``. ``None`` disables dynamic sampling.
     """
 
     def __init__(
@@ -43,11 +43,12 @@ class GroupJudge:
         self._waste = waste
 
     async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
-        """The group's rollouts, each with a reward.
+        """Returns the rollouts of the group to train on, each with a reward.
 
         Raises:
-            Unusable: They are fewer than two, or there is nothing to learn from them.
-            RewardError: The run must stop.
+            Unusable: If fewer than two rollouts remain. With dynamic sampling, also if all rewards
+                are equal.
+            RewardError: If the reward functions cannot be used any more. The run must stop.
         """
         if len(generations) < _FEWEST_ROLLOUTS:
             raise Unusable("failed")
@@ -69,6 +70,6 @@ class GroupJudge:
         return accepted
 
     def next_batch(self) -> None:
-        """A batch was taken; what may be wasted counts anew."""
+        """Resets the budget of dynamic sampling, because a batch was taken."""
         if self._waste is not None:
             self._waste.next_batch()

@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What becomes of each prompt: it is trained once, or closed with a reason.
+r"""Records what happened to each prompt: it is trained once, or closed with a reason.
 
 ::
 
     not yet issued --issue--> OPEN --train--> trained
-                                \\---close--> closed, with a reason
+                                \---close--> closed, with a reason
 
-Invariant: the indices that were issued are those that are open, trained or closed, and no
-index is two of these. Trained and closed are for ever; what is open when a run ends is where
-the next one begins. The ledger's state travels to rank 0 with every batch and stands in
-every checkpoint, so it is always that of exactly the batches that were trained on.
+Invariant: every issued index is open, trained or closed, and no index is in two of these
+states. Trained and closed are final. The prompts that are open when a run ends are issued
+first by the run that resumes it. The ledger's state is sent to rank 0 with every batch and
+saved in every checkpoint, so a checkpoint always describes exactly the batches trained on.
 """
 
 from collections.abc import Iterable
@@ -23,21 +23,21 @@ CloseReason = Literal["too long", "failed", "unscored", "expired", "overdue", "f
 """Why a group is not trained on:
 
 - ``too long``: the prompt exceeds ``prompts.max_prompt_tokens``.
-- ``failed``: servers did not write two usable completions.
+- ``failed``: the servers returned fewer than two usable completions.
 - ``unscored``: fewer than two completions have a reward.
-- ``expired``: a server wrote with older weights than it was attested to have.
-- ``overdue``: the batch that it was due in did not wait for it (``rollout.overdue``).
-- ``filtered``: a filter of ``[rollout]`` left fewer than two completions, or none to learn
-  from.
+- ``expired``: a server generated tokens with older weights than it was attested to have.
+- ``overdue``: the batch in which the group was due did not wait for it (``rollout.overdue``).
+- ``filtered``: a filter of ``[rollout]`` left fewer than two completions, or left rewards that
+  are all equal.
 """
 
 
 class Ledger:
-    """See the module's docstring.
+    """Tracks the state of all issued prompts. See the module's docstring.
 
     Args:
-        progress: Of the run until now.
-        closed: What an earlier process closed since the last batch.
+        progress: Progress of the run so far.
+        closed: Prompts that an earlier process closed after the last batch.
     """
 
     def __init__(
@@ -45,43 +45,47 @@ class Ledger:
     ) -> None:
         self._position = progress.position
         self._open = set(progress.open)
-        # A resumed run hands out again what was open: it is issued once all the same.
+        # A resumed run issues the open prompts again, which must not count as new prompts.
         self._to_reissue = set(progress.open)
         self._closed: dict[int, CloseReason] = dict(closed or {})
 
     @property
     def progress(self) -> PromptProgress:
-        """How far the run is, for the checkpoint."""
+        """How far the run has come, for the checkpoint."""
         return PromptProgress(self._position, tuple(sorted(self._open)))
 
     def issue(self, index: int) -> None:
-        """A prompt was drawn. New ones come in ascending order; what they skip is too long."""
+        """Records that a prompt was drawn.
+
+        New prompts are issued in ascending order. An index that is skipped belongs to a prompt that
+        is too long, and is closed with that reason.
+        """
         if index in self._to_reissue:
             self._to_reissue.discard(index)
             return
-        assert index >= self._position, f"prompt {index} was issued before"
+        assert index >= self._position, f"prompt {index} must be issued only once"
         for skipped in range(self._position, index):
             self._closed[skipped] = "too long"
         self._open.add(index)
         self._position = index + 1
 
     def close(self, index: int, reason: CloseReason) -> None:
-        """An open prompt will not be trained on."""
+        """Records that an open prompt will not be trained on."""
         self._open.remove(index)
         self._closed[index] = reason
 
     def train(self, indices: Iterable[int]) -> None:
-        """Open prompts go to the trainer."""
+        """Records that open prompts were delivered to the trainer."""
         self._open.difference_update(_all_in(indices, self._open))
 
     def take_closed(self) -> dict[int, CloseReason]:
-        """What was closed since the last call."""
+        """Returns the prompts closed since the last call, and forgets them."""
         closed, self._closed = self._closed, {}
         return closed
 
     @property
     def closed(self) -> dict[int, CloseReason]:
-        """What was closed since the last :meth:`take_closed`."""
+        """The prompts closed since the last :meth:`take_closed`."""
         return dict(self._closed)
 
 

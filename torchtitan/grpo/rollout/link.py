@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's end of the rollout process: synchronous, no asyncio, no torch."""
+"""Rank 0's end of the connection to the rollout process.
+
+The code is synchronous: it uses neither asyncio nor torch.
+"""
 
 import contextlib
 import json
@@ -34,29 +37,33 @@ _POLL_MILLISECONDS = 50
 _ORDERLY_STOP_SECONDS = 4.0
 _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
-# A Unix socket's path holds 107 bytes on Linux and 103 on macOS.
+# The path of a Unix socket is limited to 107 bytes on Linux and 103 on macOS.
 _LONGEST_DIRECTORY = 80
 
 
 class RolloutFailed(RuntimeError):
-    """The rollout process ended, or did not answer in time. The message says why."""
+    """Raised if the rollout process ended or did not answer in time. The message says why."""
 
 
 class RolloutKilled(RolloutFailed):
-    """The rollout process ended without a word; :meth:`RolloutLink.restart` may be called."""
+    """Raised if the rollout process ended without giving a reason.
+
+    :meth:`RolloutLink.restart` may be called.
+    """
 
 
 class RolloutLink:
-    """Starts, asks and ends the rollout process.
+    """Starts the rollout process, exchanges messages with it, and ends it.
 
-    All methods belong to one thread, except :meth:`notify_version`, :meth:`notify_lost` and
-    :meth:`reread_urls`, which any thread may call. Every method but :meth:`reread_urls` and
-    :meth:`close` raises :class:`RolloutFailed` once the process is gone.
+    All methods must be called from one thread, except :meth:`notify_version`, :meth:`notify_lost`
+    and :meth:`reread_urls`, which any thread may call. Every method except :meth:`reread_urls` and
+    :meth:`close` raises :class:`RolloutFailed` after the process has ended.
 
     Attributes:
-        watch: The servers of now, for any thread. It exists once started.
-        fetch_endpoint: Where ranks fetch rollouts, once it is ready; None where rank 0 has them.
-        warnings: What the rollout process found at its first start and the user should know.
+        watch: The current servers, for any thread. It exists once the process is started.
+        fetch_endpoint: Where ranks fetch rollouts, once the process is ready. ``None`` if rank 0
+            receives all rollouts.
+        warnings: Findings at the first start of the process that the user should know about.
     """
 
     watch: ServerWatch
@@ -79,28 +86,30 @@ class RolloutLink:
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
         self._progress = ""
-        # Answers that came while another one was waited for.
+        # Answers that arrived while a different answer was expected.
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
 
     def start(self) -> None:
-        """Starts the process. Call it from a thread that lives as long as the run."""
-        assert self._child is None, "the rollout process is already started"
+        """Starts the process. The calling thread must live as long as the run."""
+        assert self._child is None, "the rollout process must be started only once"
         self._launch()
         self.watch = ServerWatch(self._connect(zmq.PULL, link_messages.SERVERS_SOCKET))
 
     def restart(self, config: RolloutProcessConfig) -> None:
-        """Starts the process anew after :class:`RolloutKilled`; :meth:`wait_ready` comes next.
+        """Restarts the process after :class:`RolloutKilled`. Call :meth:`wait_ready` next.
 
-        What it is told of servers until it is ready is lost: it names all of them as new, so
-        that whoever watches tells it again.
+        Notices about servers that are sent before the new process is ready are lost. It reports
+        all servers as new, so the weight pusher attests each of them again.
 
         Raises:
-            RolloutFailed: ``rollout.max_process_restarts`` are used up.
+            RolloutFailed: If ``rollout.max_process_restarts`` restarts were already used.
         """
-        assert self._child is not None and self._child.poll() is not None, "it is not gone"
+        assert self._child is not None and self._child.poll() is not None, (
+            "the rollout process must have ended before it is restarted"
+        )
         if self._restarts_left == 0:
             raise RolloutFailed(
-                f"{self._describe_exit()}\nIt is not started again: it was started "
+                f"{self._describe_exit()}\nIt is not restarted, because it was already restarted "
                 f"{config.rollout.max_process_restarts} times (rollout.max_process_restarts)."
             )
         with self._notices_lock:
@@ -120,7 +129,7 @@ class RolloutLink:
         self._directory = _private_directory()
         config_file = self._directory / link_messages.CONFIG_FILE
         config_file.write_text(json.dumps(self._config.to_dict()))
-        # It may hold the servers' keys.
+        # The configuration may contain the servers' keys.
         config_file.chmod(0o600)
         self._messages = self._connect(zmq.PAIR, link_messages.MESSAGES_SOCKET)
         with self._notices_lock:
@@ -134,10 +143,10 @@ class RolloutLink:
     def wait_ready(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> list[ServerInfo]:
-        """Waits until servers are up, prompts are read and rewards are checked.
+        """Waits until servers are up, prompts are opened and rewards are checked.
 
         Returns:
-            The servers; none where ``should_stop`` turned true.
+            The servers, or an empty list if ``should_stop`` returned true.
         """
         answer = self._wait_for(link_messages.Ready, timeout_seconds, should_stop, "become ready")
         if answer is None:
@@ -156,12 +165,13 @@ class RolloutLink:
         """Waits for the batch that turns ``version`` into ``version + 1``, or its next part.
 
         Args:
-            version: Batches trained on until now.
-            timeout_seconds: Longest wait.
+            version: Number of batches trained on so far.
+            timeout_seconds: Maximum wait.
             should_stop: Polled at least every 0.1 s.
 
         Returns:
-            None where ``should_stop`` turned true; the batch can then be asked for again.
+            The batch, or ``None`` if ``should_stop`` returned true. The same batch can then be
+            requested again.
         """
         if self._asked_version != version:
             self._send(link_messages.NextBatch(version))
@@ -180,10 +190,10 @@ class RolloutLink:
     def evaluate(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> EvaluationResult | None:
-        """Decodes the held-out prompts greedily, once a server serves ``version``.
+        """Decodes the held-out prompts greedily once a server serves ``version``.
 
         Returns:
-            None where ``should_stop`` turned true.
+            The result, or ``None`` if ``should_stop`` returned true.
         """
         self._evaluation_id += 1
         self._send(link_messages.Evaluate(self._evaluation_id, version))
@@ -195,39 +205,42 @@ class RolloutLink:
             if answer is None:
                 return None
             done = answer[0]
-            # An answer to a question that was given up may still be on its way.
+            # The answer to an earlier evaluation that was given up may still arrive.
             if done.request_id == self._evaluation_id:
                 return done.result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
-        """Has what is not yet trained on kept with a checkpoint; does not wait for it.
+        """Requests that rollouts not yet trained on are saved. Does not wait for it.
 
         Args:
-            version: The checkpoint's step: the batches trained on until now.
-            kept_steps: Steps whose checkpoints are still there.
+            version: Step of the checkpoint: the number of batches trained on so far.
+            kept_steps: Steps whose checkpoints still exist.
         """
         self._send(link_messages.Save(version, list(kept_steps)))
 
     def raise_if_ended(self) -> None:
-        """Raises :class:`RolloutFailed`, with the process's own words, where it has ended."""
+        """Raises :class:`RolloutFailed`, with the process's own message, if it has ended."""
         while self._receive():
             pass
 
     def notify_version(self, url: str, version: int) -> None:
-        """The server at ``url`` now serves ``version``, attested. Any thread."""
+        """Reports that the server at ``url`` now serves ``version``, attested. Any thread."""
         self._notify(link_messages.VersionServed(url, version))
 
     def notify_lost(self, url: str, reason: str) -> None:
-        """The server at ``url`` cannot be updated: it gets no more work. Any thread."""
+        """Reports that the server at ``url`` must get no more requests. Any thread."""
         self._notify(link_messages.ServerLost(url, reason))
 
     def reread_urls(self) -> None:
-        """Has ``inference.urls_file`` read now. Any thread; harmless while nobody listens."""
+        """Requests that ``inference.urls_file`` is read now. Any thread.
+
+        The request has no effect while no process is running.
+        """
         with contextlib.suppress(RolloutFailed):
             self._notify(link_messages.RereadUrls())
 
     def close(self) -> None:
-        """Ends the process and all that it started, within 5 seconds. Idempotent."""
+        """Ends the process and everything it started, within 5 seconds. Idempotent."""
         if self._child is not None and self._child.poll() is None and self._messages is not None:
             self._messages.send(link_messages.encode(link_messages.Stop()))
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -252,7 +265,7 @@ class RolloutLink:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _connect(self, kind: int, name: str) -> zmq.Socket:
-        # Connecting, not binding: what is sent before the child is there is then kept.
+        # This end connects and the child binds: messages sent before the child is up are then kept.
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.connect(f"ipc://{self._directory}/{name}")
@@ -260,7 +273,7 @@ class RolloutLink:
 
     def _send(self, command: link_messages.Command) -> None:
         if self._failure is None and self._child is not None and self._child.poll() is not None:
-            # It may have said why before it ended.
+            # The process may have sent its reason before it ended.
             self.raise_if_ended()
         self._check_alive()
         assert self._messages is not None, "start() comes first"
@@ -269,7 +282,7 @@ class RolloutLink:
     def _notify(self, notice: link_messages.Notice) -> None:
         with self._notices_lock:
             if self._is_restarting or (self._was_killed() and self._restarts_left):
-                return  # the next process is told of all servers anew
+                return  # the weight pusher attests all servers again for the next process
             if self._notices is None or self._child is None or self._child.poll() is not None:
                 raise RolloutFailed(self._failure or self._describe_exit())
             self._notices.send(link_messages.encode(notice))
@@ -281,7 +294,7 @@ class RolloutLink:
         should_stop: Callable[[], bool] | None,
         what: str,
     ) -> tuple[_Answer, list[bytes]] | None:
-        """The next answer of ``kind`` with its frames; None where stopped."""
+        """Returns the next answer of ``kind`` with its frames, or ``None`` if stopped."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             for position, (message, frames) in enumerate(self._unclaimed):
@@ -293,16 +306,16 @@ class RolloutLink:
             if should_stop is not None and should_stop():
                 return None
             if time.monotonic() > deadline:
-                state = self._progress or "it has not said what it waits for"
+                state = self._progress or "it has not reported what it waits for"
                 raise RolloutFailed(
                     f"The rollout process did not {what} within {timeout_seconds:g} s: {state}. "
                     f"Its log is {self._log}."
                 )
 
     def _receive(self) -> bool:
-        """Takes in one answer; False after a short while without any."""
+        """Receives one answer. Returns ``False`` if none arrives within a short time."""
         assert self._messages is not None, self._failure or "start() comes first"
-        # Asked before polling: what a child sent before it ended is still read.
+        # Read before polling, so that messages sent before the child ended are still received.
         ended = self._child is None or self._child.poll() is not None
         if not self._messages.poll(_POLL_MILLISECONDS):
             if ended:
@@ -327,7 +340,7 @@ class RolloutLink:
             raise (RolloutKilled if self._was_killed() else RolloutFailed)(self._failure)
 
     def _was_killed(self) -> bool:
-        """Whether the process ended, neither in order nor with an error that it named."""
+        """Returns whether the process ended with a failure and without giving a reason."""
         has_ended = self._child is not None and self._child.poll() not in (None, 0)
         return has_ended and not self._has_spoken
 

@@ -1,11 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What rank 0 and the rollout process say to each other over ZeroMQ.
+"""Messages that rank 0 and the rollout process exchange over ZeroMQ.
 
-A message is a list of frames: a msgpack header, and for a batch the token ids and
-logprobs as raw arrays behind it. Arrays that come in are views of the received frames,
-and so read-only.
+A message is a list of frames. The first is a msgpack header. A batch is followed by the raw
+arrays of its groups; see :mod:`.group_frames`.
 """
 
 import msgspec
@@ -19,26 +18,26 @@ CONFIG_FILE = "config.json"
 MESSAGES_SOCKET = "messages"
 NOTICES_SOCKET = "notices"
 SERVERS_SOCKET = "servers"
-"""Files in the private directory that both sides share."""
+"""Names of files in the private directory that both processes share."""
 
 
 class NextBatch(msgspec.Struct, tag=True):
-    """Rank 0 asks for the batch that turns ``version`` into ``version + 1``, or its next part."""
+    """Rank 0 requests the batch that turns ``version`` into ``version + 1``, or its next part."""
 
     version: int
 
 
 class Evaluate(msgspec.Struct, tag=True):
-    """Rank 0 asks for the held-out score of ``version``."""
+    """Rank 0 requests the held-out score of ``version``."""
 
     request_id: int
     version: int
 
 
 class Save(msgspec.Struct, tag=True):
-    """Rank 0 has written the checkpoint of ``version``: keep what goes with it.
+    """Rank 0 has written the checkpoint of ``version``, and the rollouts must be saved beside it.
 
-    ``kept`` are the steps whose checkpoints are still there.
+    ``kept`` lists the steps whose checkpoints still exist.
     """
 
     version: int
@@ -64,14 +63,14 @@ class ServerLost(msgspec.Struct, tag=True):
 
 
 class RereadUrls(msgspec.Struct, tag=True):
-    """The user asks to have ``inference.urls_file`` read now."""
+    """The user requests that ``inference.urls_file`` is read now."""
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Servers are up, prompts read, rewards checked.
+    """The servers are up, the prompts are opened, and the reward functions are checked.
 
-    ``fetch_endpoint`` is where ranks fetch their rollouts, with
-    ``prompts.single_rank_load = false``. ``warnings`` are for the user.
+    ``fetch_endpoint`` is where ranks fetch their rollouts if ``prompts.single_rank_load`` is false.
+    ``warnings`` are for the user.
     """
 
     servers: list[ServerInfo]
@@ -80,13 +79,13 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """The rollout process ends; ``message`` says why, for the user."""
+    """The rollout process ends. ``message`` tells the user why."""
 
     message: str
 
 
 class Progress(msgspec.Struct, tag=True):
-    """What a batch or an evaluation that is being waited for still lacks."""
+    """Describes what a requested batch or evaluation still waits for."""
 
     message: str
 
@@ -99,10 +98,10 @@ class EvaluationDone(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Answer to :class:`NextBatch`; four frames follow, see :func:`group_frames.pack_groups`.
+    """Answer to :class:`NextBatch`, followed by the four frames of ``pack_groups``.
 
-    Those of token ids and logprobs are empty where ranks fetch them themselves. Of a batch in
-    parts ``progress``, ``closed`` and ``metrics`` count with the last one only.
+    The frames of token IDs and logprobs are empty if the ranks fetch them. If the batch has several
+    parts, ``progress``, ``closed`` and ``metrics`` are valid only in the part that ends it.
     """
 
     version: int
@@ -122,5 +121,5 @@ encode = _encoder.encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_notice = msgspec.msgpack.Decoder(Notice).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
-# What the servers' socket carries: all servers, after each change.
+# The socket of servers carries the list of all servers after each change.
 decode_servers = msgspec.msgpack.Decoder(list[ServerInfo]).decode

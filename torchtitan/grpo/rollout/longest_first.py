@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""In which order the prompts of a batch are started: those with the longest answers first.
+"""Orders the prompts of a batch so that those with the longest answers start first.
 
-A batch is finished when its last answer is. Long answers that are started last are then
-written alone, on servers that have nothing else to do; started first, they are written while
-the short ones come and go (Graham's longest-processing-time rule).
+A batch is finished when its last answer is finished. A long answer that starts last is
+generated alone, while the servers have nothing else to do. If it starts first, short answers
+run beside it (Graham's longest-processing-time rule).
 
-The stream of prompts is cut into windows of one batch. Every prompt of a window is handed out
-before any of the next one, so none moves further than within its batch, and which prompts a
-run has seen after so many batches does not depend on the predictions.
+The stream of prompts is divided into windows of one batch. Every prompt of a window is
+returned before any prompt of the next window. No prompt moves out of its batch, so the set of
+prompts that a run has seen after a number of batches does not depend on the predictions.
 """
 
 import heapq
@@ -19,18 +19,21 @@ from torchtitan.grpo.types import Prompt
 
 
 class LongestFirst:
-    """Pure bookkeeping. Whoever starts groups calls, each time::
+    """Sorts the prompts of each window by predicted length. It does bookkeeping only.
+
+    The caller repeats::
 
         while (prompt := order.pop()) is None:
             order.push(next(prompts))
 
-    Example: windows of 3; prompts 0 to 5 come in with predicted lengths 5, 9, 7, 1, 2, 8. They
-    are handed out as 1, 2, 0, then 5, 4, 3.
+    Example: with windows of 3, prompts 0 to 5 with predicted lengths 5, 9, 7, 1, 2, 8 are
+    returned in the order 1, 2, 0, 5, 4, 3.
 
     Args:
-        window: Prompts of a batch, ``grpo.prompts_per_step``.
-        predict: Expected length of a prompt's answers; asked once for each, as it comes in.
-        longest_first: ``rollout.longest_first``. False hands prompts out as they come in.
+        window: Number of prompts in a batch, ``grpo.prompts_per_step``.
+        predict: Returns the expected length of a prompt's answers. It is called once per prompt,
+            in :meth:`push`.
+        longest_first: ``rollout.longest_first``. ``False`` keeps the order of the stream.
     """
 
     def __init__(
@@ -43,13 +46,13 @@ class LongestFirst:
         self._ready: list[tuple[float, int, Prompt]] = []
 
     def __len__(self) -> int:
-        """Prompts that were pushed and not popped."""
+        """Number of prompts that were pushed and not popped."""
         return len(self._coming) + len(self._ready)
 
     def push(self, prompt: Prompt) -> None:
-        """The next prompt of the stream."""
-        assert len(self._ready) == 0, "the window before must be handed out first"
-        # The number tells prompts of equal length apart: they keep their order.
+        """Adds the next prompt of the stream."""
+        assert len(self._ready) == 0, "all prompts of the previous window must be popped first"
+        # The number breaks ties: prompts of equal length keep their order.
         self._coming.append((-self._predict(prompt), self._num_pushed, prompt))
         self._num_pushed += 1
         if len(self._coming) == self._window:
@@ -57,5 +60,5 @@ class LongestFirst:
             heapq.heapify(self._ready)
 
     def pop(self) -> Prompt | None:
-        """The prompt to start next; None where its window is not complete: push more."""
+        """Returns the next prompt to start, or ``None`` while its window is incomplete."""
         return heapq.heappop(self._ready)[2] if self._ready else None

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How late the rollout process hears of what happens.
+"""Measures how late the event loop of the rollout process reacts.
 
-All of it is one event loop: while one task computes, answers of servers and commands of rank 0
-wait. How long they do is measured as they feel it. A task sleeps a short interval and looks how
-much too late it wakes, so each look is what an event at that moment would have waited. A loop
-that stands still for longer than an interval is looked at once where many events would have
-waited; the looks that were missed in between are counted as well, each shorter by an interval::
+The process runs in one event loop. While one task computes, answers from servers and commands
+from rank 0 wait. The measurement sees the same delay as they do: a task sleeps for a short
+interval and records how late it wakes up, which is the delay of any event at that moment. A
+blocked loop wakes the task once, although many events would have waited in the meantime. The
+measurements that were missed are therefore added, each one interval shorter than the other::
 
     interval 10 ms, woken 35 ms late  ->  35, 25, 15, 5 ms
 """
@@ -23,14 +23,15 @@ _WINDOW_SECONDS = 60.0
 
 
 class LagWindow:
-    """The last looks. Pure.
+    """The most recent measurements.
 
-    Percentiles are over the whole window, since the time between two batches may hold too few
-    looks for one; the longest is since it was last asked for, so that none is lost or told twice.
+    Percentiles cover the whole window, because the time between two batches may hold too few
+    measurements. The maximum covers the time since it was last read, so that each maximum is
+    reported exactly once.
 
     Args:
-        interval_seconds: Between two looks.
-        window_seconds: What percentiles are over.
+        interval_seconds: Time between two measurements.
+        window_seconds: Time that the percentiles cover.
     """
 
     def __init__(self, interval_seconds: float, window_seconds: float) -> None:
@@ -39,15 +40,15 @@ class LagWindow:
         self._longest = 0.0
 
     def add(self, late_seconds: float) -> None:
-        """A look that came so much too late, and those that were missed for it."""
+        """Adds one measured delay, and the measurements that were missed because of it."""
         late = max(late_seconds, 0.0)
         self._longest = max(self._longest, late)
-        # More than the window holds would be written in vain.
+        # Measurements beyond the size of the window would be dropped anyway.
         num_missed = min(int(late / self._interval), self._lags.maxlen or 0)
         self._lags.extend(late - missed * self._interval for missed in range(num_missed + 1))
 
     def take_metrics(self) -> dict[str, float]:
-        """Median and 99th percentile over the window, and the longest since the last call."""
+        """Returns the percentiles of the window and the maximum since the last call."""
         longest, self._longest = self._longest, 0.0
         if not self._lags:
             return {}
@@ -60,19 +61,19 @@ class LagWindow:
 
 
 class LoopLag:
-    """Watches the event loop that it runs in."""
+    """Measures the delay of the event loop that runs it."""
 
     def __init__(self, interval_seconds: float = _INTERVAL_SECONDS) -> None:
         self._interval = interval_seconds
         self._window = LagWindow(interval_seconds, _WINDOW_SECONDS)
 
     async def run(self) -> None:
-        """Looks for ever, a hundred times a second, some ten microseconds each."""
+        """Measures forever, 100 times per second. One measurement takes about 10 microseconds."""
         while True:
             due = time.monotonic() + self._interval
             await asyncio.sleep(self._interval)
             self._window.add(time.monotonic() - due)
 
     def take_metrics(self) -> dict[str, float]:
-        """See :meth:`LagWindow.take_metrics`; nothing before the first look."""
+        """Returns :meth:`LagWindow.take_metrics`, empty before the first measurement."""
         return self._window.take_metrics()

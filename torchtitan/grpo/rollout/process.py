@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The rollout process: a child of training rank 0, all asyncio, without torch.
+"""The rollout process: an asyncio program without torch, and a child of training rank 0.
 
-It is started with one argument, a private directory that holds `config.json` and the
-sockets (see :mod:`.link`, the other end). It ends on a stop message, on SIGTERM or
-SIGINT, with its parent, and on an error, which it reports first; servers and reward
-workers that it started end with it.
+It is started with one argument, a private directory that contains `config.json` and the
+sockets (see :mod:`.link`, the other end). It ends when it receives a stop message, SIGTERM or
+SIGINT, when its parent ends, and on an error, which it reports first. The servers and worker
+processes that it started end with it.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class RolloutProcess:
     """Answers rank 0's commands with the help of a session.
 
     Args:
-        config: From rank 0.
-        directory: Where the sockets are bound.
+        config: Configuration from rank 0.
+        directory: Directory in which the sockets are bound.
     """
 
     def __init__(self, config: RolloutProcessConfig, directory: Path) -> None:
@@ -65,22 +65,22 @@ class RolloutProcess:
             self._holder = BatchHolder(self._context, config.fetch_host, config.fetch_secret)
 
     def stop(self) -> None:
-        """Begins the orderly end."""
+        """Starts an orderly shutdown."""
         self._stop.set()
 
     async def run(self) -> int:
-        """Works until stopped. Returns the exit status."""
+        """Runs until the process is stopped or fails. Returns the exit status."""
         work = asyncio.create_task(self._work())
         stopped = asyncio.create_task(self._stop.wait())
         parent = asyncio.create_task(self._watch_parent())
         try:
             tasks = {work, stopped, parent}
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if self._saving is not None:  # the run may end right behind its last checkpoint
+            if self._saving is not None:  # the run may end right after its last checkpoint
                 await asyncio.wait({self._saving}, timeout=_SAVE_SECONDS)
             for task in tasks:
                 task.cancel()
-            # Bounded: a request that is cancelled tells its server, which may not answer.
+            # Bounded, because a cancelled request notifies its server, which may not answer.
             done, _ = await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
             failed = work in done and not work.cancelled()
             return await self._report(work.exception() if failed else None)
@@ -96,7 +96,7 @@ class RolloutProcess:
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            # From the start: a stop must be heard while servers come up.
+            # Started first, so that a stop is received while servers come up.
             tasks.create_task(self._listen(tasks))
             self._session = session = RolloutSession(self._config)
             await session.open()
@@ -104,7 +104,7 @@ class RolloutProcess:
             await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
             if self._holder is not None:
                 tasks.create_task(self._holder.run())
-            # Not before: what is slow in coming up holds up nobody.
+            # Not earlier: a slow start-up delays nobody.
             spare_collections()
             tasks.create_task(self._lag.run())
             tasks.create_task(self._hear_notices(session))
@@ -131,7 +131,7 @@ class RolloutProcess:
             elif isinstance(command, link_messages.Evaluate):
                 tasks.create_task(self._send_evaluation(self._opened(), command))
             elif isinstance(command, link_messages.Save):
-                # Taken now: what comes later belongs to a later checkpoint.
+                # Taken now, because later changes belong to a later checkpoint.
                 saved = self._opened().producer.save()
                 self._saving = tasks.create_task(self._save(saved, command))
             else:
@@ -158,7 +158,7 @@ class RolloutProcess:
         if self._holder is not None:
             self._holder.hold(command.version, batch.groups)
             frames = group_frames.without_arrays(frames)
-        # What is measured between two batches is told with the whole one.
+        # The lag since the previous batch is reported once, with the part that ends this one.
         metrics = batch.metrics | self._lag.take_metrics() if batch.part.ends_batch else {}
         answer = link_messages.Batch(
             command.version,
@@ -175,26 +175,32 @@ class RolloutProcess:
     ) -> None:
         evaluator = session.evaluator
         if evaluator is None:
-            raise RuntimeError("Rank 0 asked for an evaluation, and evaluation.path is not set.")
+            raise RuntimeError("Rank 0 requested an evaluation, but evaluation.path is not set.")
         waiting = asyncio.ensure_future(evaluator.evaluate(command.version))
         await self._say_progress(waiting, evaluator.describe)
         result = await waiting
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
     async def _save(self, saved: SavedRollouts, command: link_messages.Save) -> None:
-        """Writes what goes with a checkpoint. A run goes on without: it is work, not state."""
+        """Writes the rollouts that belong to a checkpoint.
+
+        A failure is logged and the run continues. Without the file, a resumed run generates the
+        rollouts again.
+        """
         folder = self._config.dump_folder
         try:
-            async with self._writing:  # one at a time: two may be of the same step
+            async with self._writing:  # one at a time: two commands may be for the same step
                 await asyncio.to_thread(write_saved, file_of(folder, command.version), saved)
                 await asyncio.to_thread(remove_others, folder, [*command.kept, command.version])
         except OSError as error:
-            logger.error("Rollouts in flight are not kept with step %d: %s", command.version, error)
+            logger.error(
+                "The rollouts in flight could not be saved with step %d: %s", command.version, error
+            )
 
     async def _say_progress(
         self, waiting: "asyncio.Future[Any]", describe: Callable[[], str]
     ) -> None:
-        """Tells rank 0 what is lacking, so that its timeout can say so."""
+        """Tells rank 0 what the result still waits for, so that a timeout there can name it."""
         try:
             while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
                 await self._send(link_messages.Progress(describe()))
@@ -203,11 +209,11 @@ class RolloutProcess:
             raise
 
     async def _watch_parent(self) -> None:
-        """Ends when rank 0 is gone, for systems where the kernel does not tell us."""
+        """Returns when rank 0 has ended. Not every kernel signals this to a child."""
         parent = os.getppid()
         while os.getppid() == parent and parent != 1:
             await asyncio.sleep(_PARENT_POLL_SECONDS)
-        logger.error("Rank 0 is gone")
+        logger.error("Rank 0 has ended")
 
     async def _send(self, message: link_messages.Answer, frames: list[bytes] | None = None) -> None:
         await self._messages.send_multipart([link_messages.encode(message), *(frames or [])])
@@ -224,12 +230,12 @@ class RolloutProcess:
 
 
 def spare_collections() -> None:
-    """Has the garbage collector stop the loop for less, and more seldom.
+    """Makes the garbage collector block the event loop more rarely and for a shorter time.
 
-    A full collection looks at every object while nothing else runs. So it passes over all that
-    is there now, and stays: modules, prompts. With a thousand completions in flight there are
-    still 150 objects of each, so it is also made ten times more seldom than by default, about
-    once in two minutes then; what waits for it is little, since cycles are few.
+    A full collection visits every object while nothing else runs. The objects that exist now stay
+    until the end (modules, prompts), so they are excluded. With a thousand completions in flight
+    about 150 objects remain for each, so full collections are also made ten times rarer than by
+    default, about one in two minutes. Little memory waits for them, because cycles are rare.
     """
     gc.collect()
     gc.freeze()
@@ -238,14 +244,14 @@ def spare_collections() -> None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first real error in what a task group raised."""
+    """Returns the first real error in the exception group of a task group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def serve(directory: Path) -> NoReturn:
-    """Runs the process until its end, and ends it."""
+    """Runs the rollout process, then exits the interpreter."""
     text = (directory / link_messages.CONFIG_FILE).read_bytes()
     config = msgspec.json.decode(text, type=RolloutProcessConfig)
     process = RolloutProcess(config, directory)
@@ -254,12 +260,12 @@ async def serve(directory: Path) -> NoReturn:
         loop.add_signal_handler(signum, process.stop)
     status = await process.run()
     logging.shutdown()
-    # Everything is closed. A thread that still reads a data set must not hold up the end.
+    # Everything is closed. A thread that still reads a data set must not delay the exit.
     os._exit(status)
 
 
 def main() -> None:
-    """``light_start.py torchtitan.grpo.rollout.process DIRECTORY``."""
+    """Entry point: ``light_start.py torchtitan.grpo.rollout.process DIRECTORY``."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The loop that keeps servers busy: prompt -> server -> reward -> finished group.
+"""Keeps the servers busy and turns prompts into batches of finished groups.
 
-Consumes prompts; produces batches of groups; waits for room under the staleness bound
-(:mod:`.admission`) and on a server (:mod:`.serving.dispatcher`); unblocked by finished groups, new
-versions on servers, and batches taken by the trainer. What becomes of each prompt stands in
-the ledger (:mod:`.ledger`).
+The loop consumes prompts and produces batches. It waits for room under the staleness bound
+(:mod:`.admission`) and for a server (:mod:`.serving.dispatcher`). It is unblocked by finished
+groups, by new versions on servers, and by batches that the trainer takes. The ledger
+(:mod:`.ledger`) records what happened to each prompt.
 """
 
 import asyncio
@@ -34,26 +34,27 @@ logger = logging.getLogger(__name__)
 
 OverduePolicy = Literal["wait", "drop", "cut", "resume"]
 
-# A server's pause after a failure ends without an event, so the loop looks again.
+# No event marks the end of a server's pause after a failure, so the loop polls as well.
 _RETRY_SECONDS = 0.2
 
 
 class Producer:
-    """Starts groups, follows each to its reward, and hands out batches.
+    """Starts groups, follows each one until it has rewards, and delivers batches.
 
     Args:
-        prompts: Endless.
+        prompts: An endless stream of prompts.
         admission: The staleness bound.
         dispatcher: The servers.
         judge: Filters and reward functions.
-        ledger: What becomes of the prompts; ``prompts`` begins where it is.
-        writer: Writes the completions.
+        ledger: The state of the prompts. It must start at the position of ``prompts``.
+        writer: Generates the completions.
         group_size: ``grpo.group_size``.
-        num_parts: In how many parts a batch is handed out (``rollout.stream_parts``).
+        num_parts: Number of parts in which a batch is delivered (``rollout.stream_parts``).
         overdue: ``rollout.overdue``.
-        saved: What an earlier process held. Its groups are not among what ``prompts`` hands out.
-        ranker: Predicts how long answers are; None starts prompts as they come in.
-        window: Prompts among which the longest come first: those of a batch.
+        saved: Groups restored from an earlier process. ``prompts`` must not return them again.
+        ranker: Predicts the length of answers. ``None`` starts prompts in stream order.
+        window: Number of consecutive prompts that are sorted by predicted length. Use the number
+            of prompts in a batch.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class Producer:
         predict = ranker.predict if ranker is not None else lambda prompt: 0.0
         self._order = LongestFirst(window, predict, longest_first=ranker is not None)
         self._finished: dict[int, RolloutGroup] = {}
-        self._taken: list[RolloutGroup] = []  # of a batch that is not whole yet
+        self._taken: list[RolloutGroup] = []  # earlier parts of an incomplete batch
         self._unfinished: dict[int, UnfinishedGroup] = {}
-        self._resumed: list[tuple[Prompt, tuple[Generation, ...]]] = []  # wait to go on
-        self._context: dict[int, tuple[Generation, ...]] = {}  # of those about to
+        self._resumed: list[
+            tuple[Prompt, tuple[Generation, ...]]
+        ] = []  # cancelled, to be restarted
+        self._context: dict[int, tuple[Generation, ...]] = {}  # of those being restarted
         self._running: dict[int, RunningGroup] = {}
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics()
@@ -99,7 +102,7 @@ class Producer:
             self._restore(saved)
 
     def _restore(self, saved: SavedRollouts) -> None:
-        """Opens what was open, before anything new: the staleness bound held for all of it."""
+        """Opens the restored groups first, because the staleness bound already counts them."""
         for group in saved.finished:
             oldest = min(rollout.oldest_version for rollout in group.rollouts)
             self._ledger.issue(group.group_id)
@@ -112,8 +115,8 @@ class Producer:
             self._unfinished[unfinished.group_id] = unfinished
 
     def save(self) -> SavedRollouts:
-        """All that is held now, for a checkpoint."""
-        unfinished = dict(self._unfinished)  # what was restored, and has not been gone on with
+        """Returns everything that the producer holds now, for a checkpoint."""
+        unfinished = dict(self._unfinished)  # restored groups that have not continued yet
         for group_id, running in self._running.items():
             done, begun = running.done(), running.begun()
             if done or begun:
@@ -128,14 +131,15 @@ class Producer:
         )
 
     async def run(self) -> None:
-        """Starts groups for ever.
+        """Starts groups forever.
 
         Raises:
-            ValueError: A prompt is bad.
-            ServersFailing, RewardError: The run must stop.
+            ValueError: If a prompt is invalid.
+            ServersFailing: If too many requests failed in a row.
+            RewardError: If the reward functions cannot be used any more.
         """
         async with asyncio.TaskGroup() as groups:
-            await self._go_on_with_unfinished(groups)
+            await self._continue_unfinished(groups)
             while True:
                 prompt = await self._next_prompt()
                 server = await self._wait_for_server(
@@ -143,33 +147,37 @@ class Producer:
                 )
                 self._start_group(prompt, server, groups)
 
-    async def _go_on_with_unfinished(self, groups: asyncio.TaskGroup) -> None:
-        """Before anything new: that may have to wait for a batch, and a batch for these."""
+    async def _continue_unfinished(self, groups: asyncio.TaskGroup) -> None:
+        """Continues the restored groups before any new group starts.
+
+        A new group may have to wait for a batch, and that batch may need the restored groups.
+        """
         starts = {i: self._admission.start_version(i) for i in self._unfinished}
         for group_id in sorted(starts, key=lambda i: (starts[i], i)):
             prompt = await asyncio.to_thread(self._prompts.prompt_at, group_id)
             start = starts[group_id]
             server = await self._wait_for_server(lambda version: version >= start)  # noqa: B023
             self._start_group(prompt, server, groups)
-            self._group_done.set()  # what is overdue can be relieved from now on
+            self._group_done.set()  # an overdue group can be relieved once it runs
 
     async def batch(self, version: int) -> RolloutBatch:
         """Waits for the groups that turn ``version`` into ``version + 1``.
 
-        With ``num_parts`` above 1 each call waits for a part of them alone.
+        With ``num_parts`` above 1, each call waits for one part of them.
 
         Raises:
-            RuntimeError: It is not this version's turn.
+            RuntimeError: If ``version`` is not the version of the next batch.
         """
         if version != self._admission.next_batch:
             raise RuntimeError(
-                f"The trainer asked for the batch of version {version}, and the next batch here "
-                f"is {self._admission.next_batch}: they are out of step."
+                f"The trainer asked for the batch of version {version}, but the next batch of the "
+                f"rollout process is {self._admission.next_batch}. The two must be equal: they "
+                "are out of step."
             )
         begins_batch = not self._taken
         group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
         self._room.set()
-        # By id, so that a synchronous run is the same run each time.
+        # Sorted by ID, so that a synchronous run is reproducible.
         groups = [self._finished.pop(group_id) for group_id in sorted(group_ids)]
         self._taken += groups
         if self._admission.next_batch == version:
@@ -189,7 +197,10 @@ class Producer:
         return group_ids
 
     async def _take_part(self) -> list[int]:
-        """A part's groups, as soon as there are so many; less where the batch ends with them."""
+        """Takes the groups of one part as soon as enough of them are finished.
+
+        The last part of a batch may hold fewer groups.
+        """
         batch = self._admission.next_batch
         size = part_size(self._admission.groups_per_batch, self._num_parts)
         part: list[int] = []
@@ -208,7 +219,7 @@ class Producer:
             await self._group_done.wait()
 
     def describe(self) -> str:
-        """What a batch that is being waited for still lacks."""
+        """Describes what the next batch still waits for."""
         servers = self._dispatcher.servers.values()
         ready = sum(server.is_ready() for server in servers)
         text = f"{self._admission.describe()}; {ready} of {len(servers)} servers ready"
@@ -221,14 +232,14 @@ class Producer:
             prompt, self._context[prompt.index] = self._resumed.pop(0)
             return prompt
         while (prompt := self._order.pop()) is None:
-            # Tokenising, and passing over long prompts, must not hold up the loop.
+            # In a thread, because tokenising and skipping long prompts must not block the loop.
             drawn = await asyncio.to_thread(self._prompts.next)
             self._ledger.issue(drawn.index)
             self._order.push(drawn)
         return prompt
 
     async def _wait_for_server(self, usable: Callable[[int], bool]) -> Server:
-        """A server of a version that will do."""
+        """Waits for a server whose version is usable."""
         while True:
             self._room.clear()
             server = self._dispatcher.choose(usable)
@@ -249,7 +260,7 @@ class Producer:
         context = self._context.pop(prompt.index, ())
         begun = unfinished.begun if unfinished is not None else context
         expected_tokens = self._ranker.predict(prompt) if self._ranker is not None else None
-        # Started here and not in the task below: they must count as in flight at once.
+        # Started here and not in the task below, so that they count as in flight immediately.
         trajectories = [
             self._writer.start(
                 prompt,
@@ -266,7 +277,7 @@ class Producer:
         prompt = running.prompt
         try:
             await asyncio.gather(*(t.until_ended() for t in running.trajectories))
-            # From here on nobody gives the group up: it is about to be finished.
+            # From here on the group is about to be finished, and must not be cancelled.
             running.task = None
             completions = running.done()
             is_cut = any(trajectory.is_cut for trajectory in running.trajectories)
@@ -274,7 +285,7 @@ class Producer:
                 self._ranker.observe(prompt, [len(c.token_ids) for c in completions])
             rollouts = await self._judge.judge(prompt, completions)
         except Unusable as verdict:
-            # Not the servers' fault where it was cut before there was anything to keep.
+            # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"
             self._close(prompt.index, "overdue" if is_early else verdict.reason)
         else:
@@ -291,10 +302,10 @@ class Producer:
         self._counts.closed[reason] += 1
 
     def _relieve_overdue(self) -> bool:
-        """Does as ``rollout.overdue`` says with what the next batch would have to wait for.
+        """Applies ``rollout.overdue`` to the groups that hold up the next batch.
 
         Returns:
-            Whether it need not be waited for any more.
+            Whether at least one group no longer holds up the batch.
         """
         if self._overdue == "wait":
             return False
@@ -302,7 +313,7 @@ class Producer:
         for group_id in self._admission.overdue():
             running = self._running.get(group_id)
             if running is None or running.task is None:
-                continue  # it is about to be finished, or to be gone on with
+                continue  # it is about to be finished or to be restarted
             if self._overdue == "cut":
                 self._counts.cut += running.cut()
                 continue
@@ -313,7 +324,7 @@ class Producer:
             if self._overdue == "drop":
                 self._close(group_id, "overdue")
             else:
-                # For the ledger it stays open; its deadline will count from its next start.
+                # The prompt stays open in the ledger. Its new deadline counts from its restart.
                 self._admission.close(group_id)
                 self._resumed.append((running.prompt, tuple(map(as_context, begun))))
                 self._counts.resumed += 1
@@ -327,8 +338,8 @@ class Producer:
         self._ledger.close(group.group_id, "expired")
         self._counts.closed["expired"] += 1
         logger.warning(
-            "Group %d holds tokens of version %d, older than %s was attested to serve when the "
-            "group was started; the group is dropped.",
+            "Group %d contains tokens of version %d, which is older than the version that %s was "
+            "attested to serve when the group started. The group is dropped.",
             group.group_id,
             oldest,
             group.server_url,

@@ -1,18 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How long an answer will probably be: a small model that learns while the run goes on.
+"""Predicts how long the answers to a prompt will be.
 
-After StreamRL's output length ranker (2025, https://arxiv.org/abs/2504.15930), which is a
-language model trained beforehand. This one is a ridge regression, learned online from what the
-run itself writes: what matters is the order of the prompts, not the lengths.
+The idea is from StreamRL's output length ranker (2025, https://arxiv.org/abs/2504.15930), which
+is a language model trained beforehand. This one is a ridge regression that learns online from
+the run's own completions, because only the order of the prompts matters, not exact lengths.
 
-It predicts the logarithm of a prompt's mean length, less the running mean over all prompts,
-from the prompt's tokens (counted in hashed buckets), its length, and what the same prompt was
-answered with before. The statistics behind it fade, since the policy changes: about the last
-thousand groups count. Half of the work is to do no harm where lengths cannot be predicted:
-each group is predicted before it is learned from, and a prediction's distance from the mean
-is multiplied by the part of the variance that such predictions have explained of late.
+It predicts the logarithm of a prompt's mean answer length, relative to the running mean over
+all prompts. The features are the prompt's tokens (counted in hashed buckets), its length, and
+the lengths of former answers to the same prompt. Old statistics fade, because the policy
+changes: about the last thousand groups count. Where lengths cannot be predicted, the ranker
+must do no harm. Each group is therefore predicted before it is learned from, and every
+predicted deviation from the mean is multiplied by the part of the variance that recent
+predictions explained.
 """
 
 import hashlib
@@ -24,28 +25,29 @@ import numpy as np
 from torchtitan.grpo.types import Prompt
 
 _BUCKETS = 96
-# Bias, length of the prompt, and its former answers.
+# The two further features are the prompt's length and its former answers.
 _NUM_FEATURES = _BUCKETS + 2
 _FADE = 0.999
 _SKILL_FADE = 0.98
 _RIDGE = 4.0
 _FEWEST_GROUPS = 16
-# The equations are solved again after so many groups: a third of a millisecond each time.
+# The equations are solved again after this many groups, which takes 0.3 ms each time.
 _SOLVE_EVERY = 4
-# A prompt's former lengths count as if one more group had had the mean length.
+# A prompt's history counts as if one more group had had the mean length.
 _PRIOR_GROUPS = 1.0
 _HISTORY_GAIN = 0.5
 _LARGEST_DEVIATION = 3.0
 
 
 class LengthRanker:
-    """Learns from finished groups, predicts for prompts. Deterministic.
+    """Learns from finished groups and predicts answer lengths. It is deterministic.
 
-    Memory is bounded by ``max_prompts``, of about 160 bytes each.
+    Memory is bounded by ``max_prompts`` entries of about 160 bytes each.
 
     Args:
-        first_guess: Tokens predicted before anything was seen.
-        max_prompts: Prompts whose former lengths are kept; the longest unseen goes first.
+        first_guess: Number of tokens predicted before the first group.
+        max_prompts: Number of prompts whose former lengths are kept. The prompt that was not seen
+            for the longest time is dropped first.
     """
 
     def __init__(self, first_guess: float, max_prompts: int = 100_000) -> None:
@@ -60,18 +62,21 @@ class LengthRanker:
         self._weights = np.zeros(_NUM_FEATURES)
         self._error = _FadingMean(_SKILL_FADE)
         self._variance = _FadingMean(_SKILL_FADE)
-        # From a digest of the token ids: [deviation of the log length, groups].
+        # Digest of the token ids -> (deviation of the log length, number of groups).
         self._history: dict[bytes, tuple[float, int]] = {}
 
     @property
     def skill(self) -> float:
-        """Part of the variance that predictions have explained of late, in [0, 1]."""
+        """Part of the variance that recent predictions explained, in [0, 1]."""
         if self.num_groups < _FEWEST_GROUPS or self._variance.value <= 0:
             return 0.0
         return min(max(1.0 - self._error.value / self._variance.value, 0.0), 1.0)
 
     def predict(self, prompt: Prompt) -> float:
-        """Expected tokens of an answer; the mean of all answers where nothing better is known."""
+        """Returns the expected length of an answer, in tokens.
+
+        The mean of all answers is returned if nothing better is known.
+        """
         if self.num_groups == 0:
             return self._first_guess
         deviation = self.skill * self._deviation(self._features(prompt))
@@ -81,8 +86,8 @@ class LengthRanker:
         """Learns from a finished group.
 
         Args:
-            prompt: What was asked.
-            lengths: Of its answers, in tokens, each at least 1; nothing is learned from none.
+            prompt: The prompt of the group.
+            lengths: Lengths of the answers in tokens, each at least 1. An empty list is ignored.
         """
         if not lengths:
             return
@@ -113,7 +118,7 @@ class LengthRanker:
 
     def _features(self, prompt: Prompt) -> np.ndarray:
         """[_NUM_FEATURES] float64."""
-        # A multiplication spreads neighbouring ids; the upper bits are the well mixed ones.
+        # A multiplicative hash spreads adjacent ids. Its upper bits are well mixed.
         mixed = prompt.token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         buckets = (mixed >> np.uint64(40)) % np.uint64(_BUCKETS)
         counts = np.bincount(buckets.astype(np.int64), minlength=_BUCKETS)
@@ -130,7 +135,7 @@ class LengthRanker:
 
 
 class _FadingMean:
-    """Mean in which each older value counts ``fade`` times as much as the next."""
+    """A mean in which each value counts ``fade`` times as much as the value after it."""
 
     def __init__(self, fade: float) -> None:
         self.value = 0.0
@@ -145,5 +150,5 @@ class _FadingMean:
 
 
 def _digest(prompt: Prompt) -> bytes:
-    """The prompt by its tokens: its place in the stream changes from epoch to epoch."""
+    """Identifies a prompt by its tokens, because its index changes from epoch to epoch."""
     return hashlib.blake2b(prompt.token_ids.tobytes(), digest_size=8).digest()

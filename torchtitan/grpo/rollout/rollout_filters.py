@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which rollouts are worth training on. Pure.
+"""Filters that decide which rollouts are worth training on. Pure functions.
 
-Two kinds of filter, each off unless it is asked for: of single completions
-(``rollout.min_completion_tokens``, ``rollout.drop_truncated``, ``rollout.should_accept``),
-and of whole groups: ``rollout.dynamic_sampling`` leaves out groups whose rewards are all
-equal, which have no advantage, and refills the batch with others (DAPO, Yu et al. 2025,
-arXiv:2503.14476). What that may waste is bounded for each batch.
+There are two kinds of filter, all off by default. Filters of single completions are
+``rollout.min_completion_tokens``, ``rollout.drop_truncated`` and ``rollout.should_accept``.
+The filter of whole groups is ``rollout.dynamic_sampling``: it drops groups whose rewards are
+all equal, which have no advantage, and refills the batch with other groups (DAPO, Yu et al.
+2025, https://arxiv.org/abs/2503.14476). The number of groups dropped per batch is bounded.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from torchtitan.grpo.types import Generation, Rollout
 
 @dataclass(frozen=True)
 class CompletionFilter:
-    """Of single completions, before they are scored.
+    """Filters single completions before they are scored.
 
     Attributes:
-        min_tokens: Shorter ones are left out.
-        drop_truncated: Those that were cut at their length limit are left out.
+        min_tokens: Completions with fewer tokens are dropped.
+        drop_truncated: Whether completions that reached their length limit are dropped.
     """
 
     min_tokens: int = 0
     drop_truncated: bool = False
 
     def keep(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Those that pass, in order."""
+        """Returns the completions that pass, in their order."""
         return [
             generation
             for generation in generations
@@ -39,17 +39,17 @@ class CompletionFilter:
 
 
 def is_informative(rollouts: Sequence[Rollout]) -> bool:
-    """Whether the rewards of a group differ: with equal ones every advantage is 0."""
+    """Returns whether the rewards of a group differ. Equal rewards give advantages of 0."""
     rewards = {rollout.reward for rollout in rollouts}
     return len(rewards) > 1
 
 
 class WasteBudget:
-    """How many groups may still be left out for the batch that is being filled.
+    """Bounds how many groups may be dropped while one batch is filled.
 
     Args:
-        per_batch: Groups; beyond them groups are taken as they are, so that a policy that
-            solves everything, or nothing, does not generate for ever.
+        per_batch: Number of groups. Once they are dropped, further groups are used as they are, so
+            that a policy that solves every prompt, or none, does not generate forever.
     """
 
     def __init__(self, per_batch: int) -> None:
@@ -57,12 +57,12 @@ class WasteBudget:
         self._spent = 0
 
     def spend(self) -> bool:
-        """Leaves one out, if that is within the budget."""
+        """Counts one dropped group. Returns ``False`` if the budget does not allow it."""
         if self._spent >= self._per_batch:
             return False
         self._spent += 1
         return True
 
     def next_batch(self) -> None:
-        """A batch was taken."""
+        """Resets the budget, because a batch was taken."""
         self._spent = 0

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the rollout process reports with each batch."""
+"""Computes the metrics that the rollout process reports with each batch."""
 
 import time
 from collections import Counter, defaultdict
@@ -25,14 +25,15 @@ _NAMES_OF_CLOSED: dict[CloseReason, str] = {
 
 @dataclass
 class RolloutCounts:
-    """Counted over the whole run.
+    """Counters over the whole run.
 
     Attributes:
         failed_requests: Requests that a server did not answer with a usable completion.
-        closed: Prompts closed without training on them, by reason.
-        tokens: Tokens generated.
-        cut: Completions that were ended where they were (``rollout.overdue``).
-        resumed: Groups that were begun anew with what was written as context.
+        tokens: Generated tokens.
+        cut: Completions that were ended early (``rollout.overdue = "cut"``).
+        resumed: Groups that were restarted with their generated tokens as context
+            (``rollout.overdue = "resume"``).
+        closed: Prompts that were closed without training on them, by reason.
     """
 
     failed_requests: int = 0
@@ -43,7 +44,7 @@ class RolloutCounts:
 
 
 class RolloutMetrics:
-    """Turns a batch and the counts into metrics. Counts are those since the last batch."""
+    """Computes metrics from a batch and from the counts since the last batch."""
 
     def __init__(self) -> None:
         self._last = RolloutCounts()
@@ -57,13 +58,13 @@ class RolloutMetrics:
         buffered: int,
         in_flight: int,
     ) -> dict[str, float]:
-        """Metrics of one batch.
+        """Returns the metrics of one batch.
 
         Args:
-            groups: The batch.
-            counts: Over the whole run until now.
-            buffered: Finished groups that stay behind for later batches.
-            in_flight: Completions being written now.
+            groups: The groups of the batch.
+            counts: Counts over the whole run until now.
+            buffered: Number of finished groups that wait for later batches.
+            in_flight: Number of completions that are being generated now.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_time, 1e-9)
@@ -88,7 +89,7 @@ class RolloutMetrics:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the rollouts of a batch tell by themselves: rewards and lengths."""
+    """Returns the metrics of the rollouts themselves: rewards and lengths."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_written for rollout in rollouts]
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]

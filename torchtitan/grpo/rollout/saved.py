@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rollouts that are not yet trained on, in a file beside the checkpoint.
+"""Saves rollouts that are not yet trained on in a file beside the checkpoint.
 
-A resumed run goes on with them: groups that are finished wait again for their batch, and of
-groups that are still being written the completions that are there are kept. So neither is
-written a second time, and long answers are not at a disadvantage. A checkpoint without the
-file is as good but for that work: its prompts are open in the ledger, and begun anew.
+A resumed run continues with them. Finished groups wait again for their batch, and groups in
+progress keep the completions that exist. Nothing is generated twice, so long answers are not
+at a disadvantage. The file is optional: without it, the prompts are still open in the ledger
+and are generated again.
 """
 
 import os
@@ -28,18 +28,18 @@ from torchtitan.grpo.types import (
 )
 
 FOLDER = "rollouts"
-"""In the dump folder; a file a checkpoint, named as its step."""
+"""Folder in the dump folder. It holds one file per checkpoint, named after the step."""
 
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A group of which some completions are there.
+    """A group that is not finished.
 
     Attributes:
-        group_id: The prompt's index.
-        start_version: Which the group was admitted with: its deadline counts from there.
-        generations: The completions that are there.
-        begun: Of others what is there of them.
+        group_id: Index of the prompt.
+        start_version: Version that the group was admitted with. Its deadline counts from there.
+        generations: The completions that are finished.
+        begun: The generated parts of the other completions.
     """
 
     group_id: int
@@ -50,14 +50,14 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True)
 class SavedRollouts:
-    """All that a rollout process holds between two batches.
+    """Everything that a rollout process holds between two batches.
 
     Attributes:
-        version: Batches trained on.
-        progress: Of the prompts, now.
-        closed: Prompts closed since the last batch, with their reasons.
-        finished: Groups that wait to be trained on.
-        unfinished: Groups that are being written.
+        version: Number of batches trained on.
+        progress: Current progress of the prompts.
+        closed: Prompts closed since the last batch, with the reasons.
+        finished: Groups that wait for training.
+        unfinished: Groups in progress.
     """
 
     version: int
@@ -68,12 +68,12 @@ class SavedRollouts:
 
     @property
     def group_ids(self) -> set[int]:
-        """Of all groups that are kept."""
+        """IDs of all saved groups."""
         return {group.group_id for group in (*self.finished, *self.unfinished)}
 
 
 class SavedRolloutsError(ValueError):
-    """A file of saved rollouts cannot be used; the message says what to do."""
+    """Raised if a file of saved rollouts cannot be used. The message gives the remedy."""
 
 
 class _Generation(msgspec.Struct):
@@ -104,12 +104,12 @@ class _File(msgspec.Struct):
 
 
 def file_of(dump_folder: str, step: int) -> Path:
-    """Where the rollouts of a step are kept."""
+    """Returns the path of the saved rollouts of a step."""
     return Path(dump_folder) / FOLDER / f"step-{step}.msgpack"
 
 
 def write_saved(path: Path, saved: SavedRollouts) -> None:
-    """Writes the file whole, or leaves what was there."""
+    """Writes the file atomically: it is either complete or unchanged."""
     headers, frames = group_frames.pack_groups(saved.finished)
     file = _File(
         version=saved.version,
@@ -138,22 +138,22 @@ def write_saved(path: Path, saved: SavedRollouts) -> None:
 
 
 def read_saved(path: Path, version: int) -> SavedRollouts:
-    """Reads what :func:`write_saved` wrote.
+    """Reads a file that :func:`write_saved` wrote.
 
     Raises:
-        SavedRolloutsError: It is damaged, or of another step.
+        SavedRolloutsError: If the file is damaged or belongs to another step.
     """
     try:
         file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
     except (OSError, msgspec.DecodeError) as error:
         raise SavedRolloutsError(
-            f"{path} must hold the rollouts that were saved with the checkpoint of step "
-            f"{version}: {error}. Remove it, and its prompts are asked anew."
+            f"{path} must contain the rollouts saved with the checkpoint of step {version}, but it "
+            f"cannot be read: {error}. Remove the file to generate its rollouts again."
         ) from error
     if file.version != version:
         raise SavedRolloutsError(
-            f"{path} must be of step {version}, got {file.version}. Remove it, and its prompts "
-            "are asked anew."
+            f"{path} must contain the rollouts of step {version}, got step {file.version}. Remove "
+            "the file to generate its rollouts again."
         )
     return SavedRollouts(
         version=file.version,
@@ -173,14 +173,14 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
 
 
 def discard_after(dump_folder: str, step: int) -> None:
-    """Removes the files of later steps than a run begins at."""
+    """Removes the files of all steps after ``step``, where a run begins."""
     for file in (Path(dump_folder) / FOLDER).glob("step-*.msgpack"):
         if int(file.stem.removeprefix("step-")) > step:
             file.unlink(missing_ok=True)
 
 
 def remove_others(dump_folder: str, kept_steps: Sequence[int]) -> None:
-    """Removes the files of checkpoints that are gone."""
+    """Removes the files whose checkpoints no longer exist."""
     kept = {file_of(dump_folder, step) for step in kept_steps}
     for file in (Path(dump_folder) / FOLDER).glob("step-*.msgpack"):
         if file not in kept:

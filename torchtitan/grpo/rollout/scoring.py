@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From sampled tokens to scored rollouts."""
+"""Turns sampled tokens into scored rollouts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
 class Scorer:
-    """Decodes, scores and weighs the completions of one prompt at a time.
+    """Decodes and scores the completions of one prompt at a time.
 
     Args:
-        pool: Its first ``len(functions)`` functions are ``functions``.
-        codec: The model's tokenizer.
+        pool: Runs the reward functions. Its first ``len(functions)`` functions must be
+            ``functions``.
+        codec: Tokenizer of the model.
         functions: ``reward.functions``.
-        weights: ``reward.weights``; empty is 1 each.
-        acceptor: Position in the pool of ``rollout.should_accept``; None where there is none.
-        has_environment: Functions are given the column ``environment_reward``.
+        weights: ``reward.weights``. An empty list gives each function the weight 1.
+        acceptor: Position of ``rollout.should_accept`` in the pool. ``None`` if it is not set.
+        has_environment: Whether the functions receive the column ``environment_reward``.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Scorer:
         if weights and len(weights) != len(functions):
             raise ValueError(
                 f"reward.weights must have one entry for each of the {len(functions)} "
-                f"reward.functions, got {len(weights)}."
+                f"reward.functions, got {len(weights)} entries."
             )
         self._pool = pool
         self._codec = codec
@@ -48,13 +49,13 @@ class Scorer:
         self._has_environment = has_environment
 
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
-        """One rollout a generation; its reward is None where no function applied.
+        """Returns one rollout per generation. Its reward is ``None`` if no function applied.
 
         Raises:
-            ScoringFailed: The group cannot be scored.
-            RewardError: The run must stop.
+            ScoringFailed: If the group cannot be scored.
+            RewardError: If the reward functions cannot be used any more. The run must stop.
         """
-        # Long completions take milliseconds to decode, and the library releases the GIL.
+        # In a thread: long completions take milliseconds to decode, without holding the GIL.
         texts = await asyncio.to_thread(self._decode, generations)
         ids = [generation.token_ids.tolist() for generation in generations]
         columns = environment_columns(generations) if self._has_environment else None
@@ -65,11 +66,13 @@ class Scorer:
         ]
 
     async def accepted(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The scored rollouts that ``rollout.should_accept`` keeps; all without one.
+        """Returns the scored rollouts that ``rollout.should_accept`` keeps.
+
+        All rollouts are kept if the option is not set.
 
         Raises:
-            ScoringFailed: It cannot be asked.
-            RewardError: The run must stop.
+            ScoringFailed: If the function failed for this group.
+            RewardError: If the function cannot be used any more. The run must stop.
         """
         if self._acceptor is None:
             return list(rollouts)
@@ -105,18 +108,21 @@ class Scorer:
 
 
 def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:
-    """What reward functions are given of the environment: its reward, None where it gave none."""
+    """Returns the columns that reward functions receive about the environment.
+
+    A reward is ``None`` if the environment gave none.
+    """
     return {"environment_reward": [generation.environment_reward for generation in generations]}
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Sum over the functions that apply; None where none does."""
+    """Sums the values of the functions that apply. Returns ``None`` if no function applies."""
     terms = [w * v for v, w in zip(values, weights, strict=True) if v is not None]
     return sum(terms) if terms else None
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt for logs: its text, or its messages one below the other."""
+    """Returns a prompt as text for logs, with one line per chat message."""
     if isinstance(prompt.text, str):
         return prompt.text
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which servers a run has, as rank 0 knows it from the rollout process.
+"""The current servers of a run, as rank 0 knows them from the rollout process.
 
-A socket of its own brings the news, so whoever asks need not wait for the thread that
-receives batches, which may be inside a training step.
+Changes arrive on a socket of their own. A thread that reads them does not have to wait for the
+thread that receives batches, which may be inside a training step.
 """
 
 import threading
@@ -16,10 +16,10 @@ from torchtitan.grpo.types import ServerInfo
 
 
 class ServerWatch:
-    """The newest list of servers. Any thread may ask, and nothing here waits.
+    """The newest list of servers. Any thread may read it, and no method waits.
 
     Args:
-        socket: PULL, connected to the rollout process; it is closed here.
+        socket: PULL socket connected to the rollout process. :meth:`close` closes it.
     """
 
     def __init__(self, socket: zmq.Socket) -> None:
@@ -29,35 +29,35 @@ class ServerWatch:
         self._has_news = False
 
     def begin(self, servers: list[ServerInfo]) -> None:
-        """Takes the servers of the start, unless there is later news already."""
+        """Sets the servers of the start, unless newer ones have already arrived."""
         with self._lock:
             self._receive()
             if self._servers is None:
                 self._servers = servers
 
     def renew(self, servers: list[ServerInfo]) -> None:
-        """Takes the servers of a process that was started anew, which is news in any case."""
+        """Sets the servers of a restarted process. This always counts as a change."""
         with self._lock:
             self._receive()
             self._servers, self._has_news = servers, True
 
     def reconnect(self, socket: zmq.Socket) -> None:
-        """Listens to another process from here on; what was known stays known until then."""
+        """Listens to another process. The known servers stay until it reports its own."""
         self.close()
         with self._lock:
             self._socket = socket
 
     def servers(self) -> list[ServerInfo]:
-        """The servers of now; none before the rollout process is ready."""
+        """Returns the current servers. The list is empty before the rollout process is ready."""
         with self._lock:
             self._receive()
             return list(self._servers or ())
 
     def poll(self) -> list[ServerInfo] | None:
-        """The servers of now where they have changed since the last call, else None.
+        """Returns the current servers if they changed since the last call, else ``None``.
 
-        Changes are counted from the start of the run. For one caller: it hears of each change
-        once.
+        The first call covers all changes since the start of the run. Only one caller may use this
+        method, because each change is reported once.
         """
         with self._lock:
             self._receive()
@@ -65,7 +65,7 @@ class ServerWatch:
             return list(self._servers or ()) if has_news else None
 
     def close(self) -> None:
-        """Closes the socket; what was known stays known. Idempotent."""
+        """Closes the socket. The known servers stay available. Idempotent."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close(linger=0)

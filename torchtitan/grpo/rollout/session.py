@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the rollout process is made of, put together and taken down in order."""
+"""Starts and stops the parts of the rollout process in the right order."""
 
 import asyncio
 import logging
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 class RolloutSession:
     """Owns the servers, reward workers, prompts and the producer of one run.
 
-    Between construction and :meth:`open` it owns nothing; :meth:`close` may be called at
-    any time, also after an :meth:`open` that failed half-way.
+    :meth:`close` may be called at any time, including before :meth:`open` and after an
+    :meth:`open` that failed.
     """
 
     dispatcher: Dispatcher
@@ -54,7 +54,7 @@ class RolloutSession:
     def __init__(self, config: RolloutProcessConfig) -> None:
         self._saved: SavedRollouts | None = None
         if config.saved_rollouts is not None:
-            # Newer than the checkpoint's own progress by what was done between the two.
+            # This progress is newer than the checkpoint's: it also covers work done since then.
             self._saved = read_saved(Path(config.saved_rollouts), config.start_version)
             config = replace(config, progress=self._saved.progress)
         self._config = config
@@ -66,7 +66,7 @@ class RolloutSession:
 
     @property
     def servers(self) -> list[ServerInfo]:
-        """The servers of now."""
+        """The current servers."""
         return self._fleet.servers
 
     async def open(self) -> None:
@@ -156,7 +156,7 @@ class RolloutSession:
         )
 
     async def watch_servers(self, tell: Tell) -> None:
-        """Follows what becomes of the servers; see :meth:`ServerFleet.watch`."""
+        """Follows changes of the servers; see :meth:`ServerFleet.watch`."""
         await self._fleet.watch(self.dispatcher, tell)
 
     def reread_urls(self) -> None:
@@ -164,7 +164,7 @@ class RolloutSession:
         self._fleet.reread_urls()
 
     async def close(self) -> None:
-        """Ends everything that was started. Bounded in time."""
+        """Stops everything that was started, in bounded time."""
         try:
             if self._stream is not None:
                 await asyncio.to_thread(self._stream.close)

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 def open_prompts(
     config: RolloutProcessConfig, codec: TextCodec, pending: Sequence[int]
 ) -> tuple[PromptStream, list[list[Example]]]:
-    """Opens the prompt sets.
+    """Opens the prompt stream.
 
     Returns:
-        The stream, and the first prompts of each set, at least one, to try rewards on: columns
-        may differ from set to set.
+        The stream, and the first prompts of each set, at least one. The sets may have different
+        columns, so the reward functions are checked on the prompts of each set.
     """
     with ExitStack() as stack:
         mixture = stack.enter_context(closing(open_mixture(config, codec)))
@@ -68,7 +68,7 @@ def open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Prompt
     settings = config.evaluation
     if settings.path is None:
         return []
-    # What is used is read here in full, and no row later.
+    # All prompts that are used are read here, so the table is closed afterwards.
     with closing(
         PromptSet.open(
             settings.path, settings.split, config, codec, "evaluation.path", settings.name
@@ -76,7 +76,7 @@ def open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Prompt
     ) as prompts:
         usable, num_too_long = first_prompts(prompts, settings.num_prompts)
     if num_too_long:
-        logger.warning("%d held-out prompts are too long and left out", num_too_long)
+        logger.warning("%d held-out prompts are too long and are left out", num_too_long)
     return usable
 
 
@@ -84,7 +84,7 @@ def make_reward_pool(config: RolloutProcessConfig) -> RewardPool:
     reward = config.reward
     if not reward.functions:
         raise ValueError("reward.functions must name at least one reward function, got [].")
-    # The evaluation's function stands behind the rewards', and the acceptor behind both.
+    # The pool holds the reward functions, then the evaluation's function, then the acceptor.
     extra = [config.evaluation.function] if config.evaluation.path is not None else []
     if config.rollout.should_accept is not None:
         extra.append(config.rollout.should_accept)
@@ -98,7 +98,7 @@ def make_reward_pool(config: RolloutProcessConfig) -> RewardPool:
 
 def make_environment_pool(config: RolloutProcessConfig) -> EnvironmentPool:
     rollout = config.rollout
-    assert rollout.environment is not None, "asked for where there is one"
+    assert rollout.environment is not None, "rollout.environment must be set"
     return EnvironmentPool(
         rollout.environment,
         rollout.environment_options,
@@ -109,26 +109,26 @@ def make_environment_pool(config: RolloutProcessConfig) -> EnvironmentPool:
 
 
 def with_turn_ends(sampling: Sampling, stop_strings: Sequence[str], codec: TextCodec) -> Sampling:
-    """Sampling that also stops where an environment's turns end.
+    """Returns sampling settings that also stop where an environment's turns end.
 
     Raises:
-        ValueError: A stop string is no single token.
+        ValueError: If a stop string is not a single token.
     """
     stop_ids = list(sampling.stop_token_ids)
     for text in stop_strings:
         token = codec.single_token(text)
         if token is None:
             raise ValueError(
-                f"rollout.environment: its stop string {text!r} must be one token of the model's "
-                f"tokenizer, and is {codec.encode_continuation(text)}. Name another, or let turns "
-                "end with the end of sequence."
+                f"A stop string of rollout.environment must be a single token of the model's "
+                f"tokenizer, but {text!r} is encoded as {codec.encode_continuation(text)}. Use "
+                "another stop string, or none, so that turns end with the end of sequence."
             )
         stop_ids.append(token)
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
 
 
 def acceptor_position(config: RolloutProcessConfig) -> int:
-    """Position of ``rollout.should_accept`` in the pool."""
+    """Returns the position of ``rollout.should_accept`` in the reward pool."""
     return len(config.reward.functions) + (config.evaluation.path is not None)
 
 
@@ -154,7 +154,7 @@ def make_judge(config: RolloutProcessConfig, pool: RewardPool, codec: TextCodec)
 
 def make_admission(config: RolloutProcessConfig) -> Admission:
     groups_per_batch, group_size = config.grpo.prompts_per_step, config.grpo.group_size
-    # Counted in rollouts, as users do; whole groups are what waits.
+    # The option counts rollouts, while admission counts whole groups.
     limit = config.rollout.buffer_size_limit or 2 * groups_per_batch * group_size
     return Admission(
         groups_per_batch=groups_per_batch,
@@ -174,7 +174,7 @@ def make_sampling(config: RolloutProcessConfig) -> Sampling:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        # A stop token given by name ends a completion even where EOS is ignored.
+        # Explicit stop tokens end a completion even if EOS is ignored.
         stop_token_ids=(
             *(() if rollout.ignore_eos else config.eos_token_ids),
             *rollout.stop_token_ids,

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Prompts to token ids, completions to text, without torch.
+"""Converts prompts to token IDs and completions to text, without torch.
 
-The fast tokenizer alone reads `tokenizer.json`; transformers is imported only when a
+The fast tokenizer alone reads `tokenizer.json`. transformers is imported only if a
 conversational prompt needs the model's chat template.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Stands for the assistant's turn where a reply to it is rendered; no template changes letters.
+# Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
 
 
@@ -21,11 +21,11 @@ class TextCodec:
     """The model's tokenizer.
 
     Args:
-        hf_assets_path: Directory that holds ``tokenizer.json``.
-        eos_token_ids: Dropped from the end of a completion before it is decoded.
+        hf_assets_path: Directory that contains ``tokenizer.json``.
+        eos_token_ids: Tokens that are removed from the end of a completion before decoding.
 
     Raises:
-        ValueError: There is no readable ``tokenizer.json``.
+        ValueError: If there is no readable ``tokenizer.json``.
     """
 
     def __init__(self, hf_assets_path: str, eos_token_ids: Sequence[int]) -> None:
@@ -36,53 +36,53 @@ class TextCodec:
         file = self._path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
-                f"model.hf_assets_path must hold a tokenizer.json, and {file} is not there. "
-                "Point it to a Hugging Face directory with a fast tokenizer."
+                f"model.hf_assets_path must contain a tokenizer.json, but {file} does not exist. "
+                "Set it to a Hugging Face directory with a fast tokenizer."
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
-        # A saved tokenizer may carry the settings of its training run.
+        # A saved tokenizer may contain truncation and padding settings of its training run.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the tokenizer's own beginning of sequence."""
+        """Returns the token IDs of a plain prompt, including the beginning of sequence if any."""
         return self._tokenizer.encode(text).ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of text that stands behind other text, without special tokens of its own."""
+        """Returns the token IDs of text that follows other text, without added special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation and the opening of the assistant's turn."""
+        """Returns the token IDs of a conversation and of the start of the assistant's turn."""
         # The template writes the special tokens itself.
         return self.encode_continuation(self._render(messages))
 
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
-        """Token ids of messages that answer the assistant's turn, and of its next opening.
+        """Returns the token IDs of a reply to the assistant's turn.
 
-        The chat template is applied to a conversation of which all but these messages is made
-        up, and what it puts behind the assistant's text is taken. So the turn itself is as the
-        model wrote it; the end of it that the template writes is left out where the model wrote
-        it already.
+        They include the start of the next assistant turn. The chat template renders an artificial
+        conversation that ends with the given messages, and the text after the assistant's
+        message is used. The tokens of the turn itself stay as the model generated them. The
+        end-of-turn token that the template writes is omitted if the model has generated it.
 
         Args:
-            messages: As in a chat, the assistant's own turn left out.
-            turn_ids: What the model wrote.
+            messages: Chat messages that follow the assistant's turn.
+            turn_ids: Tokens of the assistant's turn.
 
         Raises:
-            ValueError: The template cannot write them.
+            ValueError: If the template cannot render the messages.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
         _, mark, reply = self._render([*before, *messages]).rpartition(_TURN)
         if not mark:
             raise ValueError(
-                "The model's chat template must write an assistant's message as it is, and has "
-                "left it out. Give the observation as text."
+                "The model's chat template must render an assistant message unchanged, but it "
+                "omits the message. Return the observation as text instead of chat messages."
             )
         last = turn_ids[-1] if turn_ids else None
         if last in self._eos and (end := self._tokenizer.id_to_token(last)):
@@ -90,11 +90,12 @@ class TextCodec:
         return self.encode_continuation(reply)
 
     def encode_observation(self, text: str, *, has_special_tokens: bool) -> list[int]:
-        """Token ids of text that an environment put in.
+        """Returns the token IDs of text that an environment inserts.
 
         Args:
-            text: What was observed.
-            has_special_tokens: Special tokens in it are such; else they are spelled out.
+            text: The observation.
+            has_special_tokens: Whether special tokens in the text are encoded as such. Otherwise
+                they are encoded as plain text.
         """
         if has_special_tokens:
             return self.encode_continuation(text)
@@ -104,7 +105,7 @@ class TextCodec:
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def single_token(self, text: str) -> int | None:
-        """The one token that spells the text; None where there is none."""
+        """Returns the one token that spells the text, or ``None`` if there is none."""
         ids = self.encode_continuation(text)
         return ids[0] if len(ids) == 1 else None
 
@@ -117,11 +118,11 @@ class TextCodec:
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(
-                f"The chat template of {self._path} cannot write {messages!r:.200}: {error}"
+                f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
             ) from error
 
     def decode(self, completion_ids: Sequence[int]) -> str:
-        """Text of a completion, without special tokens and end of sequence."""
+        """Returns the text of a completion, without special tokens and end of sequence."""
         ids = list(completion_ids)
         if ids and ids[-1] in self._eos:
             ids.pop()
@@ -129,13 +130,13 @@ class TextCodec:
 
 
 def _load_chat_tokenizer(path: Path) -> Any:
-    # Imported late: transformers imports torch, seconds that plain prompts need not cost.
+    # Imported here, because transformers takes seconds to import and plain prompts do not need it.
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"The prompts are chat messages, and the tokenizer in {path} has no chat template. "
-            "Use string prompts (prompts.template), or a model directory with a chat template."
+            f"The prompts are chat messages, but the tokenizer in {path} has no chat template. Use "
+            "string prompts (prompts.template), or a model directory with a chat template."
         )
     return tokenizer

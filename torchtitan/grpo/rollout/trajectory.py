@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion, written in one or several segments, on one or several servers.
+"""Generates one completion in one or several segments, on one or several servers.
 
-With ``rollout.segment_tokens`` a server is asked for so many tokens at a time, and whoever has
-room writes the next ones, after a prompt that holds all before: a server that keeps its prefix
-cache computes nothing twice. What a lost server or a stopped run costs is then one segment,
-and long answers move away from busy servers. Whoever waits for the completion notices nothing:
-tokens and logprobs are as the servers wrote them, never tokenised again, and each token has
-the version that it was written under.
+With ``rollout.segment_tokens`` a server generates only that many tokens per request. The next
+segment goes to any server that has room, with a prompt that contains all earlier segments. A
+server with a prefix cache does not compute that prefix again. A lost server or a stopped run
+then costs one segment at most, and long answers move away from busy servers. The completion is
+the same as one from a single request: tokens and logprobs are kept as the servers returned
+them, text is never tokenised again, and each token has the version that generated it.
 
-With ``rollout.environment`` an environment reads each turn, and what it observes is put behind
-it; see `environments`. The next turn is a segment of the same completion.
+With ``rollout.environment`` an environment reads each turn, and its observation is appended to
+the completion; see `environments`. The next turn is a further segment of the same completion.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 
-# How often a completion that no server can go on with looks for one.
+# Poll interval of a completion that waits for a server to continue on.
 _LOOK_SECONDS = 0.05
 
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion under way.
+    """A completion that is being generated.
 
     Attributes:
-        prompt: What it answers.
-        so_far: What is written of it; None before the first segment.
-        is_cut: It was ended where it was.
-        task: Its end.
+        prompt: The prompt that is answered.
+        so_far: The part that is generated. ``None`` before the end of the first segment.
+        is_cut: Whether the completion was ended early with the part generated so far.
+        task: Ends with the whole completion.
     """
 
     prompt: Prompt
@@ -47,7 +47,7 @@ class Trajectory:
     task: "asyncio.Task[Generation]" = field(init=False)
 
     def result(self) -> Generation | None:
-        """The completion, once it is whole or cut; None while it is not, and where it failed."""
+        """Returns the whole or cut completion, or ``None`` if it is unfinished or has failed."""
         task = self.task
         if self.is_cut:
             return self.so_far
@@ -56,15 +56,15 @@ class Trajectory:
         return task.result()
 
     def cut(self) -> None:
-        """Ends it with the segments that are written by now."""
+        """Ends the completion with the segments that are already generated."""
         self.is_cut = True
         self.task.cancel()
 
     async def until_ended(self) -> None:
-        """Returns when it is whole, cut, or has failed, which is data.
+        """Waits until the completion is whole, was cut, or has failed on the servers.
 
         Raises:
-            Exception: Something else ended it; the run must stop.
+            Exception: If the completion ended in any other way. The run must stop.
         """
         try:
             await self.task
@@ -77,14 +77,15 @@ class Trajectory:
 
 
 class TrajectoryWriter:
-    """Starts completions and sees them through.
+    """Starts completions and carries each one to its end.
 
     Args:
         dispatcher: The servers.
-        sampling: Of all completions.
-        segment_tokens: ``rollout.segment_tokens``; 0 is one segment a completion.
-        wait_seconds: Longest wait for a server between two segments.
-        episodes: Gives each completion its environment; None is one turn a completion.
+        sampling: Sampling settings of all completions.
+        segment_tokens: ``rollout.segment_tokens``. 0 generates each completion in one segment.
+        wait_seconds: Maximum wait for a server between two segments.
+        episodes: Gives each completion its environment. ``None`` means that a completion has a
+            single turn.
     """
 
     def __init__(
@@ -119,22 +120,26 @@ class TrajectoryWriter:
         begun: Generation | None = None,
         expected_tokens: float | None = None,
     ) -> Trajectory:
-        """Starts a completion on a ready server; its first segment is in flight at once.
+        """Starts a completion on a ready server. Its first segment is in flight immediately.
 
         Args:
-            prompt: What is asked.
-            server: From ``Dispatcher.choose``.
-            begun: What was written of it before.
-            expected_tokens: Probable length of the whole.
+            prompt: The prompt to answer.
+            server: A server from ``Dispatcher.choose``.
+            begun: The part of the completion that was generated earlier.
+            expected_tokens: Predicted length of the whole completion.
         """
-        if begun is not None and self._episodes is None and not self._goes_on(prompt, begun):
-            begun = None  # of a run with an environment, which this one has not
+        if (
+            begun is not None
+            and self._episodes is None
+            and not self._turn_is_unfinished(prompt, begun)
+        ):
+            begun = None  # from a run with an environment, while this run has none
         trajectory = Trajectory(prompt, begun)
-        # Now, and not in the task below: the server may be lost before that begins.
+        # Read here and not in the task below: the server may be lost before the task starts.
         floor = server.version
         assert floor is not None, f"{server.url} is not ready"
         first = None
-        if begun is None or self._goes_on(prompt, begun):
+        if begun is None or self._turn_is_unfinished(prompt, begun):
             first = self._submit(trajectory, server, expected_tokens)
         episode = None if self._episodes is None else self._episodes.open(prompt)
         trajectory.task = asyncio.create_task(
@@ -148,7 +153,7 @@ class TrajectoryWriter:
         return self._episodes is not None
 
     def metrics(self) -> dict[str, float]:
-        """What there is to say of environments."""
+        """Returns the metrics of the environments."""
         return {} if self._episodes is None else self._episodes.metrics()
 
     async def _write(
@@ -160,31 +165,35 @@ class TrajectoryWriter:
         expected_tokens: float | None,
         episode: Episode | None,
     ) -> Generation:
-        """Writes to the end.
+        """Generates the rest of a completion.
 
         Args:
-            trajectory: What is written of it before is its ``so_far``.
-            floor: The oldest version that it takes.
-            server: Of the first segment.
-            segment: In flight; None where the environment is to read a turn first.
-            expected_tokens: Probable length of the whole.
-            episode: Its environment, closed at the end.
+            trajectory: The completion. Its ``so_far`` holds the part that exists already.
+            floor: Oldest policy version that may generate a segment.
+            server: Server of the first segment.
+            segment: The first segment, in flight. ``None`` if the environment reads a turn first.
+            expected_tokens: Predicted length of the whole completion.
+            episode: The environment of the completion. It is closed at the end.
         """
         try:
             while True:
                 if segment is not None:
-                    # A task of its own: cancelled with this one, it tells the server.
+                    # Cancelling this task also cancels the segment, which notifies the server.
                     trajectory.so_far = joined(trajectory.so_far, await segment)
                 whole = trajectory.so_far
-                assert whole is not None, "what is not begun has a segment in flight"
-                if not self._goes_on(trajectory.prompt, whole):
+                assert whole is not None, (
+                    "a completion without tokens must have a segment in flight"
+                )
+                if not self._turn_is_unfinished(trajectory.prompt, whole):
                     if episode is None:
                         return whole
                     with self._dispatcher.hold():
                         followed = await episode.follow(whole, self._room(trajectory))
                     trajectory.so_far = followed.generation
                     if followed.is_over:
-                        assert followed.generation is not None, "what is over is there"
+                        assert followed.generation is not None, (
+                            "an episode that is over must have a completion"
+                        )
                         return followed.generation
                 server = await self._next_server(floor, server)
                 segment = self._submit(trajectory, server, expected_tokens)
@@ -192,8 +201,8 @@ class TrajectoryWriter:
             if episode is not None:
                 episode.close()
 
-    def _goes_on(self, prompt: Prompt, whole: Generation) -> bool:
-        """Whether the model's turn was cut at the end of a segment, and has room for more."""
+    def _turn_is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
+        """Returns whether the turn was cut by the segment length and has room for more tokens."""
         room = self._sampling.room_after(prompt) - len(whole.token_ids)
         return whole.finish_reason == "length" and room > 0
 
@@ -201,7 +210,7 @@ class TrajectoryWriter:
         self, trajectory: Trajectory, server: Server, expected_tokens: float | None
     ) -> "asyncio.Task[Generation]":
         room = self._room(trajectory)
-        assert room > 0, "a completion that is begun has room for more"
+        assert room > 0, "an unfinished completion must have room for more tokens"
         segment = min(room, self._segment_tokens or room)
         prompt = trajectory.prompt
         if trajectory.so_far is not None:
@@ -213,12 +222,12 @@ class TrajectoryWriter:
         return self._dispatcher.submit(prompt, server, sampling, expected_tokens=expected_tokens)
 
     def _room(self, trajectory: Trajectory) -> int:
-        """Tokens that may still be written."""
+        """Returns the number of tokens that may still be generated."""
         written = 0 if trajectory.so_far is None else len(trajectory.so_far.token_ids)
         return self._sampling.room_after(trajectory.prompt) - written
 
     async def _next_server(self, floor: int, former: Server) -> Server:
-        """The former one, which has the prefix, or whoever can go on."""
+        """Returns the former server, which has the prefix, or another server that is ready."""
         try:
             async with asyncio.timeout(self._wait_seconds):
                 while True:
@@ -230,7 +239,8 @@ class TrajectoryWriter:
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError as error:
             raise ServerError(
-                f"A completion must be gone on with within rollout.request_timeout_seconds = "
-                f"{self._wait_seconds:g}, and no server of policy_version {floor} or newer was "
-                f"ready for it. It was written on {former.url} before."
+                f"No server of policy_version {floor} or newer was ready to continue a completion "
+                f"within rollout.request_timeout_seconds = {self._wait_seconds:g}. The previous "
+                f"segment was generated on {former.url}. Check the servers' logs, or raise "
+                "rollout.request_timeout_seconds."
             ) from error

@@ -15,4 +15,6 @@ def test_ranks_that_fetch_their_rollouts_have_the_rows_that_rank_zero_would_send
     for result in run_ranks("feed_fetch_ranks", 4):
         assert result["results"] == [[True, True]] * 3
         # A batch that is not held any more.
-        assert "batch of version 0 is asked for, and that of 2 is held" in result["refused"]
+        assert (
+            "it holds the batch of version 2, and the request is for version 0" in result["refused"]
+        )

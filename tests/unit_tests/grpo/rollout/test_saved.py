@@ -68,7 +68,9 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 def test_a_damaged_file_and_one_of_another_step_are_refused(tmp_path: Path):
     path = file_of(str(tmp_path), 4)
     write_saved(path, some())
-    with pytest.raises(SavedRolloutsError, match=r"must be of step 5, got 4. Remove it"):
+    with pytest.raises(
+        SavedRolloutsError, match=r"must contain the rollouts of step 5, got step 4. Remove"
+    ):
         read_saved(path, 5)
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(SavedRolloutsError, match=r"saved with the checkpoint of step 4"):

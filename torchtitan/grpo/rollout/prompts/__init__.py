@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Prompt sets as one endless, shuffled, resumable stream of tokenised prompts.
+"""Prompt sets as one endless, shuffled and resumable stream of tokenised prompts.
 
-In reading order: `prompt_set` (a table's rows as prompts), `mixture` (several sets), then
-`interleaving` and `order`, which say what each index stands for, and `stream`.
+In reading order: `prompt_set` (the rows of a table as prompts), `mixture` (several sets),
+`interleaving` and `epoch_order` (which set and row each index refers to), and `prompt_stream`.
 """
 
 from torchtitan.grpo.rollout.prompts.mixture import PromptMixture, open_mixture

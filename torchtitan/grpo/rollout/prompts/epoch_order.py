@@ -1,23 +1,23 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The order of a set's rows, epoch after epoch, from the draw's number alone."""
+"""The order of a set's rows in every epoch, computed from the draw's number alone."""
 
 import numpy as np
 
-# Prompts that a resumed run asks again may lie in the epoch before the present one.
+# Prompts that a resumed run issues again may belong to the previous epoch.
 _KEPT_EPOCHS = 2
 
 
 class EpochOrder:
-    """Each epoch is a permutation of its own, given by the seed.
+    """Gives each epoch a permutation of its own, derived from the seed.
 
     Args:
-        num_rows: Rows of the set.
+        num_rows: Number of rows in the set.
         seed: ``debug.seed``.
-        set_number: Position of the set in ``prompts.paths``: sets of equal sizes get orders of
-            their own. 0 for ``prompts.path``.
-        shuffle: ``prompts.shuffle``; otherwise each epoch is in the order of the file.
+        set_number: Position of the set in ``prompts.paths``, so that sets of equal size get
+            different orders. 0 for ``prompts.path``.
+        shuffle: ``prompts.shuffle``. ``False`` keeps the order of the file in each epoch.
     """
 
     def __init__(self, num_rows: int, *, seed: int, set_number: int, shuffle: bool) -> None:
@@ -28,7 +28,7 @@ class EpochOrder:
         self._permutations: dict[int, np.ndarray] = {}
 
     def row(self, draw: int) -> int:
-        """The row of the set's draw of this number."""
+        """Returns the row for the draw with this number."""
         epoch, offset = divmod(draw, self._num_rows)
         return int(self._permutation(epoch)[offset]) if self._shuffle else offset
 

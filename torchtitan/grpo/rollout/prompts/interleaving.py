@@ -1,19 +1,22 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which of several sets a draw goes to, from the draw's number alone. Pure.
+"""Computes which of several sets a draw goes to, from the draw's number alone. Pure functions.
 
-The divisor method of Sainte-Laguë, which apportions seats to parties: draw ``c`` (from 0) of a
-set of weight ``w`` has the key ``(2 c + 1) / w``, and draws are taken in the order of their keys,
-of equal ones the first set's.
+This is the divisor method of Sainte-Laguë, which apportions parliament seats to parties. Draw
+``c`` (counted from 0) of a set of weight ``w`` has the key ``(2 c + 1) / w``. Draws are taken
+in the order of their keys, and among equal keys in the order of the sets.
 
-Invariants, for K sets of shares ``s`` after any number of draws ``p``:
+Invariants for K sets, where set ``i`` has the fraction ``s`` of the total weight, after ``p``
+draws:
 
-- a set was drawn from ``p s`` times, give or take ``1/2 + K s / 2``;
-- after each period, which is the sum of the weights brought to the smallest integers, exactly;
-- no draw needs those before it: what was drawn until ``p`` costs K**2 steps, however large p is.
+- The set was drawn ``p s`` times, within ``1/2 + K s / 2``.
+- After each period, which is the sum of the weights reduced to the smallest integers, the count
+  is exact.
+- No draw depends on earlier draws. The counts after ``p`` draws are computed in K**2 steps, for
+  any ``p``.
 
-Example: weights 3 and 1 give the order A A B A, again and again.
+Example: weights 3 and 1 give the order A A B A, repeated forever.
 """
 
 import math
@@ -23,7 +26,7 @@ from typing import NamedTuple
 
 
 class Draw(NamedTuple):
-    """One draw: the set, and how many draws of that set were before."""
+    """One draw: the set, and the number of earlier draws from that set."""
 
     set: int
     number: int
@@ -33,8 +36,8 @@ class Interleaving:
     """The order in which sets are drawn from.
 
     Args:
-        weights: One number above 0 for each set. Read as they are written in decimal, so
-            that 0.7 and 0.3 are 7 to 3.
+        weights: One positive number per set. They are read as written in decimal, so that 0.7
+            and 0.3 are exactly 7 to 3.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -45,21 +48,21 @@ class Interleaving:
         divisor = math.gcd(*integers)
         self.weights = [weight // divisor for weight in integers]
         self.period = sum(self.weights)
-        # Keys on a common denominator: whole numbers, of which no two are mistaken as equal.
+        # Keys with a common denominator are integers, which compare exactly.
         common = math.lcm(*self.weights)
         self._steps = [common // weight for weight in self.weights]
 
     def at(self, position: int) -> Draw:
-        """The draw after ``position`` others."""
+        """Returns the draw that follows the first ``position`` draws."""
         counts = self.counts(position)
         next_set = self._next_set(counts)
         return Draw(next_set, counts[next_set])
 
     def counts(self, position: int) -> list[int]:
-        """How often each set is drawn from in the first ``position`` draws."""
-        # Between the last key that is in and the first that is out lies a T with
-        # |count - T w / 2| <= 1/2 for every set. Their sum gives T, and so a bound of each
-        # count from below, from which at most a draw a set is missing.
+        """Returns how often each set is drawn from in the first ``position`` draws."""
+        # Between the last key taken and the first key not taken lies a T with
+        # |count - T w / 2| <= 1/2 for every set. The sum over the sets bounds T, and so gives a
+        # lower bound of each count, from which at most one draw per set is missing.
         shift = 2 * position - len(self.weights)
         counts = [
             max(0, -((self.period - weight * shift) // (2 * self.period)))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The sets that prompts are drawn from, and in which proportions."""
+"""The sets that prompts are drawn from, and their proportions."""
 
 import logging
 from collections.abc import Sequence
@@ -17,16 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 class PromptMixture:
-    """Sets with weights; a single set is a mixture of one.
+    """Prompt sets with weights. A single set is a mixture of one.
 
     Args:
-        sets: At least one.
-        weights: One number above 0 for each; empty is by their sizes, so that all of them
-            end their epochs together.
+        sets: At least one set.
+        weights: One positive number per set. An empty list weights the sets by their sizes, so
+            that all of them end their epochs together.
     """
 
     def __init__(self, sets: Sequence[PromptSet], weights: Sequence[float] = ()) -> None:
-        assert not weights or len(weights) == len(sets), f"{len(weights)} for {len(sets)} sets"
+        assert not weights or len(weights) == len(sets), (
+            f"{len(weights)} weights for {len(sets)} sets"
+        )
         self.sets = list(sets)
         self.interleaving = Interleaving(weights or [len(prompts) for prompts in sets])
 
@@ -34,7 +36,7 @@ class PromptMixture:
         return sum(len(prompts) for prompts in self.sets)
 
     def close(self) -> None:
-        """Lets go of all tables."""
+        """Closes all tables."""
         with ExitStack() as stack:
             for prompts in self.sets:
                 stack.callback(prompts.close)
@@ -44,7 +46,7 @@ def open_mixture(config: RolloutProcessConfig, codec: TextCodec) -> PromptMixtur
     """Opens ``prompts.path``, or all of ``prompts.paths``.
 
     Raises:
-        ValueError: A set is missing, empty, unreadable or lacks the prompt column.
+        ValueError: If a set is missing, empty or unreadable, or lacks the prompt column.
     """
     settings = config.prompts
     paths, key = (settings.paths, "prompts.paths") if settings.paths else (None, "prompts.path")
@@ -62,19 +64,21 @@ def open_mixture(config: RolloutProcessConfig, codec: TextCodec) -> PromptMixtur
         mixture = PromptMixture(sets, settings.weights)
         stack.pop_all()
     for prompts, weight in zip(sets, mixture.interleaving.weights, strict=True):
-        share = weight / mixture.interleaving.period
-        logger.info("%s: %d prompts, %.3g %% of the draws", prompts.path, len(prompts), 100 * share)
+        fraction = weight / mixture.interleaving.period
+        logger.info(
+            "%s: %d prompts, %.3g %% of the draws", prompts.path, len(prompts), 100 * fraction
+        )
     return mixture
 
 
 def _named(paths: list[str]) -> list[tuple[str, str]]:
-    """Each path with the shortest name that is unique: its stem, or the path itself."""
+    """Returns each path with a unique name: its stem, or the path if stems are not unique."""
     stems = [_stem(path) for path in paths]
     are_unique = len(set(stems)) == len(paths)
     return list(zip(paths, stems if are_unique else paths, strict=True))
 
 
 def _stem(path: str) -> str:
-    # Names of data sets may have dots, as in "owner/set-v1.5".
+    # Names of data sets may contain dots, as in "owner/set-v1.5".
     last = Path(path)
     return last.stem if last.suffix in (".jsonl", ".json", ".parquet") else last.name

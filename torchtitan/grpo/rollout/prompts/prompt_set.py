@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A table's rows as prompts, each tokenised when it is first asked for."""
+"""The rows of a table as prompts. Each prompt is tokenised when it is first used."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,11 @@ _MAX_CACHED_PROMPTS = 100_000
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt must fit into.
+    """Limits that every prompt must satisfy.
 
     Attributes:
-        max_tokens: Longer prompts are left out.
-        vocab_size: Token ids must be below it.
+        max_tokens: Prompts with more tokens are left out.
+        vocab_size: All token IDs must be below this number.
     """
 
     max_tokens: int
@@ -31,34 +31,34 @@ class PromptLimits:
 
     @classmethod
     def of(cls, config: RolloutProcessConfig) -> "PromptLimits":
-        """``prompts.max_prompt_tokens`` or its default, with room for one token at least."""
+        """Returns the limits of a configuration. A prompt leaves room for at least one token."""
         wanted = config.prompts.max_prompt_tokens or config.seq_len - config.rollout.max_new_tokens
         return cls(max(1, min(wanted, config.seq_len - 1)), config.vocab_size)
 
 
 class PromptSet:
-    """Rows turned into prompts. Used by one thread at a time.
+    """Converts the rows of a table to prompts. Only one thread at a time may use it.
 
     Args:
-        rows: The table.
-        settings: Column, renamed columns, template.
-        codec: The model's tokenizer.
-        limits: Longest prompt, and vocabulary size.
+        table: The table.
+        settings: Prompt column, renamed columns and template.
+        codec: Tokenizer of the model.
+        limits: Maximum prompt length and vocabulary size.
         key: TOML key of the table's path, for messages.
-        set_name: Given to each row as the column ``prompt_set``, unless the row has one of
-            that name; None adds nothing.
+        set_name: Value of the column ``prompt_set`` that is added to each row, unless the row has
+            such a column. ``None`` adds no column.
     """
 
     def __init__(
         self,
-        rows: Table,
+        table: Table,
         settings: Prompts,
         codec: TextCodec,
         limits: PromptLimits,
         key: str,
         set_name: str | None = None,
     ) -> None:
-        self._rows = rows
+        self._table = table
         self._settings = settings
         self._codec = codec
         self._limits = limits
@@ -81,36 +81,36 @@ class PromptSet:
         """Opens and checks the table at ``path``.
 
         Raises:
-            ValueError: It is missing, empty, unreadable or lacks the prompt column.
+            ValueError: If the table is missing, empty or unreadable, or lacks the prompt column.
         """
         settings = config.prompts
-        rows = open_table(path, split, settings.rename, settings.column, key, name)
-        return cls(rows, settings, codec, PromptLimits.of(config), key, set_name)
+        table = open_table(path, split, settings.rename, settings.column, key, name)
+        return cls(table, settings, codec, PromptLimits.of(config), key, set_name)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table)
 
     @property
     def path(self) -> str:
-        """Where the rows come from, for messages."""
-        return self._rows.path
+        """Location of the table, for messages."""
+        return self._table.path
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt that is used, in tokens."""
+        """Maximum number of tokens of a prompt."""
         return self._limits.max_tokens
 
     def prompt(self, row: int, index: int) -> Prompt | None:
-        """Row ``row`` as the stream's prompt ``index``; None where it is too long.
+        """Returns row ``row`` as prompt ``index`` of the stream, or ``None`` if it is too long.
 
         Raises:
-            ValueError: The row is no prompt, or its tokens are not the model's; or a check in
-                the background has found a bad row.
+            ValueError: If the row is not a valid prompt, if a token ID is not in the model's
+                vocabulary, or if the background check has found an invalid row.
         """
-        self._rows.check()
+        self._table.check()
         if row in self._too_long:
             return None
-        columns = dict(self._rows.row(row))
+        columns = dict(self._table.row(row))
         if self._set_name is not None:
             columns.setdefault(SET_COLUMN, self._set_name)
         text = self._text(columns, row)
@@ -126,10 +126,10 @@ class PromptSet:
         return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
 
     def sample(self) -> Prompt:
-        """The first row that is short enough, to try reward functions on.
+        """Returns the first prompt that is short enough, for checks of reward functions.
 
         Raises:
-            ValueError: A row is bad, or none is short enough.
+            ValueError: If a row is invalid, or if all prompts are too long.
         """
         for row in range(len(self)):
             prompt = self.prompt(row, row)
@@ -153,11 +153,11 @@ class PromptSet:
 
     @property
     def none_fits(self) -> bool:
-        """Every row was looked at, and is too long."""
+        """Whether all rows were read and all are too long."""
         return len(self._too_long) == len(self)
 
     def none_fits_error(self) -> ValueError:
-        """What is wrong where no row is short enough."""
+        """Returns the error for a set in which all prompts are too long."""
         return ValueError(
             f"{self.key}: none of the {len(self)} prompts in {self.path} is at most "
             f"{self.max_tokens} tokens long. Raise prompts.max_prompt_tokens or training.seq_len, "
@@ -165,12 +165,12 @@ class PromptSet:
         )
 
     def close(self) -> None:
-        """Lets go of the table."""
-        self._rows.close()
+        """Closes the table."""
+        self._table.close()
 
     def _text(self, columns: dict[str, Any], row: int) -> str | list[dict[str, str]]:
         value = columns[self._settings.column]
-        where = self._rows.where(row)
+        where = self._table.where(row)
         if isinstance(value, str):
             return self._apply_template(value, columns, where)
         if not _is_conversation(value):
@@ -180,8 +180,8 @@ class PromptSet:
             )
         if self._settings.template is not None:
             raise ValueError(
-                f"{where}: prompts.template applies to string prompts, and this prompt is a list "
-                "of chat messages. Leave prompts.template out."
+                f"{where}: prompts.template applies to string prompts only, but this prompt is a "
+                "list of chat messages. Remove prompts.template."
             )
         return value
 
@@ -193,8 +193,8 @@ class PromptSet:
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{where}: prompts.template {self._settings.template!r} cannot be filled in: "
-                f"{error!r}. It may name {{prompt}} and the columns {sorted(columns)}; write "
-                "{{ and }} for braces."
+                f"{error!r}. It may contain {{prompt}} and the columns {sorted(columns)}. Write "
+                "{{ and }} for literal braces."
             ) from error
 
     def _tokenise(self, text: str | list[dict[str, str]], row: int) -> np.ndarray:
@@ -203,22 +203,25 @@ class PromptSet:
         else:
             token_ids = np.asarray(self._codec.encode_chat(text), dtype=np.int32)
         if len(token_ids) == 0:
-            raise ValueError(f"{self._rows.where(row)}: the prompt has no token. Remove the row.")
+            raise ValueError(f"{self._table.where(row)}: the prompt has no tokens. Remove the row.")
         largest = int(token_ids.max())
         if largest >= self._limits.vocab_size:
             raise ValueError(
-                f"{self._rows.where(row)}: the tokenizer gives token id {largest}, and the "
-                f"model's vocabulary has {self._limits.vocab_size} entries. The tokenizer and "
-                "config.json in model.hf_assets_path do not belong together."
+                f"{self._table.where(row)}: the tokenizer produced token id {largest}, but the "
+                f"model's vocabulary has only {self._limits.vocab_size} entries. Check that the "
+                "tokenizer and config.json in model.hf_assets_path belong to the same model."
             )
         return token_ids
 
 
 def first_prompts(prompts: PromptSet, num_prompts: int) -> tuple[list[Prompt], int]:
-    """The first ``num_prompts`` rows (0: all) in file order, and how many were too long.
+    """Returns the first ``num_prompts`` prompts in file order (0 means all).
+
+    Returns:
+        The prompts, and the number of prompts that were left out because they are too long.
 
     Raises:
-        ValueError: A row is bad, or none is short enough.
+        ValueError: If a row is invalid, or if all prompts are too long.
     """
     num_rows = min(num_prompts or len(prompts), len(prompts))
     found = [prompts.prompt(row, row) for row in range(num_rows)]
@@ -226,7 +229,8 @@ def first_prompts(prompts: PromptSet, num_prompts: int) -> tuple[list[Prompt], i
     if not usable:
         raise ValueError(
             f"{prompts.key}: none of the first {num_rows} prompts in {prompts.path} is at most "
-            f"{prompts.max_tokens} tokens long."
+            f"{prompts.max_tokens} tokens long. Raise prompts.max_prompt_tokens or "
+            "training.seq_len, or evaluate more prompts (evaluation.num_prompts)."
         )
     return usable, num_rows - len(usable)
 

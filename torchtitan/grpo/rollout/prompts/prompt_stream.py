@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Prompts without end: shuffled, mixed, and exactly resumable.
+"""An endless stream of prompts: shuffled, mixed and exactly resumable.
 
 Invariants:
 
-- A prompt's index names a set, an epoch of it and a row, from the settings, the sizes of the
-  sets and the seed alone; nothing that was drawn before matters.
-- A stream hands out ``pending``, in ascending order, then all indices from ``position`` on,
-  without those of prompts that are too long. So a stream that is given what another one has
-  handed out and nobody has used up, and where that one stands, goes on exactly.
+- The index of a prompt determines its set, epoch and row. It depends only on the settings, the
+  sizes of the sets and the seed, not on earlier draws.
+- A stream returns ``pending`` in ascending order, then all indices from ``position`` on except
+  those of prompts that are too long. A stream therefore continues another one exactly if it
+  receives the other's position and the prompts that were returned but not used up.
 """
 
 import threading
@@ -23,24 +23,24 @@ from torchtitan.grpo.types import Prompt
 
 
 class PromptStream:
-    """Epoch after epoch of each set, in permutations given by the seed.
+    """Returns prompts epoch after epoch, in permutations derived from the seed.
 
-    Safe to use from several threads.
+    It is thread-safe.
 
     Args:
-        prompts: The set, or several.
+        prompts: One set or several.
         seed: ``debug.seed``.
         shuffle: ``prompts.shuffle``.
-        position: Index of the first row to look at. Indices count rows, those left out
-            included.
-        pending: Indices before ``position`` that were handed out and not used up; they come
-            first.
+        position: Index of the first new prompt. Indices count all rows, including prompts that
+            are too long.
+        pending: Indices below ``position`` that were returned earlier and not used up. They are
+            returned first.
 
     Attributes:
-        num_too_long: Prompts left out until now.
+        num_too_long: Number of prompts that were too long so far.
 
     Raises:
-        ValueError: ``pending`` are not distinct indices before ``position``.
+        ValueError: If ``pending`` are not distinct indices below ``position``.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class PromptStream:
 
     @property
     def position(self) -> int:
-        """Index of the next row to look at, behind those of ``pending``."""
+        """Index of the next new prompt, which follows those of ``pending``."""
         return self._position
 
     def next(self) -> Prompt:
-        """The next prompt that is short enough.
+        """Returns the next prompt that is short enough.
 
         Raises:
-            ValueError: A row is bad, a set holds no prompt short enough, or a pending prompt is
-                too long.
+            ValueError: If a row is invalid, if all prompts of a set are too long, or if a pending
+                prompt is too long.
         """
         with self._lock:
             if self._pending:
@@ -89,16 +89,16 @@ class PromptStream:
                 self.num_too_long += 1
 
     def prompt_at(self, index: int) -> Prompt:
-        """A prompt that was handed out before, and is not among ``pending``.
+        """Returns a prompt that was returned earlier and is not in ``pending``.
 
         Raises:
-            ValueError: Its row is bad or too long.
+            ValueError: If its row is invalid or too long.
         """
         with self._lock:
             return self._prompt_at(index)
 
     def close(self) -> None:
-        """Lets go of the sets."""
+        """Closes all sets."""
         with self._lock:
             self._mixture.close()
 
@@ -106,11 +106,11 @@ class PromptStream:
         prompt = self._prompt(index)
         if prompt is None:
             raise ValueError(
-                f"Prompt {index} was handed out before, so it was at most "
-                "prompts.max_prompt_tokens long, and now it is longer than that: "
+                f"Prompt {index} was used before this run was resumed, but it is now longer than "
+                "the maximum of "
                 f"{self._mixture.sets[self._mixture.interleaving.at(index).set].max_tokens} "
-                "tokens. Resume with the [prompts], training.seq_len and rollout.max_new_tokens "
-                "that the checkpoint was written with."
+                "tokens (prompts.max_prompt_tokens). Resume with the same [prompts], "
+                "training.seq_len and rollout.max_new_tokens as the checkpoint."
             )
         return prompt
 
@@ -127,8 +127,8 @@ def _check_pending(pending: Sequence[int], position: int) -> None:
     for index in pending:
         if not 0 <= index < position:
             raise ValueError(
-                f"Pending prompts are before the stream's position, {position}, got {index}. The "
-                "checkpoint is not of a run of this kind."
+                f"Pending prompts must have indices from 0 to below the stream's position "
+                f"{position}, got {index}. The checkpoint does not belong to this run."
             )
     if len(set(pending)) < len(pending):
-        raise ValueError(f"Each prompt is pending once, got {sorted(pending)}.")
+        raise ValueError(f"Each pending prompt must be listed once, got {sorted(pending)}.")

@@ -1,15 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How many completions a server is given at once: additive increase, multiplicative decrease.
+"""Limits how many completions a server gets at once.
 
-Chiu and Jain (1989, https://doi.org/10.1016/0169-7552(89)90019-6), as TCP has it: one more
-with each window of completions that met no pressure, half of them when there is some. Of TCP
-we also keep that one burst of losses is one sign of pressure, that what was not used does not
-grow, and that it is the half of what was in flight; there is no slow start, since a server
-begins with its share of ``rollout.max_concurrent_rollouts``.
+The limit follows additive increase and multiplicative decrease (Chiu and Jain, 1989,
+https://doi.org/10.1016/0169-7552(89)90019-6), as in TCP: it grows by one after each window of
+completions without pressure, and is halved under pressure. As in TCP, one burst of losses is
+one sign of pressure, a window that was not fully used does not grow, and the new window is half
+of the completions in flight. There is no slow start, because each server begins with an equal
+quota of ``rollout.max_concurrent_rollouts``.
 
-Pure bookkeeping, no clock and no asyncio.
+This module does bookkeeping only, without a clock and without asyncio.
 """
 
 from torchtitan.grpo.inference.client import ServerLoad
@@ -21,32 +22,34 @@ _REPORTS_OF_PRESSURE = 2
 class ConcurrencyWindow:
     """The window of one server.
 
-    State: ``size``, in completions, and::
+    The state is ``size``, in completions, and::
 
-        OPEN --pressure: size = half--> SHUT --a completion begun since then ended--> OPEN
+        OPEN --pressure: size is halved--> SHUT --a completion begun since then ended--> OPEN
 
-    While it is SHUT there is no second cut: whatever ends was begun before the first one, and
-    says nothing of its effect. So there is at most one cut in the time that a completion takes.
+    While the window is SHUT, it is not cut again: completions that end now were begun before the
+    cut and say nothing about its effect. So there is at most one cut in the time that a completion
+    takes.
 
-    A group begins whole, while fewer than ``size`` completions are in flight. Hence the invariants::
+    A group starts as a whole while fewer than ``size`` completions are in flight. Hence the
+    invariants::
 
         floor <= size <= ceiling
         new work never brings more than size + group_size - 1 completions in flight
 
-    Pressure is a failed or overdue completion, and a report of a queue or of full memory if the
-    report before it had one as well: a group that has just come waits for a moment everywhere. A
-    queue shorter than a group is none.
+    Pressure is a failed or overdue completion. It is also a report of a queue or of full memory,
+    if the previous report showed one as well: a group that has just arrived waits briefly on any
+    server. A queue shorter than a group is not pressure.
 
     Args:
         floor: ``grpo.group_size``, so that a group can start on an idle server.
         ceiling: ``rollout.max_concurrent_rollouts``.
-        share: Completions of the beginning; brought into those bounds.
+        quota: Initial size, which is clamped to these bounds.
     """
 
-    def __init__(self, *, floor: int, ceiling: int, share: int) -> None:
+    def __init__(self, *, floor: int, ceiling: int, quota: int) -> None:
         self.floor = min(floor, ceiling)
         self.ceiling = ceiling
-        self.size = min(max(share, self.floor), ceiling)
+        self.size = min(max(quota, self.floor), ceiling)
         self.num_cuts = 0
         self._num_begun = 0
         self._first_after_cut = 0
@@ -54,34 +57,37 @@ class ConcurrencyWindow:
         self._num_reports_of_pressure = 0
         self._is_shut = False
 
-    def offer(self, share: int) -> None:
-        """A larger share, as when another server has left. Nothing once there was pressure."""
+    def offer(self, quota: int) -> None:
+        """Enlarges the window to ``quota``, for example after another server has left.
+
+        The call has no effect once the window was cut.
+        """
         if self.num_cuts == 0:
-            self.size = min(max(share, self.size), self.ceiling)
+            self.size = min(max(quota, self.size), self.ceiling)
 
     def begin(self) -> int:
-        """A completion is sent; returns its number, which its end names again."""
+        """Counts a completion that is sent. Returns its number, which identifies it at its end."""
         self._num_begun += 1
         return self._num_begun - 1
 
     def succeed(self, number: int, in_flight: int) -> None:
-        """Completion ``number`` has ended well; ``in_flight`` counts it still."""
+        """Records that completion ``number`` succeeded. ``in_flight`` still includes it."""
         self._end(number)
         if in_flight + self.floor <= self.size or self._num_reports_of_pressure:
-            return  # another group would have fitted: nothing says that there is room for more
+            return  # another group would have fitted, so the window was not the limit
         self._num_good += 1
         if self._num_good >= self.size:
             self._num_good = 0
             self.size = min(self.size + 1, self.ceiling)
 
     def fail(self, number: int) -> None:
-        """Completion ``number`` has failed, or was not answered in time."""
+        """Records that completion ``number`` failed or was not answered in time."""
         if number >= self._first_after_cut:
             self._end(number)
             self._cut(self.size)
 
     def report(self, load: ServerLoad | None, in_flight: int) -> None:
-        """What the server says of itself; None where it says nothing."""
+        """Records the load that the server reported, or ``None`` if it is unknown."""
         if load is None or not self._is_pressure(load):
             self._num_reports_of_pressure = 0
             return

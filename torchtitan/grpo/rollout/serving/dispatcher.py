@@ -1,21 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Sends prompts to servers and carries their failures.
+"""Sends requests to servers and handles the failures of servers.
 
-A server gets work only while the weight pusher has attested which version it serves::
+A server receives requests only while the weight pusher has attested which version it serves::
 
-    WAITING --version served--> READY --lost, or caught with old weights--> WAITING
-       |  ^                       |
-       v  +---- runs again ----+  v
-       +----- ended ---------> DOWN          either one --removed--> forgotten
+    WAITING --version attested--> READY --lost, or found with old weights--> WAITING
+       |  ^                         |
+       v  +---- restarted ----+     v
+       +----- ended ---------> DOWN          any state --removed--> forgotten
 
-All rollouts of a group start on one server, which then computes the prompt once. What a
-server was writing when it left READY is written by another, or by the same one once it is
-READY again: from the beginning, and never under weights older than it was first given to.
-
-In reading order: `server_state` (one server), `concurrency` (how much it is given), `placement`
-(who is given what), `attempts` (one request), `hedging` (two of them), `load_watch`.
+All rollouts of a group start on one server, which then computes the prompt only once. If a
+server leaves READY, its unfinished completions are generated again from the beginning, by
+another server or by the same one once it is READY again, and never under weights older than
+those of the first attempt.
 """
 
 import asyncio
@@ -43,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
 _CLOSE_SECONDS = 0.7
-# How often a completion that no server can take looks for one.
+# Poll interval of a completion that waits for a server.
 _LOOK_SECONDS = 0.05
-# Of the difference between a completion's length and the mean so far.
+# Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
 
 
@@ -54,8 +52,11 @@ class _Completion:
     """One completion, from submission to its end.
 
     Attributes:
-        floor: The oldest version it takes.
-        jobs: Its place on each server that has it now: none, one, or two where it is hedged.
+        prompt: The prompt to answer.
+        sampling: Sampling settings.
+        floor: Oldest policy version that may generate it.
+        expected_tokens: Number of tokens that are expected to be generated.
+        jobs: Its job on each server that is generating it: none, one, or two if it is hedged.
     """
 
     prompt: Prompt
@@ -66,25 +67,28 @@ class _Completion:
 
 
 class Dispatcher:
-    """All servers, and the completions in flight on them.
+    """Manages all servers and the completions in flight on them.
 
     Args:
-        clients: One for each server.
-        vocab_size: Sampled token ids must be below it.
+        clients: One client per server.
+        vocab_size: Sampled token IDs must be below this number.
         request_timeout_seconds: ``rollout.request_timeout_seconds``.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
         group_size: ``grpo.group_size``.
-        max_concurrent_rollouts: ``rollout.max_concurrent_rollouts``; None is no bound. Whoever
-            submits keeps to it; here it bounds windows and hedges.
-        adaptive_concurrency: ``rollout.adaptive_concurrency``; nothing without that bound.
+        max_concurrent_rollouts: ``rollout.max_concurrent_rollouts``. ``None`` sets no bound. The
+            caller of :meth:`submit` must respect the bound. The dispatcher applies it to the
+            servers' windows and to hedges.
+        adaptive_concurrency: ``rollout.adaptive_concurrency``. It has no effect without
+            ``max_concurrent_rollouts``.
         hedge_seconds: ``rollout.hedge_seconds``.
 
     Attributes:
-        servers: By URL.
-        in_flight: Completions submitted and not ended, over all servers; twice where hedged.
+        servers: All servers by URL.
+        in_flight: Number of completions that were submitted and have not ended, over all servers.
+            A hedged completion counts twice.
         listeners: Called when a server may have become free or ready.
-        num_hedged: Completions that were asked of a second server.
-        num_hedges_won: Those that the second server answered first.
+        num_hedged: Number of completions that were sent to a second server.
+        num_hedges_won: Number of those that the second server answered first.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class Dispatcher:
         self._hedge_seconds = hedge_seconds
         self._mean_tokens: float | None = None
         self._is_closed = False
-        # Ids of other runs on the same server must not collide with ours.
+        # Request IDs must be unique on a server that several runs share.
         self._run_id = uuid.uuid4().hex[:12]
         self._counter = itertools.count()
         self.servers = {client.url: Server(client) for client in clients}
@@ -125,43 +129,44 @@ class Dispatcher:
 
     @property
     def num_failed_requests(self) -> int:
-        """Requests without a usable answer."""
+        """Number of requests without a usable answer."""
         return self._attempts.num_failed
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated."""
+        """Number of generated tokens."""
         return self._attempts.num_tokens
 
     @property
     def last_error(self) -> str:
-        """The last failure of a request or loss of a server; empty at first."""
+        """The last failed request or lost server. Empty if there was none."""
         return self._attempts.last_error
 
     # -- servers ----------------------------------------------------------------------
 
     def add(self, client: InferenceClient) -> None:
-        """One more server, WAITING."""
-        assert client.url not in self.servers, f"{client.url} is a server already"
+        """Adds a server in the state WAITING."""
+        assert client.url not in self.servers, f"{client.url} must not be added twice"
         server = self.servers[client.url] = Server(client)
         server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
-        """Forgets a server. What it had is given back at once.
+        """Forgets a server. Its completions are moved to other servers immediately.
 
         Returns:
-            Requests that it is still being told of; close its client after them.
+            Cancelled requests of which the server is still being notified. Close the client after
+            they have ended.
         """
         server = self.servers.pop(url)
         server.leave()
-        self._share_windows()
+        self._offer_quotas()
         self._changed()
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """The server at ``url`` serves ``version``, attested: it may get work.
+        """Records that the server at ``url`` was attested to serve ``version``: it is READY.
 
-        News of a server that was removed, or has ended, since are too late to matter.
+        The call has no effect if the server was removed or has ended in the meantime.
         """
         server = self.servers.get(url)
         if server is None or server.is_down:
@@ -170,36 +175,41 @@ class Dispatcher:
         self._changed()
 
     def set_lost(self, url: str, reason: str) -> None:
-        """The server at ``url`` gets no more work, and what it had is given back."""
+        """Stops requests to the server at ``url`` and moves its completions to other servers."""
         server = self.servers.get(url)
         if server is None:
             return
-        logger.warning("Server %s gets no work until it is synchronised again: %s", url, reason)
+        logger.warning(
+            "Server %s gets no requests until its weights are updated again: %s", url, reason
+        )
         self._attempts.last_error = f"{url}: {reason}"
         server.leave()
-        self._share_windows()
+        self._offer_quotas()
         self._changed()
 
     def set_down(self, url: str, reason: str) -> None:
-        """The process of the server at ``url`` has ended: lost until :meth:`set_running`."""
+        """Records that the server's process has ended: it is lost until :meth:`set_running`."""
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
 
     def set_running(self, url: str) -> None:
-        """The server at ``url`` was started again, and is WAITING."""
+        """Records that the server at ``url`` was restarted: it is WAITING."""
         if url in self.servers:
             self.servers[url].is_down = False
             self.servers[url].window = self._window()
 
     async def watch_loads(self) -> None:
-        """Follows the servers' load, for ever; without it, failures alone are pressure."""
+        """Polls the load of all servers forever.
+
+        Without it, only failed requests count as pressure on a server.
+        """
         await watch_loads(self.servers, self._changed)
 
     def metrics(self) -> dict[str, float]:
-        """What each server is doing now, and the hedges of the whole run.
+        """Returns the current state of each server, and the hedges of the whole run.
 
-        Of a server's own report (running, waiting, kv_use) only what is known.
+        The values that a server reports itself (running, waiting, kv_use) are included if known.
         """
         values = {
             "rollout/hedged_completions": float(self.num_hedged),
@@ -214,18 +224,18 @@ class Dispatcher:
         if self._max_concurrent is None or not self._is_adaptive:
             return None
         return ConcurrencyWindow(
-            floor=self._group_size, ceiling=self._max_concurrent, share=self._share()
+            floor=self._group_size, ceiling=self._max_concurrent, quota=self._quota()
         )
 
-    def _share(self) -> int:
-        """Of ``rollout.max_concurrent_rollouts``, for each server that is not lost."""
+    def _quota(self) -> int:
+        """Returns the part of ``max_concurrent_rollouts`` for each server that is not lost."""
         num_servers = sum(not server.is_lost for server in self.servers.values())
         return -(-(self._max_concurrent or 0) // max(num_servers, 1))
 
-    def _share_windows(self) -> None:
+    def _offer_quotas(self) -> None:
         for server in self.servers.values():
             if server.window is not None:
-                server.window.offer(self._share())
+                server.window.offer(self._quota())
 
     # -- completions ------------------------------------------------------------------
 
@@ -236,15 +246,15 @@ class Dispatcher:
         prefer: str | None = None,
         has_begun: bool = False,
     ) -> Server | None:
-        """The server for a group or a completion; None while there is none.
+        """Returns the best server for a group or a completion, or ``None`` if there is none.
 
-        It is ready, its version is ``usable``, its window is not full, and of those that have
-        room for a whole group it has the least work left.
+        The server must be ready, have a usable version, and have room in its window. Among those
+        with room for a whole group, the server with the least remaining work is chosen.
 
         Args:
-            usable: Whether a server of that version will do.
-            prefer: URL of a server that has the prefix; chosen where it may be.
-            has_begun: It is no new work, and does not wait for room in a window.
+            usable: Returns whether a server of the given version may be used.
+            prefer: URL of a server that has computed the prefix. It is chosen if it may be.
+            has_begun: Whether this continues earlier work, which does not wait for room.
         """
         return best_server(
             self._ready(usable),
@@ -261,22 +271,23 @@ class Dispatcher:
         *,
         expected_tokens: float | None = None,
     ) -> asyncio.Task[Generation]:
-        """Starts one completion on a ready ``server``; it is in flight from now on.
+        """Starts one completion on a ready ``server``. It is in flight immediately.
 
-        A failed request is sent once more, one that was given back as often as it takes: to a
-        ready server whose weights are not older than those of the first, as soon as there is one.
+        A failed request is retried once. A request whose server was lost is retried as often as
+        necessary. A retry goes to the first ready server whose weights are not older than those of
+        the first attempt.
 
         Args:
-            prompt: What is asked.
-            server: From :meth:`choose`.
-            sampling: How it is answered.
-            expected_tokens: What is probably still to be written, beyond this request too where
-                it is one of several segments; None is the mean of the answers so far.
+            prompt: The prompt to answer.
+            server: A server from :meth:`choose`.
+            sampling: Sampling settings.
+            expected_tokens: Number of tokens that are expected to be generated, including later
+                segments of the same completion. ``None`` uses the mean of the answers so far.
 
         Returns:
-            A task that raises :class:`ServerError` where both tries failed, or where no
-            server could take it within ``rollout.request_timeout_seconds``, and
-            :class:`ServersFailing` where ``rollout.max_consecutive_failures`` was reached.
+            A task with the completion. It raises :class:`ServerError` if both attempts failed, or
+            if no server could take the completion within ``rollout.request_timeout_seconds``. It
+            raises :class:`ServersFailing` if ``rollout.max_consecutive_failures`` is reached.
         """
         assert server.version is not None, f"{server.url} is not ready"
         if expected_tokens is None:
@@ -291,8 +302,10 @@ class Dispatcher:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Counts a completion as in flight that no server writes just now: its environment
-        works, and nothing new is to take its place."""
+        """Counts a completion as in flight while no server is generating it.
+
+        Its environment is working, and no new completion may take its place meanwhile.
+        """
         self.in_flight += 1
         try:
             yield
@@ -300,7 +313,7 @@ class Dispatcher:
             self._leave_flight()
 
     async def close(self) -> None:
-        """Cancels what is in flight, so that the servers are told. Bounded in time."""
+        """Cancels all completions in flight and notifies the servers, in bounded time."""
         self._is_closed = True
         requests = [task for server in self.servers.values() for task in server.requests]
         for server in self.servers.values():
@@ -327,7 +340,7 @@ class Dispatcher:
             server.end_job(job, num_tokens)
 
     def _release(self, completion: _Completion) -> None:
-        for server in list(completion.jobs):  # an attempt that was cancelled before it began
+        for server in list(completion.jobs):  # attempts that were cancelled before they began
             self._vacate(completion, server)
         self._leave_flight()
 
@@ -363,7 +376,7 @@ class Dispatcher:
         return generation
 
     async def _attempt(self, completion: _Completion, server: Server) -> Generation:
-        """One request on a server where the completion has a place, which it gives up."""
+        """Sends one request to a server where the completion has a job, and ends the job."""
         request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
         try:
@@ -371,13 +384,15 @@ class Dispatcher:
             num_tokens = len(generation.token_ids)
             self._vacate(completion, server, num_tokens)
         finally:
-            self._vacate(completion, server)  # where it failed; else it has left already
+            self._vacate(
+                completion, server
+            )  # no effect after a success, which has ended the job already
         former = num_tokens if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
 
     def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
-        """Asks a second server where the first seems to have stalled; None where none may be."""
+        """Sends a stalled completion to a second server, or returns ``None`` if it must wait."""
         job, longest = completion.jobs[first], completion.sampling.max_new_tokens
         if not is_overdue(first, job, longest, self._hedge_seconds, time.monotonic()):
             return None
@@ -388,7 +403,7 @@ class Dispatcher:
         if second is None:
             return None
         logger.warning(
-            "%s has not answered for %.1f s; %s is asked as well (rollout.hedge_seconds).",
+            "%s has not answered for %.1f s. %s gets the request as well (rollout.hedge_seconds).",
             first.url, time.monotonic() - job.started_at, second.url,
         )  # fmt: skip
         self.num_hedged += 1
@@ -399,9 +414,10 @@ class Dispatcher:
         return task
 
     async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
-        """Waits until a server of at least the completion's version is ready.
+        """Waits for a ready server of at least the completion's version.
 
-        Of several, the one where others of its group have gone, which has the prompt.
+        Among several, a server that is generating other completions of the same group is preferred,
+        because it has computed the prompt.
         """
         deadline, floor = time.monotonic() + self._request_timeout, completion.floor
         while True:
@@ -414,8 +430,8 @@ class Dispatcher:
                 raise error
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"No server of policy_version {floor} or newer could take a completion over "
-                    f"within rollout.request_timeout_seconds = {self._request_timeout:g}, after: "
-                    f"{error}"
+                    f"No server of policy_version {floor} or newer could retry a completion "
+                    f"within rollout.request_timeout_seconds = {self._request_timeout:g}. The "
+                    f"previous attempt failed: {error}"
                 ) from error
             await asyncio.sleep(_LOOK_SECONDS)

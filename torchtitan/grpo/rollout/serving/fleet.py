@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The servers of a run: those that ``[inference]`` names, or those started here.
+"""The servers of a run: those that ``[inference]`` names, or those that it launches.
 
-They change while it goes on: ``inference.urls_file`` may name others, and a launched server
-may end for good. Whatever changes is told to the dispatcher first and then to rank 0.
+The set of servers changes during the run: ``inference.urls_file`` may name other servers, and
+a launched server may end for good. Each change is reported to the dispatcher first and then to
+rank 0.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 
 
 class ServerFleet:
-    """Clients of all servers, and the processes of those that were started here.
+    """Holds the clients of all servers, and the processes of the launched ones.
 
     :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
@@ -63,17 +64,17 @@ class ServerFleet:
         return [info for info, _ in self._members.values()]
 
     async def start(self) -> None:
-        """Starts servers where ``inference.launch`` says so, and waits for all of them.
+        """Launches servers if ``inference.launch`` is set, and waits until all servers are up.
 
         Raises:
-            ValueError: A URL is none, or the servers' interpreter cannot be run.
-            RuntimeError: A server that was started has ended.
-            TimeoutError: One is not up within ``inference.startup_timeout_seconds``.
+            ValueError: If a URL is invalid, or if the servers' interpreter cannot be run.
+            RuntimeError: If a launched server has ended.
+            TimeoutError: If a server is not up within ``inference.startup_timeout_seconds``.
         """
         inference = self._config.inference
         if inference.launch:
             self._ports = held = HeldPorts(inference.num_servers)
-            # Not in another thread: the kernel ends children with the thread they are from.
+            # Not in another thread: the kernel ends a child with the thread that started it.
             self._launched = start_servers(self._config, held.ports)
             urls = [server.url for server in self._launched]
         elif self._file is not None:
@@ -88,14 +89,14 @@ class ServerFleet:
         ]
 
     async def watch(self, dispatcher: Dispatcher, tell: Tell) -> None:
-        """Follows what becomes of the servers, for ever.
+        """Follows changes of the servers, forever.
 
         Args:
-            dispatcher: Holds the clients of :meth:`start`.
-            tell: Told the new servers after each change.
+            dispatcher: The dispatcher, which must hold the clients of :meth:`start`.
+            tell: Called with the new list of servers after each change.
 
         Raises:
-            RuntimeError: The last launched server has ended, and is not started again.
+            RuntimeError: If the last launched server has ended and is not restarted.
         """
         async with asyncio.TaskGroup() as tasks:
             for supervisor in self._supervisors:
@@ -104,11 +105,11 @@ class ServerFleet:
                 tasks.create_task(self._follow_file(self._file, dispatcher, tell))
 
     def reread_urls(self) -> None:
-        """Has ``inference.urls_file`` read now, whether it seems to have changed or not."""
+        """Reads ``inference.urls_file`` now, even if it does not seem to have changed."""
         self._reread.set()
 
     async def close(self) -> None:
-        """Closes the clients and ends the servers that were started here. Idempotent."""
+        """Closes the clients and ends the launched servers. Idempotent."""
         launched = {server.url: server for server in self._launched}
         self._launched = []
         for supervisor in self._supervisors:
@@ -129,23 +130,25 @@ class ServerFleet:
         end = await supervisor.run(dispatcher)
         self._leave(supervisor.client.url, dispatcher)
         if not self._members:
-            raise RuntimeError(f"The last server is gone. {end}")
-        logger.error("%d servers are left. %s", len(self._members), end)
+            raise RuntimeError(f"The last inference server has ended. {end}")
+        logger.error("%d inference servers are left. %s", len(self._members), end)
         await tell(self.servers)
 
     async def _follow_file(self, file: UrlsFile, dispatcher: Dispatcher, tell: Tell) -> None:
         while True:
             is_asked = await self._asked_within(_FILE_POLL_SECONDS)
             try:
-                # In a thread: the file may be on another machine.
+                # In a thread, because the file may be on a network file system.
                 urls = await asyncio.to_thread(file.read if is_asked else file.poll)
             except ValueError as error:
-                logger.error("%s The servers stay as they are.", error)
+                logger.error("%s The set of servers does not change.", error)
                 continue
             if urls is not None and self._change_to(urls, dispatcher):
                 await tell(self.servers)
             elif is_asked:
-                logger.info("inference.urls_file was read again and names the same servers.")
+                logger.info(
+                    "inference.urls_file was read again. It names the same servers as before."
+                )
 
     async def _asked_within(self, seconds: float) -> bool:
         try:
@@ -157,12 +160,12 @@ class ServerFleet:
         return True
 
     def _change_to(self, urls: list[str], dispatcher: Dispatcher) -> bool:
-        """Makes ``urls`` the servers; False where they are already."""
+        """Makes ``urls`` the servers. Returns ``False`` if they already are."""
         new = [url for url in urls if url not in self._members]
         gone = [url for url in self._members if url not in urls]
         for url in new:
             dispatcher.add(self._join(url))
-            logger.info("Server %s joins (inference.urls_file), and waits for weights.", url)
+            logger.info("Server %s joins (inference.urls_file) and waits for weights.", url)
         for url in gone:
             self._leave(url, dispatcher)
             logger.info("Server %s leaves (inference.urls_file).", url)
@@ -178,7 +181,7 @@ class ServerFleet:
             control_timeout_seconds=inference.control_timeout_seconds,
             request_timeout_seconds=self._config.rollout.request_timeout_seconds,
         )
-        # Above all that an earlier rollout process can have said.
+        # Higher than any number that an earlier rollout process can have reported.
         before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
         self._num_joined[client.url] = joined = before + 1
         self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
@@ -189,7 +192,7 @@ class ServerFleet:
         requests = dispatcher.remove(url)
 
         async def close_client() -> None:
-            if requests:  # the server is still being told that nobody waits for them
+            if requests:  # the server is still being notified of their cancellation
                 await asyncio.wait(requests)
             await client.close()
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Asks the servers about once a second how busy they are.
+"""Asks the servers about once per second how busy they are.
 
-Beside the work and never in its way: a server that does not say counts as one whose load is
-not known, and gets work as before.
+This never delays other work. If a server does not answer, its load is unknown and it keeps
+receiving requests.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _TIMEOUT_SECONDS = 2.0
 
 
 async def watch_loads(servers: Mapping[str, Server], changed: Callable[[], None]) -> None:
-    """Keeps ``Server.reported`` up to date, for ever.
+    """Keeps ``Server.reported`` up to date, forever.
 
     Args:
-        servers: Those of now; others may join and leave.
+        servers: The current servers. The mapping may change at any time.
         changed: Called after each round.
     """
     while True:
@@ -40,6 +40,6 @@ async def _ask(server: Server) -> None:
             load = await server.client.load()
     except (ServerError, TimeoutError) as error:
         if server.reported is not None:
-            logger.info("The load of %s is not known: %s", server.url, error or "no answer")
+            logger.info("The load of %s is unknown: %s", server.url, error or "no answer")
         load = None
     server.report(load)

@@ -1,12 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which server writes a completion.
+"""Chooses the server that generates a completion.
 
-The one with the least expected work left, in tokens, which is not the one with the fewest
-completions where some are long: StreamRL (2025, https://arxiv.org/abs/2504.15930). Tokens
-are those still to be written; a prompt's own are computed once for a group, and left out.
-Room comes first: little work that waits is no better than much that runs.
+This is the server with the least expected remaining work in tokens. It need not be the server
+with the fewest completions, because some completions are long: StreamRL (2025,
+https://arxiv.org/abs/2504.15930). Only tokens still to be generated count. Prompt tokens are
+left out, because they are computed once per group. Free room comes first: completions that run
+are better than little work that waits.
 """
 
 from collections.abc import Iterable
@@ -21,15 +22,15 @@ def best_server(
     prefer: Server | None = None,
     has_begun: bool = False,
 ) -> Server | None:
-    """The server to give completions to, among those that may have them; None where none may.
+    """Returns the server that gets the completions, or ``None`` if no server may take them.
 
     Args:
-        servers: READY, and of versions that will do.
-        num_completions: That come together. Where they fit nowhere whole, the server with the
-            most free places gets them: elsewhere more would wait while places are empty here.
-        prefer: Chosen where it has room: it has computed the prefix.
-        has_begun: They were begun before, or their group was. They do not wait for room behind
-            new work: where no window has any, the least busy server is given them.
+        servers: Servers that are READY and have a usable version.
+        num_completions: Number of completions that are placed together. If no server has room for
+            all of them, the server with the most room is chosen, so that as few as possible wait.
+        prefer: A server that has computed the prefix. It is chosen if it has room.
+        has_begun: Whether the completions, or their group, were started before. They do not wait
+            for room behind new work: if no window has room, the least busy server gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]
@@ -44,7 +45,10 @@ def best_server(
 
 
 def holder_of(group_id: int, servers: Iterable[Server]) -> Server | None:
-    """A server that is writing another completion of the same group, and has the prompt."""
+    """Returns a server that is generating another completion of the same group.
+
+    That server has already computed the prompt.
+    """
     for server in servers:
         if any(job.group_id == group_id for job in server.jobs):
             return server

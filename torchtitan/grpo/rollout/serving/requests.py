@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a server is asked for, and which answers can be trained on."""
+"""What a server is asked to generate, and which answers can be trained on."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled; lengths in tokens."""
+    """Sampling settings of completions. Lengths are in tokens."""
 
     max_new_tokens: int
     max_total_tokens: int
@@ -28,11 +28,11 @@ class Sampling:
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
     def room_after(self, prompt: Prompt) -> int:
-        """Tokens that a completion of the prompt may have."""
+        """Returns the maximum number of tokens of a completion of the prompt."""
         return min(self.max_new_tokens, self.max_total_tokens - len(prompt.token_ids))
 
     def request(self, request_id: str, prompt: Prompt) -> GenerateRequest:
-        """The request for one completion, cut so that prompt and completion fit."""
+        """Returns the request for one completion, limited so that prompt and completion fit."""
         return GenerateRequest(
             request_id=request_id,
             prompt_ids=prompt.token_ids.tolist(),
@@ -48,11 +48,12 @@ class Sampling:
 def check_generation(
     generation: Generation, request: GenerateRequest, vocab_size: int, url: str
 ) -> None:
-    """Refuses an answer that cannot be trained on.
+    """Checks that an answer can be trained on.
 
     Raises:
-        ServerError: It is empty, aborted, too long, not of this vocabulary, has no finite
-            logprob for each token, or does not say which version wrote which token.
+        ServerError: If the answer is empty, aborted or too long, has token IDs outside the
+            vocabulary, lacks a finite logprob for any token, or does not give the version of each
+            token.
     """
     ids, num_tokens = generation.token_ids, len(generation.token_ids)
     covered = [position for s in generation.segments for position in (s.start, s.end)]
@@ -62,10 +63,10 @@ def check_generation(
     elif not 0 < num_tokens <= request.max_new_tokens:
         problem = f"it has {num_tokens} tokens, expected 1 to {request.max_new_tokens}"
     elif not (ids.min() >= 0 and ids.max() < vocab_size):
-        problem = f"its token ids reach {ids.max()}, and the model has {vocab_size}"
+        problem = f"its token ids are {ids.min()} to {ids.max()}, expected 0 to {vocab_size - 1}"
     elif len(generation.logprobs) != num_tokens or not np.isfinite(generation.logprobs).all():
-        problem = f"its {len(generation.logprobs)} logprobs are not one finite number a token"
+        problem = f"its {len(generation.logprobs)} logprobs are not one finite number per token"
     elif covered[:1] != [0] or covered[-1:] != [num_tokens] or covered[1:-1:2] != covered[2:-1:2]:
         problem = f"its version segments {generation.segments} do not cover {num_tokens} tokens"
     if problem is not None:
-        raise ServerError(f"{url} answered with a completion that cannot be used: {problem}.")
+        raise ServerError(f"{url} returned a completion that cannot be used: {problem}.")

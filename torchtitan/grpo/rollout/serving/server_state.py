@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One server, as dispatch sees it."""
+"""The state of one server, as the dispatcher sees it."""
 
 import asyncio
 import math
@@ -14,21 +14,21 @@ from torchtitan.grpo.types import Generation
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 5.0
-# Of the difference between a completion's speed and the mean so far.
+# Weight of a new completion's speed in the running mean.
 _RATE_GAIN = 0.1
-# A completion that is longer than expected will probably write this part of that again.
+# A completion longer than expected is assumed to need this part of its expected length again.
 _OVERDUE_PART = 0.25
 
 
 @dataclass(eq=False)
 class Job:
-    """A completion's place on one server.
+    """A completion on one server.
 
     Attributes:
-        expected_tokens: How long it will probably be.
-        started_at: On the monotonic clock.
-        number: By which the server's window knows it; None without a window.
-        group_id: Whose completion it is, where that is of interest.
+        expected_tokens: Expected number of tokens.
+        started_at: Start time on the monotonic clock.
+        number: Number of the completion in the server's window. ``None`` without a window.
+        group_id: Group of the completion. ``None`` if it is not known.
     """
 
     expected_tokens: float
@@ -37,25 +37,29 @@ class Job:
     group_id: int | None = None
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
-        """Tokens still to be written, if it is written at that speed."""
+        """Returns the number of tokens still to be generated, at the given speed."""
         written = tokens_per_second * (now - self.started_at)
         return max(self.expected_tokens - written, _OVERDUE_PART * self.expected_tokens)
 
 
 @dataclass(eq=False)
 class Server:
-    """One server, as dispatch sees it.
+    """One server, as the dispatcher sees it.
 
     Attributes:
-        client: For generation.
-        version: What it serves, attested; None while it is not READY.
-        is_down: Its process is known to have ended.
-        is_lost: It has left READY and was not attested since.
-        window: Bounds the completions in flight on it; None where nothing does.
-        jobs: Completions in flight on it.
-        reported: What it last said of its own load; None where that is not known.
-        tokens_per_second: Of one completion among others, averaged; 0 before the first.
-        requests: Until the server has answered, or was told that nobody waits any more.
+        client: Client for generation.
+        version: Attested policy version. ``None`` while the server is not READY.
+        is_down: Whether the server's process is known to have ended.
+        is_lost: Whether the server has left READY and was not attested since.
+        window: Limits the completions in flight on the server. ``None`` sets no limit.
+        jobs: Completions in flight on the server.
+        reported: The load that the server last reported. ``None`` if it is unknown.
+        tokens_per_second: Average speed of one completion among others. 0 before the first.
+        requests: Requests until the server has answered them, or was notified of their
+            cancellation.
+        retry_at: End of the pause after a failure, on the monotonic clock.
+        last_failure_at: Time of the last failure, on the monotonic clock.
+        failures_in_a_row: Number of failures since the last success.
     """
 
     client: InferenceClient
@@ -79,24 +83,24 @@ class Server:
 
     @property
     def load(self) -> int:
-        """Completions in flight on it."""
+        """Number of completions in flight on the server."""
         return len(self.jobs)
 
     def is_ready(self) -> bool:
-        """Attested, and not in the pause after a failure."""
+        """Returns whether the server is attested and not in the pause after a failure."""
         return self.version is not None and time.monotonic() >= self.retry_at
 
     def free_places(self) -> float:
-        """Completions that still go into its window; none and fewer where it is full."""
+        """Returns how many more completions fit into the window. Not positive if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
 
     def remaining_tokens(self) -> float:
-        """What all completions in flight on it will probably still write."""
+        """Returns the expected number of tokens that all completions in flight still need."""
         now = time.monotonic()
         return sum(job.remaining_tokens(now, self.tokens_per_second) for job in self.jobs)
 
     def metrics(self) -> dict[str, float]:
-        """What it is given, and of its own report what is known."""
+        """Returns the server's work, and those values of its own report that are known."""
         values = {"inflight_rollouts": float(self.load)}
         if self.window is not None:
             values["window"] = float(self.window.size)
@@ -110,14 +114,14 @@ class Server:
     # -- its work ---------------------------------------------------------------------
 
     def begin_job(self, expected_tokens: float, group_id: int | None = None) -> Job:
-        """One more completion is in flight on it."""
+        """Adds a completion in flight."""
         number = None if self.window is None else self.window.begin()
         job = Job(expected_tokens, time.monotonic(), number, group_id)
         self.jobs.add(job)
         return job
 
     def end_job(self, job: Job, num_tokens: int | None = None) -> None:
-        """It is in flight no more; ``num_tokens`` were written where it ended well."""
+        """Removes a completion. ``num_tokens`` is its length if it succeeded."""
         if num_tokens is not None:
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
@@ -133,18 +137,18 @@ class Server:
     def _end_request(self, request: asyncio.Task[Generation]) -> None:
         self.requests.discard(request)
         if not request.cancelled():
-            request.exception()  # nobody may be waiting for it any more
+            request.exception()  # marks the exception as retrieved, because nobody may await it
 
     # -- its state --------------------------------------------------------------------
 
     def left(self) -> asyncio.Future[None]:
-        """Done once the server leaves READY."""
+        """Returns a future that is done once the server leaves READY."""
         if self._left is None:
             self._left = asyncio.get_running_loop().create_future()
         return self._left
 
     def attest(self, version: int) -> None:
-        """It serves ``version``, and is READY."""
+        """Records that the server serves ``version``: it is READY."""
         self.version = version
         self.is_lost = False
         self.retry_at = 0.0
@@ -153,14 +157,17 @@ class Server:
             former.set_result(None)
 
     def next_attestation(self) -> asyncio.Future[None]:
-        """Done once a further version was attested."""
+        """Returns a future that is done once a further version is attested."""
         if self._attested is None:
             self._attested = asyncio.get_running_loop().create_future()
         return self._attested
 
     def leave(self) -> None:
-        """Leaves READY. Those who wait for a request are told at once: to cancel it takes as
-        long as the server takes to answer."""
+        """Leaves READY.
+
+        Tasks that wait for a request are notified immediately, because to cancel a request takes
+        as long as the server takes to answer it.
+        """
         self.version = None
         self.is_lost = True
         left, self._left = self._left, None
@@ -170,17 +177,18 @@ class Server:
             request.cancel()
 
     def report(self, load: ServerLoad | None) -> None:
-        """What the server says of its load; None where it is not known."""
+        """Records the load that the server reports, or ``None`` if it is unknown."""
         self.reported = load
         if self.window is not None:
             self.window.report(load, self.load)
 
     def fail(self, job: Job, *, is_news: bool) -> None:
-        """A completion failed on it: a pause, longer after each failure in a row.
+        """Pauses the server after a failed completion. The pause grows with each failure in a row.
 
         Args:
             job: The completion.
-            is_news: Sent after the last failure: it is not of the same burst.
+            is_news: Whether the request was sent after the last failure, and so does not belong to
+                the same burst of failures.
         """
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)

@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of prompts, read row by row: JSONL, parquet, Hugging Face data sets.
+"""Tables of prompts, read row by row: JSONL, parquet and Hugging Face data sets.
 
-Rows are not held in memory. In reading order: `table` (what all have), `opening`, `jsonl` with
-`lines` and `row_check`, `parquet`, `dataset`.
+A *row* is here a row of such a table, and its rows are not held in memory. In reading order:
+`table` (the interface), `opening`, `jsonl` with `line_index` and `row_check`, `parquet`,
+`hf_dataset`.
 """
 
 from torchtitan.grpo.rollout.tables.opening import open_table

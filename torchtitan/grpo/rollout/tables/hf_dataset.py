@@ -11,7 +11,7 @@ from torchtitan.grpo.rollout.tables.table import Table, check_column, renamed
 
 
 class HfDatasetTable(Table):
-    """A split of a Hugging Face data set, saved to disk, local, or from the hub."""
+    """A split of a Hugging Face data set: saved to disk, in local files, or from the hub."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class HfDatasetTable(Table):
 
 
 def _load_dataset(path: str, name: str | None, split: str, key: str) -> Any:
-    # Slow to import, and not needed for files.
+    # Imported here, because it is slow to import and not needed for files.
     import datasets
 
     try:
@@ -47,7 +47,7 @@ def _load_dataset(path: str, name: str | None, split: str, key: str) -> Any:
             loaded = datasets.load_from_disk(path)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(path, name, split=split)
-    except Exception as error:  # the library raises many kinds, from files and network alike
+    except Exception as error:  # the library raises many types of errors, for files and network
         named = f"configuration {name!r} and " if name else ""
         raise ValueError(
             f"{key}: {path!r} is neither a readable .jsonl or .parquet file nor a Hugging Face "

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A JSONL file as a table: only the positions of its lines are in memory."""
+"""A JSONL file as a table. Only the positions of its lines are held in memory."""
 
 import logging
 import os
@@ -21,20 +21,20 @@ _BLOCK_BYTES = 64 * 1024
 
 
 class JsonlTable(Table):
-    """A JSON object a line. Blank lines are passed over.
+    """A file with one JSON object per line. Blank lines are skipped.
 
-    Bad lines are found before training, or soon after its start where the file is large; see
+    Invalid lines are found before training or, in a large file, soon after its start; see
     :mod:`.row_check`.
 
     Args:
         path: The file. It must not change while it is open.
-        rename: Columns renamed before use, old to new.
+        rename: Columns renamed before use, from old to new name.
         column: The prompt column, after renaming.
         key: TOML key of ``path``, for messages.
         full_check_bytes: Larger files are checked in the background.
 
     Raises:
-        ValueError: The file, or a line that was looked at, cannot be read.
+        ValueError: If the file, or a line that was checked, cannot be read.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class JsonlTable(Table):
             self._background.raise_error()
 
     def wait_until_checked(self, timeout_seconds: float) -> None:
-        """Waits for the check in the background, where there is one.
+        """Waits for the background check, if there is one.
 
         Raises:
-            TimeoutError: It takes longer.
+            TimeoutError: If the check takes longer.
         """
         if self._background is not None:
             self._background.wait(timeout_seconds)
@@ -99,7 +99,7 @@ class JsonlTable(Table):
         for i in sample:
             self.row(i)
         logger.info(
-            "%s: %d of the %d rows of %s are checked; the others will be while the run goes on",
+            "%s: %d of the %d rows of %s are checked. The others are checked during the run.",
             self._key,
             len(sample),
             len(self),
@@ -108,7 +108,7 @@ class JsonlTable(Table):
         self._background = BackgroundCheck(self._check_block, len(self), self.path)
 
     def _check_block(self, first: int) -> int:
-        """Checks some rows from ``first`` on; returns the one behind them."""
+        """Checks some rows from ``first`` on, and returns the number of the next row."""
         starts = self._lines.block(first, _BLOCK_BYTES).tolist()
         content = self._read(starts[0], starts[-1] - starts[0], first)
         for i, (start, end) in enumerate(pairwise(starts), start=first):
@@ -117,10 +117,10 @@ class JsonlTable(Table):
 
     def _read(self, start: int, length: int, i: int) -> bytes:
         try:
-            # Not seek and read: the thread of the check reads the same file.
+            # pread and not seek, because the check's thread reads the same file.
             content = os.pread(self._file.fileno(), length, start)
         except OSError as error:
-            raise ValueError(f"{self.where(i)}: cannot be read: {error.strerror}.") from error
+            raise ValueError(f"{self.where(i)} cannot be read: {error.strerror}.") from error
         if len(content) < length:
             raise ValueError(
                 f"{self.where(i)}: the file has become shorter since it was opened ({self._key}). "
@@ -129,13 +129,13 @@ class JsonlTable(Table):
         return content
 
     def _parse(self, line: bytes, i: int) -> dict[str, Any]:
-        # Called for every line of a file: the place is put into words in errors alone.
+        # Called for every line of a file, so the location is formatted only for errors.
         try:
             row = msgspec.json.decode(line.strip())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(
-                f"{self.where(i)}: every line of {self._key} must be a JSON object, and this one "
-                f"is not JSON: {error}"
+                f"{self.where(i)}: every line of {self._key} must be a JSON object, but this "
+                f"line is not JSON: {error}"
             ) from error
         if not isinstance(row, dict):
             raise ValueError(

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where the lines of a file begin, found without reading their content.
+"""Finds where the lines of a file begin, without parsing their content.
 
-Newlines are searched by numpy in blocks that stay in the processor's cache. Eight bytes a
-row are kept.
+numpy searches for newlines in blocks that stay in the processor's cache. Eight bytes per row
+are kept in memory.
 """
 
 import io
@@ -15,23 +15,23 @@ import numpy as np
 
 _BLOCK_BYTES = 1 << 20
 _NEWLINE = 10
-# Those that bytes.strip() strips.
+# The characters that bytes.strip() removes.
 _IS_BLANK = np.zeros(256, dtype=bool)
 _IS_BLANK[list(b" \t\n\r\x0b\x0c")] = True
 
 
 class LineIndex:
-    """The lines of a file that are not blank; here they are called rows.
+    """Positions of the lines of a file that are not blank, called rows here.
 
     Args:
-        starts: [num_rows + 1] int64, byte offsets of the rows, and of the file's end. What
-            lies between two of them is a row and, maybe, blank lines behind it.
-        rows_before_blank: [num_blank] int64, for each blank line the rows before it.
+        starts: [num_rows + 1] int64, byte offsets of the rows, and of the end of the file. The
+            range between two offsets contains one row and any blank lines that follow it.
+        rows_before_blank: [num_blank] int64, number of rows before each blank line.
     """
 
     def __init__(self, starts: np.ndarray, rows_before_blank: np.ndarray) -> None:
         self._starts = starts
-        # Not numpy's search, which costs more than parsing a row.
+        # bisect on an array: numpy's search takes longer than parsing a row.
         self._rows_before_blank = array("q", rows_before_blank.astype(np.int64).tobytes())
 
     def __len__(self) -> int:
@@ -39,29 +39,32 @@ class LineIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file when it was indexed."""
+        """Size of the file when it was indexed, in bytes."""
         return int(self._starts[-1])
 
     def span(self, row: int) -> tuple[int, int]:
-        """Byte offset of a row, and its length."""
+        """Returns the byte offset and the length of a row."""
         start = int(self._starts[row])
         return start, int(self._starts[row + 1]) - start
 
     def block(self, row: int, num_bytes: int) -> np.ndarray:
-        """Byte offsets of the rows from ``row`` on that fit, at least of one, and of their end."""
+        """Returns the byte offsets of the rows that fit into ``num_bytes``, and of their end.
+
+        The block starts at ``row`` and contains at least one row.
+        """
         fitting = np.searchsorted(self._starts, self._starts[row] + num_bytes, side="right") - 1
         return self._starts[row : max(int(fitting), row + 1) + 1]
 
     def line_number(self, row: int) -> int:
-        """From 1, blank lines included."""
+        """Returns the number of the row's line in the file, from 1, counting blank lines."""
         return row + 1 + bisect_right(self._rows_before_blank, row)
 
 
 def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> LineIndex:
-    """Reads an open file to its end, once, ``block_bytes`` at a time.
+    """Reads an open file once to its end, ``block_bytes`` at a time.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: If the file cannot be read.
     """
     starts, suspects, num_bytes = _scan(file, block_bytes)
     ends = np.append(starts[1:], num_bytes)
@@ -73,7 +76,7 @@ def index_lines(file: io.FileIO, block_bytes: int = _BLOCK_BYTES) -> LineIndex:
 
 
 def _scan(file: io.FileIO, block_bytes: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Offsets of all lines, the lines that begin with a blank, and the file's size."""
+    """Returns the offsets of all lines, the lines that begin with a blank, and the file's size."""
     buffer = bytearray(block_bytes)
     block = np.frombuffer(buffer, dtype=np.uint8)
     starts = [np.empty(0, dtype=np.int64)]
@@ -87,7 +90,7 @@ def _scan(file: io.FileIO, block_bytes: int) -> tuple[np.ndarray, np.ndarray, in
             found = np.insert(found, 0, 0)
         at_line_start = bool(content[-1] == _NEWLINE)
         if at_line_start:
-            found = found[:-1]  # it begins in the next block, if there is one
+            found = found[:-1]  # this line begins in the next block, if there is one
         starts.append(found + num_bytes)
         suspects.append(np.flatnonzero(_IS_BLANK[content[found]]) + num_lines)
         num_bytes += size
@@ -96,7 +99,7 @@ def _scan(file: io.FileIO, block_bytes: int) -> tuple[np.ndarray, np.ndarray, in
 
 
 def _is_blank(file: io.FileIO, start: int, end: int) -> bool:
-    # Blocks again: a file may be one long line of blanks.
+    # In blocks, because a file may be one long line of blanks.
     file.seek(start)
     while start < end:
         content = file.read(min(end - start, _BLOCK_BYTES))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a path in the configuration to its table."""
+"""Opens the table for a path in the configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,29 +23,30 @@ def open_table(
     """Opens a table and checks that it has rows with a prompt column.
 
     Args:
-        path: A ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face
-            data set; a directory of parquet files is one as well.
+        path: A ``.jsonl`` or ``.parquet`` file, or the name or directory of a Hugging Face data
+            set. A directory of parquet files counts as a data set.
         split: Split of a Hugging Face data set.
-        rename: Columns renamed before use, old to new.
+        rename: Columns renamed before use, from old to new name.
         column: The prompt column, after renaming.
         key: TOML key of ``path``, for messages.
-        name: Configuration of a Hugging Face data set that has several.
+        name: Configuration name of a Hugging Face data set that has several.
 
     Raises:
-        ValueError: Anything is wrong with the table; the message names ``key``.
+        ValueError: If the table cannot be used. The message names ``key``.
     """
     if not path:
         raise ValueError(
-            f"{key} must name a .jsonl or .parquet file or a Hugging Face data set, got ''."
+            f"{key} must be the path of a .jsonl or .parquet file or a Hugging Face data set, "
+            "got ''."
         )
     is_directory = Path(path).is_dir()
     if path.endswith(".parquet") and not is_directory:
-        rows: Table = ParquetTable(path, rename, column, key)
+        table: Table = ParquetTable(path, rename, column, key)
     elif path.endswith((".jsonl", ".json")) or Path(path).is_file():
-        rows = JsonlTable(path, rename, column, key)
+        table = JsonlTable(path, rename, column, key)
     else:
-        rows = HfDatasetTable(path, split, rename, column, key, name)
-    if len(rows) == 0:
-        rows.close()
-        raise ValueError(f"{key}: {path} holds no prompt. Give a file with at least one row.")
-    return rows
+        table = HfDatasetTable(path, split, rename, column, key, name)
+    if len(table) == 0:
+        table.close()
+        raise ValueError(f"{key}: {path} contains no prompts. Use a file with at least one row.")
+    return table

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A parquet file as a table, row group by row group."""
+"""A parquet file as a table, decoded one row group at a time."""
 
 import logging
 from collections import OrderedDict
@@ -19,20 +19,20 @@ CACHE_BYTES = 256 * 1024 * 1024
 
 
 class ParquetTable(Table):
-    """Rows by number; what is decoded is a whole row group, and the last ones are kept.
+    """Reads rows by number. A whole row group is decoded at a time, and recent ones are cached.
 
-    A file that decodes to ``cache_bytes`` or less is decoded once. In a larger one a shuffled
-    stream decodes about one row group a prompt, so that small row groups pay.
+    A file that decodes to ``cache_bytes`` or less is decoded once. A shuffled stream over a larger
+    file decodes about one row group per prompt, so small row groups are faster there.
 
     Args:
         path: The file. It must not change while it is open.
-        rename: Columns renamed before use, old to new.
+        rename: Columns renamed before use, from old to new name.
         column: The prompt column, after renaming.
         key: TOML key of ``path``, for messages.
-        cache_bytes: Decoded row groups kept; the one in use is kept whatever its size.
+        cache_bytes: Size of the cache of decoded row groups. The row group in use is always kept.
 
     Raises:
-        ValueError: The file cannot be read, or lacks a column.
+        ValueError: If the file cannot be read, or lacks a column.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ParquetTable(Table):
         key: str,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        # Slow to import, and not needed for JSONL.
+        # Imported here, because it is slow to import and not needed for JSONL.
         import pyarrow
         import pyarrow.parquet
 
@@ -71,7 +71,7 @@ class ParquetTable(Table):
         return int(self._starts[-1])
 
     def row(self, i: int) -> dict[str, Any]:
-        # To the right of all starts that are at most i: row groups may be empty.
+        # side="right" skips empty row groups, which start at the same row.
         group = int(np.searchsorted(self._starts, i, side="right")) - 1
         table = self._row_group(group, i)
         (row,) = table.slice(i - int(self._starts[group]), 1).to_pylist()
@@ -89,9 +89,9 @@ class ParquetTable(Table):
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         if sum(sizes) > self._cache_bytes and max(sizes) > _LARGE_GROUP_BYTES:
             logger.warning(
-                "%s: its %d row groups, of up to %.0f MiB each, are more than the %.0f MiB that "
-                "are kept decoded, and prompts in random order decode about one each. Write "
-                "the file with fewer rows a group, such as 1000.",
+                "%s: its %d row groups, of up to %.0f MiB each, do not fit in the cache of %.0f "
+                "MiB, so prompts in random order decode about one row group each. Write the "
+                "file with fewer rows per group, for example 1000.",
                 self.path,
                 len(sizes),
                 max(sizes) / 2**20,
@@ -103,7 +103,7 @@ class ParquetTable(Table):
             self._cached.move_to_end(group)
             return self._cached[group]
         try:
-            # One thread: the other cores are the servers' and the trainer's.
+            # In one thread, because the servers and the trainer need the other cores.
             table = self._file.read_row_group(group, use_threads=False)
         except self._errors as error:
             raise ValueError(

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What every table of prompts has: rows by number, with renamed columns."""
+"""The interface of all tables of prompts: rows by number, with renamed columns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,10 +9,7 @@ from typing import Any
 
 
 class Table(ABC):
-    """Random access to the rows of a table.
-
-    Used by one thread at a time.
-    """
+    """Random access to the rows of a table. Only one thread at a time may use it."""
 
     path: str
 
@@ -21,60 +18,60 @@ class Table(ABC):
 
     @abstractmethod
     def row(self, i: int) -> dict[str, Any]:
-        """Row ``i`` with its columns renamed.
+        """Returns row ``i`` with its columns renamed.
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: If the row cannot be read.
         """
 
     @abstractmethod
     def where(self, i: int) -> str:
-        """Names row ``i`` in messages."""
+        """Returns the location of row ``i`` for messages."""
 
-    def check(self) -> None:  # noqa: B027 - most tables have nothing to say
-        """Says what a check in the background has found until now.
+    def check(self) -> None:  # noqa: B027 - most tables have no background check
+        """Reports what a background check has found so far.
 
         Raises:
-            ValueError: A row is bad.
+            ValueError: If a row is invalid.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Lets go of files and threads; no row can be read any more."""
+        """Closes files and ends threads. No row can be read afterwards."""
 
 
 def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> dict[str, Any]:
-    """The row under its new column names.
+    """Returns the row with its new column names.
 
     Raises:
-        ValueError: A column is not there, or a new name is taken.
+        ValueError: If a column does not exist, or if a new name is already taken.
     """
     for old, new in rename.items():
         if old not in row:
             raise ValueError(
-                f"{where}: prompts.rename names the column {old!r}, which is not there. "
-                f"Columns: {sorted(row)}."
+                f"{where}: prompts.rename names the column {old!r}, which does not exist. "
+                f"Existing columns: {sorted(row)}."
             )
         if new in row and new not in rename:
             raise ValueError(
                 f"{where}: prompts.rename would overwrite the column {new!r} with {old!r}. "
-                "Rename that one as well."
+                "Rename that column as well."
             )
     return {rename.get(name, name): value for name, value in row.items()}
 
 
 def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
-    """Refuses a row without the prompt column.
+    """Checks that a row has the prompt column.
 
     Raises:
-        ValueError: It is not there.
+        ValueError: If the column does not exist.
     """
     if column not in row:
         raise no_such_column(row, column, where)
 
 
 def no_such_column(row: Mapping[str, Any], column: str, where: str) -> ValueError:
-    """What is wrong with a row without the prompt column."""
+    """Returns the error for a row without the prompt column."""
     return ValueError(
-        f"{where}: there is no column {column!r}. Columns: {sorted(row)}. Set prompts.column, "
-        "or map a column to it with prompts.rename."
+        f"{where}: there is no column {column!r}. Existing columns: {sorted(row)}. Set "
+        "prompts.column, or rename a column to it with prompts.rename."
     )

@@ -112,8 +112,8 @@ def test_set_without_a_short_prompt_is_refused(codec: TextCodec, write):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "prompts.path: .* holds no prompt"),
-        ("\n\n", "prompts.path: .* holds no prompt"),
+        ("", "prompts.path: .* contains no prompts"),
+        ("\n\n", "prompts.path: .* contains no prompts"),
         ('{"prompt": "a"}\n\n{"prompt": \n', r"prompts.jsonl:3: .*not JSON"),
         ('{"prompt": "a"}\n[1]\n', r"prompts.jsonl:2: .* got a list"),
         ('{"question": "a"}\n', r"prompts.jsonl:1: there is no column 'prompt'.*'question'"),
@@ -155,7 +155,7 @@ def test_row_that_is_no_prompt_is_refused(codec: TextCodec, write, row, settings
 
 def test_token_outside_the_models_vocabulary_is_refused(codec: TextCodec, write):
     prompts = prompt_set(write([{"prompt": "a9"}]), codec, vocab_size=10)
-    with pytest.raises(ValueError, match="the model's vocabulary has 10 entries"):
+    with pytest.raises(ValueError, match="the model's vocabulary has only 10 entries"):
         stream(prompts).next()
 
 
@@ -190,7 +190,7 @@ def test_data_set_with_several_configurations_is_opened_by_name(codec: TextCodec
 
 
 def test_path_must_be_given(codec: TextCodec):
-    with pytest.raises(ValueError, match=r"prompts.path must name"):
+    with pytest.raises(ValueError, match=r"prompts.path must be the path"):
         prompt_set("", codec)
 
 
@@ -222,5 +222,5 @@ def test_conversation_is_rendered_by_the_chat_template(codec: TextCodec, write, 
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"model.hf_assets_path must hold a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"model.hf_assets_path must contain a tokenizer.json"):
         TextCodec(str(tmp_path), [])

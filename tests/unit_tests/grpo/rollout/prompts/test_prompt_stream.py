@@ -129,12 +129,12 @@ def test_resumed_stream_and_what_was_used_before_are_the_unbroken_stream(
 
 @pytest.mark.parametrize("pending", [[5], [-1], [2, 7]])
 def test_pending_behind_the_position_is_refused(codec: TextCodec, pending):
-    with pytest.raises(ValueError, match=r"before the stream's position, 5, got"):
+    with pytest.raises(ValueError, match=r"below the stream's position 5, got"):
         PromptStream(mixture(codec, [["a"]]), seed=0, shuffle=True, position=5, pending=pending)
 
 
 def test_prompt_that_is_pending_twice_is_refused(codec: TextCodec):
-    with pytest.raises(ValueError, match=r"pending once, got \[1, 3, 3\]"):
+    with pytest.raises(ValueError, match=r"must be listed once, got \[1, 3, 3\]"):
         PromptStream(mixture(codec, [["a"]]), seed=0, shuffle=True, position=5, pending=[3, 1, 3])
 
 
@@ -143,7 +143,9 @@ def test_pending_prompt_that_has_become_too_long_is_refused(codec: TextCodec):
     stream = PromptStream(prompts, seed=0, shuffle=False, position=4, pending=[0, 1])
     assert stream.next().index == 0
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"Prompt 1 was handed out .* longer than that: 8"):
+        with pytest.raises(
+            ValueError, match=r"Prompt 1 was used before .* longer than the maximum of 8"
+        ):
             stream.next()
 
 

@@ -18,8 +18,8 @@ FULL = ServerLoad(running=8, waiting=0, kv_use=0.95)
 CALM = ServerLoad(running=8, waiting=0, kv_use=0.5)
 
 
-def make(floor: int = 2, ceiling: int = 64, share: int = 16) -> ConcurrencyWindow:
-    return ConcurrencyWindow(floor=floor, ceiling=ceiling, share=share)
+def make(floor: int = 2, ceiling: int = 64, quota: int = 16) -> ConcurrencyWindow:
+    return ConcurrencyWindow(floor=floor, ceiling=ceiling, quota=quota)
 
 
 class Driver:
@@ -69,9 +69,9 @@ EVENTS = ["succeed"] * 8 + ["fail", "queue", "full", "calm", "unknown", "fill"]
     st.integers(1, 100),
 )
 def test_the_window_keeps_its_bounds_and_is_cut_once_in_a_round_trip(
-    events: list[str], floor: int, ceiling: int, share: int
+    events: list[str], floor: int, ceiling: int, quota: int
 ):
-    window = make(floor, ceiling, share)
+    window = make(floor, ceiling, quota)
     driver = Driver(window)
     for event in events:
         size, in_flight = window.size, len(driver.flight)
@@ -89,7 +89,7 @@ def test_the_window_keeps_its_bounds_and_is_cut_once_in_a_round_trip(
 
 
 def test_a_full_window_grows_by_one_with_each_window_of_completions():
-    window = make(floor=1, share=4)
+    window = make(floor=1, quota=4)
     driver = Driver(window)
     sizes = []
     for _ in range(4 + 5 + 6):
@@ -100,7 +100,7 @@ def test_a_full_window_grows_by_one_with_each_window_of_completions():
 
 
 def test_a_window_that_is_not_used_does_not_grow():
-    window = make(floor=2, share=16)
+    window = make(floor=2, quota=16)
     for _ in range(1000):
         window.succeed(window.begin(), in_flight=14)
     assert window.size == 16
@@ -111,7 +111,7 @@ def test_a_window_that_is_not_used_does_not_grow():
 
 @pytest.mark.parametrize("load", [QUEUE, FULL])
 def test_two_reports_of_pressure_in_a_row_halve_what_was_in_flight(load: ServerLoad):
-    window = make(share=64)
+    window = make(quota=64)
     window.report(load, in_flight=20)
     window.report(CALM, in_flight=20)
     window.report(load, in_flight=20)
@@ -130,7 +130,7 @@ def test_a_queue_shorter_than_a_group_is_no_pressure():
 
 
 def test_a_burst_of_failures_is_one_cut_and_late_news_of_it_none():
-    window = make(share=32)
+    window = make(quota=32)
     before = [window.begin() for _ in range(32)]
     for number in before[:20]:
         window.fail(number)
@@ -144,8 +144,8 @@ def test_a_burst_of_failures_is_one_cut_and_late_news_of_it_none():
     assert (window.size, window.num_cuts) == (8, 2)
 
 
-def test_a_share_grows_when_a_server_leaves_until_there_was_pressure():
-    window = make(ceiling=64, share=16)
+def test_a_quota_grows_when_a_server_leaves_until_there_was_pressure():
+    window = make(ceiling=64, quota=16)
     window.offer(32)
     assert window.size == 32
     window.offer(16)
@@ -179,11 +179,11 @@ class QueueingServer:
         return ServerLoad(running, len(self.left) - running, None)
 
 
-@pytest.mark.parametrize("share", [4, 256])
-def test_the_window_settles_around_what_the_server_can_do(share: int):
+@pytest.mark.parametrize("quota", [4, 256])
+def test_the_window_settles_around_what_the_server_can_do(quota: int):
     rng = random.Random(7)
     server = QueueingServer(40, rng)
-    window = make(floor=4, ceiling=256, share=share)
+    window = make(floor=4, ceiling=256, quota=quota)
     sizes, busy = [], []
     for turn in range(12_000):
         while len(server.left) < window.size:

@@ -155,7 +155,10 @@ def test_failures_in_a_row_stop_the_run_and_name_the_server():
         server.answer = server.fail
         dispatcher = make(server, max_consecutive_failures=2)
         dispatcher.set_version("http://a", 0)
-        with pytest.raises(ServersFailing, match=r"2 completions in a row .* http://a: .*broken"):
+        with pytest.raises(
+            ServersFailing,
+            match=r"2 requests for completions failed in a row .* http://a: .*broken",
+        ):
             await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], SAMPLING)
 
     asyncio.run(run())
@@ -262,7 +265,9 @@ def test_completion_that_nobody_takes_fails_at_its_timeout():
         dispatcher = make(server, request_timeout_seconds=0.3)
         task = await in_flight_on(server, dispatcher)
         dispatcher.remove("http://a")
-        with pytest.raises(ServerError, match=r"No server of policy_version 3 .* = 0\.3, after: "):
+        with pytest.raises(
+            ServerError, match=r"No server of policy_version 3 .* = 0\.3\. The previous attempt"
+        ):
             await task
         assert dispatcher.in_flight == 0
 
@@ -651,8 +656,11 @@ def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work(
     [
         ({"finish_reason": "abort"}, "it was aborted after 4 tokens"),
         ({"token_ids": np.array([], np.int32)}, "it has 0 tokens"),
-        ({"token_ids": np.full(4, 100, np.int32)}, "its token ids reach 100"),
-        ({"logprobs": np.full(4, np.nan, np.float32)}, "not one finite number a token"),
+        (
+            {"token_ids": np.full(4, 100, np.int32)},
+            "its token ids are 100 to 100, expected 0 to 99",
+        ),
+        ({"logprobs": np.full(4, np.nan, np.float32)}, "not one finite number per token"),
         ({"logprobs": -np.ones(3, np.float32)}, "its 3 logprobs"),
         ({"segments": ()}, "do not cover 4 tokens"),
         ({"segments": (VersionSegment(0, 0, 3),)}, "do not cover 4 tokens"),

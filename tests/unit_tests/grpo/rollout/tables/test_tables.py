@@ -178,9 +178,9 @@ def test_chat_messages_in_parquet_are_lists_of_dictionaries(tmp_path: Path):
 
 def test_bad_parquet_is_refused(tmp_path: Path):
     path = tmp_path / "p.parquet"
-    with pytest.raises(ValueError, match=r"there is no column 'prompt'. Columns: \['q'\]"):
+    with pytest.raises(ValueError, match=r"there is no column 'prompt'. Existing columns: \['q'\]"):
         parquet(path, [{"q": "a"}], 1)
-    with pytest.raises(ValueError, match=r"prompts.path: .*p.parquet holds no prompt"):
+    with pytest.raises(ValueError, match=r"prompts.path: .*p.parquet contains no prompts"):
         pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
         open_table(str(path), "train", {}, "prompt", "prompts.path")
     path.write_text('{"prompt": "a"}\n')
