@@ -127,6 +127,7 @@ def run_world(repository: Path, tmp_path: Path):
         saved: SavedRollouts | None = None,
         max_buffered: int | None = None,
         ranker: LengthRanker | None = None,
+        evaluation_function: int = 1,
     ) -> None:
         file = tmp_path / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": p, "answer": "7"}) + "\n" for p in prompts))
@@ -186,7 +187,9 @@ def run_world(repository: Path, tmp_path: Path):
             )
             held_out, _ = first_prompts(prompt_set, 0)
             writer = TrajectoryWriter(dispatcher, sampling)
-            evaluator = Evaluator(held_out, dispatcher, pool, 1, codec, writer, 12)
+            evaluator = Evaluator(
+                held_out, dispatcher, pool, evaluation_function, codec, writer, 12
+            )
             work = asyncio.create_task(producer.run())
             try:
                 await body(World(servers, dispatcher, producer, evaluator, stream))
@@ -609,3 +612,129 @@ def test_prompts_with_long_answers_are_started_first_among_those_of_a_batch(run_
             return float(prompt.index)
 
     run_world(body, prompts=list("123456789"), max_staleness=0, ranker=Later(4.0))
+
+
+def test_an_expired_group_is_closed_in_the_ledger_and_replaced(run_world):
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        world.push(server, 0)
+        server.served = -1  # restarted, and nobody has noticed
+        async with asyncio.timeout(60):
+            while world.dispatcher.servers[server.url].version is not None:
+                await asyncio.sleep(0)
+        world.push(server, 0)
+        batch = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert batch.closed and set(batch.closed.values()) == {"expired"}
+        assert batch.metrics["rollout/expired_groups"] == len(batch.closed)
+        trained = [group.group_id for group in batch.groups]
+        known = sorted([*trained, *batch.closed, *batch.progress.open])
+        assert known == list(range(batch.progress.position)), "each prompt has exactly one state"
+
+    run_world(body, prompts=list("123456789"), max_staleness=0)
+
+
+def test_evaluation_is_greedy_whatever_the_rollouts_are_sampled_with(run_world):
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        settings, write = [], server.generate
+
+        async def note(request: GenerateRequest) -> Generation:
+            settings.append((request.temperature, request.top_p, request.top_k))
+            return await write(request)
+
+        server.generate = note  # pyright: ignore[reportAttributeAccessIssue]
+        world.push(server, 0)
+        await asyncio.wait_for(world.evaluator.evaluate(0), 60)
+        greedy = (0.0, 1.0, -1)
+        assert settings.count(greedy) == 3, "one request for each held-out prompt"
+        assert set(settings) <= {greedy, (1.0, 1.0, -1)}
+
+    run_world(body, prompts=["12", "21", "33"], max_staleness=0)
+
+
+def test_a_held_out_prompt_without_a_score_does_not_count(run_world, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(REWARD)
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        result = await asyncio.wait_for(world.evaluator.evaluate(0), 60)
+        # The function gives no value for "11", and fails for "00".
+        assert [sample.prompt for sample in result.samples] == ["22"]
+        assert (result.num_prompts, result.score) == (1, 1.0)
+
+    run_world(
+        body,
+        prompts=["00", "11", "22"],
+        max_staleness=0,
+        reward=f"{tmp_path / 'mine.py'}:by_prompt",
+        evaluation_function=0,
+    )
+
+
+def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it(run_world):
+    """Of the first group one completion is finished, one begun, and one has no token yet."""
+    kept: list[SavedRollouts] = []
+    finished, begun = [100], [101, 101]
+
+    async def first(world: World) -> None:
+        (server,) = world.servers
+        write, num_started = server.generate, 0
+        first_prompt = world.prompts.prompt_at(0).token_ids.tolist()
+
+        async def hold_first_prompt(request: GenerateRequest) -> Generation:
+            nonlocal num_started
+            if request.prompt_ids[: len(first_prompt)] != first_prompt:
+                return await write(request)
+            if request.prompt_ids == first_prompt:
+                num_started += 1
+                if num_started <= 2:
+                    tokens, reason = [(finished, "stop"), (begun, "length")][num_started - 1]
+                    return Generation(
+                        np.array(tokens, np.int32),
+                        np.full(len(tokens), -0.5, np.float32),
+                        reason,  # pyright: ignore[reportArgumentType]
+                        (VersionSegment(0, 0, len(tokens)),),
+                    )
+            await asyncio.Event().wait()
+            raise AssertionError("held until the run is stopped")
+
+        server.generate = hold_first_prompt  # pyright: ignore[reportAttributeAccessIssue]
+        world.push(server, 0)
+        async with asyncio.timeout(60):
+            while True:
+                saved = world.producer.save()
+                groups = {group.group_id: group for group in saved.unfinished}
+                if 0 in groups and groups[0].generations and groups[0].begun:
+                    break
+                await asyncio.sleep(0.01)
+        assert [g.token_ids.tolist() for g in groups[0].generations] == [finished]
+        assert [g.token_ids.tolist() for g in groups[0].begun] == [begun]
+        assert groups[0].start_version == 0
+        kept.append(saved)
+
+    run_world(first, prompts=list("123456789"), max_staleness=2, segment_tokens=2)
+
+    async def second(world: World) -> None:
+        (server,) = world.servers
+        write, started = server.generate, []
+        first_prompt = world.prompts.prompt_at(0).token_ids.tolist()
+
+        async def note(request: GenerateRequest) -> Generation:
+            if request.prompt_ids == first_prompt:
+                started.append(request.request_id)
+            return await write(request)
+
+        server.generate = note  # pyright: ignore[reportAttributeAccessIssue]
+        for version in range(3):
+            world.push(server, version)
+            batch = await asyncio.wait_for(world.producer.batch(version), 60)
+            group = next((g for g in batch.groups if g.group_id == 0), None)
+            if group is not None:
+                break
+        assert group is not None, "a group is trained within its staleness bound"
+        written = [rollout.completion_ids.tolist() for rollout in group.rollouts]
+        assert finished in written
+        assert begun in [tokens[: len(begun)] for tokens in written]
+        assert len(started) == 1, "only the completion without a token is started anew"
+
+    run_world(second, prompts=list("123456789"), max_staleness=2, segment_tokens=2, saved=kept[0])
