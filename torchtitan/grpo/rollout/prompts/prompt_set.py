@@ -143,13 +143,13 @@ class PromptSet:
         Raises:
             ValueError: If the row cannot be read.
         """
-        columns = dict(self._rows.row(row))
+        columns = dict(self._table.row(row))
         columns.pop(self._settings.column)
         return columns
 
     def where(self, row: int) -> str:
         """Names a row in messages."""
-        return self._rows.where(row)
+        return self._table.where(row)
 
     @property
     def none_fits(self) -> bool:
