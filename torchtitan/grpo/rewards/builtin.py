@@ -3,9 +3,9 @@
 
 """Reward functions that come with the trainer, in TRL's signature.
 
-Each is given lists of equal length, one entry a completion; the column ``answer`` is
-the data set's. Completions are strings, or for conversational prompts lists with one
-message of the assistant.
+Each function is called with lists of equal length, which have one entry for each completion. The
+column ``answer`` comes from the data set. A completion is a string or, for a conversational
+prompt, a list with one message of the assistant.
 """
 
 import re
@@ -26,7 +26,7 @@ _MATH_TIMEOUT_SECONDS = 3
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """1 where the completion is the answer, apart from white space around either."""
+    """Returns 1 if the completion equals the answer, ignoring white space around both, else 0."""
     return [
         float(completion_text(completion).strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
@@ -36,10 +36,10 @@ def exact_match(
 def partial_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """Fraction of positions at which the completion has the answer's character.
+    """Returns the fraction of positions at which the completion has the answer's character.
 
-    The number of equal positions is divided by the longer of the two lengths, so neither
-    a missing nor a superfluous character is free. White space around either is ignored.
+    The number of equal positions is divided by the longer of the two lengths, so both missing
+    and superfluous characters lower the reward. White space around both texts is ignored.
 
     Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4,
     ``432100`` earns 4/6, ``1234`` earns 0.
@@ -53,12 +53,13 @@ def partial_match(
 def boxed_math(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    r"""1 where the completion's final answer equals the expected one, as mathematics.
+    r"""Returns 1 if the completion's final answer is mathematically equal to the expected one.
 
-    The final answer is the last ``\boxed{...}``, else what follows the last ``####``;
-    a completion with neither earns 0. The expected answer is read in the same way, and
-    is taken whole where it has neither, so GSM8K's ``answer`` column can be used as it
-    is. Equality is math-verify's: ``1/2``, ``0.5`` and ``\frac{1}{2}`` are equal.
+    The final answer is the content of the last ``\boxed{...}``, or else what follows the last
+    ``####``; a completion with neither earns 0. The expected answer is read in the same way, then
+    after ``The answer is``, and as a whole if it has none of these, so GSM8K's column ``answer``
+    can be used unchanged. Thousands separators are ignored; otherwise math-verify decides what is
+    equal: ``1/2``, ``0.5`` and ``\frac{1}{2}`` are.
     """
     return [
         float(_equal_answers(completion_text(completion), str(expected)))
@@ -69,10 +70,10 @@ def boxed_math(
 def think_answer_tags(
     prompts: Sequence[Any], completions: Sequence[Completion], **_: Any
 ) -> list[float]:
-    """1 where the completion is ``<think>...</think><answer>...</answer>`` and no more.
+    """Returns 1 if the completion is ``<think>...</think><answer>...</answer>`` and nothing else.
 
-    White space may stand around the two parts; each tag occurs once; neither part may
-    be empty.
+    Each tag must occur once and neither part may be empty. White space around the two parts is
+    ignored.
     """
     return [float(_has_think_answer_form(completion_text(c))) for c in completions]
 
@@ -83,7 +84,7 @@ def environment(
     environment_reward: Sequence[float | None],
     **_: Any,
 ) -> list[float | None]:
-    """What the environment gave (``rollout.environment``); unscored where it gave nothing."""
+    """Returns the rewards that ``rollout.environment`` gave; ``None`` where it gave none."""
     return list(environment_reward)
 
 
@@ -97,14 +98,14 @@ BUILTIN: dict[str, Callable[..., Sequence[float | None]]] = {
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion, conversational or not."""
+    """Returns the text of a completion, conversational or not."""
     if isinstance(completion, str):
         return completion
     return "".join(message["content"] for message in completion)
 
 
 def final_answer(text: str) -> str | None:
-    r"""Contents of the last ``\boxed{...}``, else the rest of the line after ``####``."""
+    r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         return _braced(text, start + len("\\boxed{"))
@@ -114,7 +115,7 @@ def final_answer(text: str) -> str | None:
 
 
 def read_expected(answer: str) -> str:
-    """The expected answer in a column: its final answer, what follows "answer is", or all of it.
+    """Returns a column's final answer, else what follows "answer is", else the whole text.
 
     Example: ``She has 6*7.\\n#### 42`` and ``The answer is 42.`` give ``42``.
     """
@@ -126,7 +127,7 @@ def read_expected(answer: str) -> str:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """From ``start`` up to the brace that closes what was opened just before it."""
+    """Returns the text from ``start`` to the brace that closes the one before ``start``."""
     depth = 1
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -151,7 +152,7 @@ def _equal_answers(text: str, expected: str) -> bool:
     # Most answers of most sets are plain numbers, which need no parser.
     if given == wanted:
         return True
-    # Imported late: it costs every worker half a second, used or not.
+    # Imported here because the import takes half a second, which other functions need not pay.
     from math_verify import parse, verify
 
     parsed = [

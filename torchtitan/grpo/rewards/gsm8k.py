@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""GSM8K's own answer form: a last line `#### <number>`, rewarded for form and for number.
+"""Reward functions for GSM8K's answer form, a last line `#### <number>`.
 
-Reward functions in TRL's signature. The column ``answer`` may be GSM8K's as it is, with
-the worked solution before the `####`, or the number alone.
+They have TRL's signature. The column ``answer`` holds either GSM8K's text, with the worked
+solution before the `####`, or the number alone.
 """
 
 import re
@@ -24,7 +24,7 @@ _HASH_LINE = re.compile(rf"^####[ ]+({_NUMBER})[ ]*$", re.MULTILINE)
 def hash_answer_format(
     prompts: Sequence[Any], completions: Sequence[Completion], **_: Any
 ) -> list[float]:
-    """1 where the one `#### <number>` line is the last line, 1/2 where there is such a line.
+    """Returns 1 if the only `#### <number>` line is the last line, 1/2 if there is such a line.
 
     White space after the last line is ignored.
 
@@ -37,7 +37,7 @@ def hash_answer_format(
 def hash_answer_exact(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
 ) -> list[float]:
-    """1 where the last `#### <number>` line has the expected number.
+    """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
     Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. A completion
     without such a line earns 0.

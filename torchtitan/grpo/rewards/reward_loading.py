@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From a reward function's name in the TOML file to the function, and to its call."""
+"""Finds reward functions by their names in the TOML file, and calls them."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ def load_function(path: str) -> RewardFunction:
             ``path/to/file.py:function``, or the bare name of a built-in one.
 
     Raises:
-        ValueError: It cannot be found or imported, or is not callable.
+        ValueError: If the function cannot be found or imported, or is not callable.
     """
     return BUILTIN.get(path) or functions.load_function(path, _WHAT, BUILTIN)
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Names for metrics: the function's own, or the whole path where two share one."""
+    """Returns names for metrics: each function's own, or its path if two functions share a name."""
     names = [
         path if path in BUILTIN else functions.split_path(path, _WHAT, BUILTIN)[1] for path in paths
     ]
@@ -45,7 +45,7 @@ def call_function(
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
 ) -> Any:
-    """Calls with the keywords that the function accepts, as TRL does."""
+    """Calls a reward function with the keyword arguments that it accepts, as TRL does."""
     available: dict[str, Any] = {**columns, "completion_ids": completion_ids}
     available |= {"prompts": prompts, "completions": completions}
     parameters = inspect.signature(function).parameters.values()

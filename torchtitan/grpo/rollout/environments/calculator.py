@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A calculator that answers what stands before an equals sign.
+"""An environment that calculates the expression before an equals sign.
 
 The idea is that of the calculator annotations of GSM8K (Cobbe et al. 2021,
-https://arxiv.org/abs/2110.14168): a model writes ``12*34=``, the calculator ``408``, and the
-model goes on. A turn ends with the token ``=``, which tokenizers of single characters have as
-well as large ones. What is calculated is the longest run of digits, blanks, ``+ - *`` and brackets
-before it; an equals sign behind anything else is left alone.
+https://arxiv.org/abs/2110.14168): the model writes ``12*34=``, the calculator answers ``408``,
+and the model continues. A turn ends with the token ``=``, which both character tokenizers and
+large ones have. The calculator evaluates the longest run of digits, spaces, ``+ - *`` and
+parentheses before the equals sign. It observes nothing if that run holds no digit.
 
-With a column ``answer`` an episode is rewarded: 1 where the last number is it, else 0. The last
-number may be the calculator's, so a model need not copy it.
+If the data set has a column ``answer``, an episode earns 1 if its last number equals the answer,
+else 0. The last number may be the calculator's, so the model need not copy it.
 """
 
 import ast
@@ -27,7 +27,7 @@ _MAX_SIZE = 10**18
 
 
 class CannotCalculate(ValueError):
-    """An expression has no value here."""
+    """The calculator cannot evaluate an expression."""
 
 
 class Calculator(Environment):
@@ -71,16 +71,17 @@ class Calculator(Environment):
 
 
 def calculate(expression: str) -> int:
-    """The value of an expression of integers, ``+ - *`` and brackets.
+    """Returns the value of an expression of integers, ``+ - *`` and parentheses.
 
-    Nothing is executed: the expression is parsed, and its tree worked out node by node.
+    No code is executed: the expression is parsed, and its syntax tree is evaluated node by node.
 
     Raises:
-        CannotCalculate: It is no such expression, or too long, or a number in it too large.
+        CannotCalculate: If the text is not such an expression, is too long, or contains or yields
+            a number that is too large.
     """
     if len(expression) > _MAX_CHARACTERS:
         raise CannotCalculate(f"more than {_MAX_CHARACTERS} characters")
-    # Python reads no number that begins with a zero.
+    # Python does not accept a number that begins with a zero.
     plain = re.sub(r"\b0+(?=\d)", "", expression.strip())
     try:
         tree = ast.parse(plain, mode="eval")
@@ -104,7 +105,7 @@ def _value(node: ast.expr) -> int:
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             value = _value(left) * _value(right)
         case _:
-            raise CannotCalculate("only integers, + - * and brackets")
+            raise CannotCalculate("only integers, + - * and parentheses are allowed")
     if abs(value) > _MAX_SIZE:
         raise CannotCalculate(f"larger than {_MAX_SIZE}")
     return value

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From an environment's name in the TOML file to what makes one."""
+"""Finds the class or function that makes environments, by its name in the TOML file."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,15 +25,15 @@ def load_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
         options: ``rollout.environment_options``, its keyword arguments.
 
     Returns:
-        Called without arguments for each completion.
+        A function without arguments that makes the environment of one completion.
 
     Raises:
-        ValueError: It cannot be found or imported, or does not take the options.
+        ValueError: If it cannot be found or imported, or does not accept the options.
     """
     factory = functions.load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # some callables that are written in C have no signature
         return lambda: factory(**options)
     try:
         signature.bind(**options)
@@ -45,16 +45,16 @@ def load_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def check_environment(environment: Any, path: str) -> list[str]:
-    """The stop strings of what a factory has made.
+    """Checks an object that a factory has made, and returns its stop strings.
 
     Raises:
-        ValueError: It is no environment.
+        ValueError: If the object is not an environment.
     """
     for name in ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(environment, name, None)):
             raise ValueError(
                 f"{_WHAT} {path!r} must make objects with async methods reset, step and close, "
-                f"got a {type(environment).__name__} whose {name} is none."
+                f"got a {type(environment).__name__} whose {name} is not an async method."
             )
     stop_strings = getattr(environment, "stop_strings", ())
     if isinstance(stop_strings, str) or not all(isinstance(s, str) and s for s in stop_strings):

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion with its environment, which may be begun again under way.
+"""One completion with its environment, which can be replaced during the completion.
 
-What an episode has come to stands in the completion's tokens alone (see `turns`). Where its
-process is lost, and after a resume, a new environment is given the same turns; it must then
-observe what stands between them, or the completion is begun anew.
+The state of an episode is given by the completion's tokens alone (see `turns`). After its process
+is lost, or after a resume, a new environment gets the same turns. It must then make the
+observations that follow them in the completion; otherwise the completion starts again.
 """
 
 import asyncio
@@ -27,18 +27,19 @@ from torchtitan.grpo.workers.worker_process import WorkerLost
 
 __all__ = ["EnvironmentFailed", "Episode", "Episodes", "Followed"]
 
-# An episode in whose calls processes are lost so often is what ends them.
+# An episode whose processes end more often than this is taken to be the cause.
 _MAX_LOST = 2
 _MAX_RESTARTS = 1
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What becomes of a completion after a turn.
+    """State of a completion after the environment has read a turn.
 
     Attributes:
-        generation: With what was observed; None where the completion must be begun anew.
-        is_over: Nothing is to be written any more.
+        generation: The completion with the observation appended; ``None`` if the completion must
+            start again from the prompt.
+        is_over: Whether the completion has ended.
     """
 
     generation: Generation | None
@@ -46,18 +47,18 @@ class Followed:
 
 
 class Diverged(Exception):
-    """An environment that was given the same turns has observed something else."""
+    """A new environment made another observation after the same turns."""
 
 
 class Episodes:
-    """Gives completions their environments.
+    """Opens the episodes of completions, and counts what happens in them.
 
     Args:
-        pool: Where they run.
+        pool: Pool in which the environments run.
         codec: The model's tokenizer.
         max_turns: ``rollout.max_turns``.
-        stop_token_ids: Which end a turn.
-        vocab_size: Tokens of an observation must be below it.
+        stop_token_ids: Token ids that end a turn.
+        vocab_size: Size of the model's vocabulary, which bounds the token ids of observations.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Episodes:
         self.step_seconds = 0.0
 
     def open(self, prompt: Prompt) -> "Episode":
-        """Begins the episode of a completion. It must be closed."""
+        """Begins the episode of a completion. The caller must close it."""
         return Episode(self, prompt)
 
     def metrics(self) -> dict[str, float]:
-        """Counted over the whole run, but for the mean."""
+        """Returns counts and a mean over the whole run."""
         failures = self.pool.failures
         return {
             "environment/step_seconds": self.step_seconds / max(self.num_steps, 1),
@@ -94,26 +95,26 @@ class Episodes:
 
 
 class Episode:
-    """See the module's docstring. Made by :meth:`Episodes.open`."""
+    """The episode of one completion, made by :meth:`Episodes.open`."""
 
     def __init__(self, episodes: Episodes, prompt: Prompt) -> None:
         self._episodes, self._prompt = episodes, prompt
         self._num_stepped = 0
         self._num_lost = 0
         self._num_restarts = 0
-        # While the model writes its first turn.
+        # The environment is made while the model writes its first turn.
         self._opening = self._open()
 
     async def follow(self, whole: Generation, room: int) -> Followed:
         """Has the environment read the last turn of a completion.
 
         Args:
-            whole: Ends with a turn: with a stop token, or where there is no more room.
-            room: Tokens that it may still have.
+            whole: Completion so far. It ends with a stop token or at the length limit.
+            room: Number of tokens that may still be appended.
 
         Raises:
-            EnvironmentFailed: The completion cannot go on.
-            EnvironmentsFailing: Nor can the run.
+            EnvironmentFailed: If the completion cannot continue.
+            EnvironmentsFailing: If too many episodes in a row have failed.
         """
         pool = self._episodes.pool
         try:
@@ -128,7 +129,7 @@ class Episode:
         return followed
 
     def close(self) -> None:
-        """Ends the episode, in the background. Idempotent."""
+        """Ends the episode in the background. Idempotent."""
         opening = self._opening
         opening.cancel()
         if opening.done() and not opening.cancelled() and opening.exception() is None:
@@ -142,7 +143,7 @@ class Episode:
         if observation.is_done:
             return Followed(whole, is_over=True)
         was_cut = whole.finish_reason == "length"
-        # What is observed when nothing can be written after it is left out.
+        # An observation that no turn can follow is left out.
         if was_cut or len(turns) >= episodes.max_turns or len(token_ids) >= room:
             whole = _with_reward(whole, await self._cut_off(turns))
             return Followed(replace(whole, finish_reason="length"), is_over=True)
@@ -152,7 +153,7 @@ class Episode:
         return Followed(joined(whole, part), is_over=False)
 
     async def _observe(self, turns: list[Turn]) -> tuple[Observed, list[int]]:
-        """What is observed after the last turn; those that it has not read yet come before."""
+        """Has the environment read all turns that it has not read; returns the last observation."""
         while True:
             try:
                 remote = await self._opening
@@ -167,7 +168,7 @@ class Episode:
                     self._episodes.num_replayed += 1
             except WorkerLost as error:
                 self._begin_again(error)
-            else:  # a turn that ended with no stop token that we know
+            else:  # the last turn ended with an unknown stop token
                 raise Diverged
 
     async def _step(self, remote: RemoteEnvironment, turn: Turn) -> tuple[Observed, list[int]]:
@@ -209,7 +210,7 @@ class Episode:
 
     def _open(self) -> "asyncio.Task[RemoteEnvironment]":
         opening = asyncio.create_task(self._episodes.pool.open(self._prompt))
-        # Whoever awaits it is told; where nobody does, the completion has failed before.
+        # If nobody awaits the task, the completion has failed already: its error is of no use.
         opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return opening
 
@@ -217,20 +218,20 @@ class Episode:
         self._num_lost += 1
         if self._num_lost > _MAX_LOST:
             raise EnvironmentFailed(
-                "crash", f"The processes of an episode have ended {self._num_lost} times."
+                "crash", f"The worker processes of one episode have ended {self._num_lost} times."
             ) from error
         self.close()
         self._num_stepped = 0
         self._opening = self._open()
 
     def _restart(self) -> None:
-        """The completion is begun anew, where it was not before."""
+        """Has the completion start again, unless it has done so before."""
         self._num_restarts += 1
         if self._num_restarts > _MAX_RESTARTS:
             error = EnvironmentFailed(
                 "diverged",
-                "An environment that was begun again, with the same prompt and turns, has observed "
-                "something else each time.",
+                "An environment that was given the same prompt and turns again made other "
+                "observations each time.",
             )
             self._episodes.pool.record_failure(error)
             raise error

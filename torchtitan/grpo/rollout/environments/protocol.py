@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What an environment is: it reads what the model wrote, and answers.
+"""The interface of an environment, which reads the model's turns and answers them.
 
 An episode is one completion of a prompt::
 
@@ -11,10 +11,10 @@ An episode is one completion of a prompt::
                   observation, which    is_done: the episode ends
                   the model reads
 
-A turn ends with a stop token: of the model, of ``rollout.stop_token_ids``, or the environment's
-own ``stop_strings``. The context of the next turn is the prompt, the tokens that the model wrote,
-as they are, and the tokens of the observations: text that the model wrote is never tokenised
-again.
+A turn ends with a stop token: one of the model's, one of ``rollout.stop_token_ids``, or one of the
+environment's own ``stop_strings``. The context of the next turn consists of the prompt, the tokens
+exactly as the model wrote them, and the tokens of the observations. Text that the model wrote is
+never tokenised again.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,23 @@ from torchtitan.grpo.types import Prompt
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers to a turn. At most one of the first three is given.
+    """An environment's answer to a turn.
 
-    Without any of them, and without ``is_done``, the model just goes on writing.
+    At most one of ``text``, ``token_ids`` and ``messages`` may be given. If none of them is given
+    and ``is_done`` is false, the model continues to write.
 
     Attributes:
-        text: Tokenised by itself and put behind the turn. What spells a special token of the
-            tokenizer is plain text, unless ``has_special_tokens``.
-        token_ids: Put behind the turn as they are.
-        messages: Chat messages, ``role`` and ``content`` each; the model's chat template writes
-            them behind the turn, and opens the next one.
-        is_done: The episode ends with this turn. Its observation is then not put anywhere:
-            nothing would be trained after it.
-        reward: Added to the completion's ``environment_reward``; None adds nothing.
-        has_special_tokens: ``text`` may name special tokens, such as ``<|im_end|>``. Do not set
-            it for what a tool has answered: it could then end a turn.
+        text: Text that is tokenised by itself and appended to the turn. The spelling of a special
+            token is plain text unless ``has_special_tokens`` is set.
+        token_ids: Token ids that are appended to the turn unchanged.
+        messages: Chat messages with ``role`` and ``content``. The model's chat template appends
+            them to the turn and opens the next turn.
+        is_done: Whether the episode ends with this turn. The observation is then dropped, because
+            no trained token would follow it.
+        reward: Reward that is added to the completion's ``environment_reward``; ``None`` adds
+            nothing.
+        has_special_tokens: Whether ``text`` may contain special tokens, such as ``<|im_end|>``. Do
+            not set it for the output of a tool, which could then end a turn.
     """
 
     text: str | None = None
@@ -52,42 +54,44 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One episode; made anew for each completion.
+    """The environment of one episode; each completion gets a new object.
 
-    All methods run in a worker process, on an event loop and a thread of the episode's own, so
-    they may block: other episodes go on. Each call is bounded by
-    ``rollout.environment_timeout_seconds``; one that takes longer, or raises, fails its
-    completion, and a thread that hangs ends with its process.
+    All methods run in a worker process, in a thread and an event loop that belong to the episode,
+    so they may block without delaying other episodes. A call that raises, or takes longer than
+    ``rollout.environment_timeout_seconds``, fails its completion.
 
-    An episode may be begun a second time, after a resume or where its process was lost: a new
-    environment is given the same prompt and the same turns. Where it then observes the same, the
-    completion is gone on with; where it does not, the completion is begun anew.
+    An episode may begin a second time, after a resume or if its process was lost: a new
+    environment then gets the same prompt and the same turns. If it makes the same observations,
+    the completion continues; if it does not, the completion starts again from the prompt.
     """
 
     stop_strings: Sequence[str] = ()
-    """Each one token of the model's tokenizer: it ends a turn, and is part of it."""
+    """Strings that end a turn and are part of it. Each must be one token of the model's tokenizer."""
 
     async def reset(self, prompt: Prompt) -> None:
-        """Begins the episode. It runs while the model writes its first turn."""
+        """Begins the episode. This method runs while the model writes its first turn."""
         ...
 
     async def step(self, text: str, token_ids: list[int]) -> Observation:
-        """Reads a turn.
+        """Reads a turn and returns the observation.
 
         Args:
-            text: Of the turn, without special tokens and end of sequence. A turn that was cut
-                off at the length limit is read as well, and nothing comes after it.
-            token_ids: The turn as the model wrote it.
+            text: Text of the turn, without special tokens. A turn that was cut off at the length
+                limit is passed too; no turn follows it.
+            token_ids: Token ids of the turn as the model wrote them.
         """
         ...
 
     async def cut_off(self) -> float | None:
-        """The episode ends without ``is_done``: out of room, or of ``rollout.max_turns``.
+        """Ends an episode that has reached the length limit or ``rollout.max_turns``.
 
-        Called after the last step, if the environment has it. Returns a further reward, or None.
+        It is called after the last step, if the environment defines it.
+
+        Returns:
+            A further reward, or ``None``.
         """
         return None
 
     async def close(self) -> None:
-        """Releases what the episode holds. Called once, also after a failure."""
+        """Releases the episode's resources. Called once, also after a failure."""
         ...

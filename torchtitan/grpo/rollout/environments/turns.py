@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A completion as turns of the model and observations of the environment. Pure.
+"""Splits a completion into turns of the model and observations of the environment.
 
 Example: the model writes ``3 * 4 =``, the environment ``1 2``, the model ``. <eos>``::
 
@@ -9,8 +9,8 @@ Example: the model writes ``3 * 4 =``, the environment ``1 2``, the model ``. <e
     sampled     1 1 1 1 0 0 1 1
     turns       [3 * 4 =] observed [1 2], [. <eos>]
 
-Turns can be read back from the tokens: one ends where tokens that were not sampled begin, and
-with each stop token, since no server writes on after one.
+Turns can be recovered from the tokens: a turn ends with each stop token, because no server
+generates past one, and before each token that was not sampled. The functions here are pure.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,14 +23,14 @@ from torchtitan.grpo.types import Generation, VersionSegment
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model wrote, and what was observed after it: nothing yet after the last."""
+    """Tokens that the model wrote, and those observed after them (none yet after the last turn)."""
 
     token_ids: list[int]
     observed: list[int]
 
 
 def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Turn]:
-    """The turns of a completion that ends with one, whether or not with a stop token."""
+    """Returns the turns of a completion; the last one may lack its stop token."""
     ids = generation.token_ids.tolist()
     sampled = [True] * len(ids) if generation.sampled is None else generation.sampled.tolist()
     turns: list[Turn] = []
@@ -48,16 +48,17 @@ def turns_of(generation: Generation, stop_token_ids: Collection[int]) -> list[Tu
 
 
 def num_turns(generation: Generation | None, stop_token_ids: Collection[int]) -> int:
-    """Turns that are there, the one under way included."""
+    """Returns the number of turns, including one that is still being written."""
     return 0 if generation is None else len(turns_of(generation, stop_token_ids))
 
 
 def observed(token_ids: Sequence[int], version: int) -> Generation:
-    """Tokens of an observation as a part of a completion.
+    """Returns the tokens of an observation as a part of a completion that is not trained on.
 
     Args:
-        token_ids: At least one.
-        version: Of the tokens before them: they were read under it, and age with it.
+        token_ids: Token ids of the observation, at least one.
+        version: Policy version of the tokens before the observation, which the observation counts
+            as having too.
     """
     length = len(token_ids)
     return Generation(
