@@ -5,14 +5,14 @@
 
     python scripts/make_calculator_task.py --output outputs/calculator
 
-writes `train.jsonl` and `heldout.jsonl` (columns `prompt`, such as `47*8+13->`, and `answer`) and
-`model/`, the architecture and tokenizer of `make_tiny_model.py`. It takes less than a minute of
-one core.
+The script writes `train.jsonl` and `heldout.jsonl` (columns `prompt`, such as `47*8+13->`, and
+`answer`) and `model/`, with the architecture and tokenizer of `make_tiny_model.py`. It takes less
+than a minute on one core.
 
-The model is taught to write the prompt's expression again with an equals sign behind it, and
-to end where the calculator has answered. A share of the digits in its lessons is wrong, and they
-end as soon as a sample of it is right about one time in six. It is never taught to calculate: what
-stands between `=` and the end carries no loss.
+The model is taught to repeat the prompt's expression, followed by an equals sign, and to end its
+turn after the calculator's answer. Some digits in its training examples are wrong, and training
+ends as soon as about one sample in six is right. The model is never taught to calculate: tokens
+between `=` and the end carry no loss.
 """
 
 import argparse
@@ -39,22 +39,22 @@ from torchtitan.grpo.rollout.environments.calculator import calculate
 
 @dataclass(frozen=True)
 class Lessons:
-    """How the model is taught."""
+    """Settings of the supervised training."""
 
     wrong_digits: float = 0.2
-    """Share of the digits replaced by a random one in the lessons, in [0, 1)."""
+    """Fraction of the digits in the examples that are replaced by random ones, in [0, 1)."""
     batch_size: int = 64
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     check_interval: int = 5
-    """Steps between two checks of what a sample is worth."""
+    """Number of steps between two measurements of the model."""
     stop_at: float = 0.16
-    """The lessons end when samples are right throughout with this probability."""
+    """Training ends when samples are entirely right with this probability."""
     max_steps: int = 1500
 
 
 def draw_expressions(rng: random.Random, count: int) -> list[str]:
-    """Distinct expressions of three numbers of one or two digits."""
+    """Returns distinct expressions of three numbers with one or two digits each."""
     found: dict[str, None] = {}
     while len(found) < count:
         numbers = [str(rng.randint(1, 99)) for _ in range(3)]
@@ -68,7 +68,7 @@ def row(expression: str) -> dict[str, str]:
 
 
 def spoil(expression: str, wrong_digits: float, rng: random.Random) -> str:
-    """The expression with about ``wrong_digits`` of its digits replaced by random ones."""
+    """Returns the expression with about ``wrong_digits`` of its digits replaced by random ones."""
     return "".join(
         rng.choice("123456789") if c.isdigit() and rng.random() < wrong_digits else c
         for c in expression
@@ -78,7 +78,12 @@ def spoil(expression: str, wrong_digits: float, rng: random.Random) -> str:
 def collate(
     tokenizer: PreTrainedTokenizerFast, lessons: list[tuple[str, str]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and shifted targets, both [batch, seq] int64, of (asked, written) expressions."""
+    """Returns token ids and shifted targets, both [batch, seq] int64.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        lessons: Pairs of the expression in the prompt and the expression to write.
+    """
     texts = [
         (asked + SEPARATOR, written + "=", str(calculate(written))) for asked, written in lessons
     ]
@@ -98,7 +103,7 @@ def collate(
 def probability_of_right(
     model: Qwen3ForCausalLM, tokens: torch.Tensor, targets: torch.Tensor
 ) -> float:
-    """Mean probability with which a sample is right throughout, the calculator's part given."""
+    """Returns the mean probability that a sample is entirely right, given the calculator's tokens."""
     logits = model(input_ids=tokens).logits
     losses = F.cross_entropy(
         logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
@@ -116,7 +121,7 @@ def teach(
     """Supervised learning until the model half-knows the task.
 
     Raises:
-        RuntimeError: if it still does not after ``lessons.max_steps``.
+        RuntimeError: If it does not after ``lessons.max_steps``.
     """
     probe = collate(tokenizer, [(e, e) for e in draw_expressions(rng, 256)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))
@@ -155,7 +160,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--heldout-rows", type=int, default=256)
     options = parser.parse_args(arguments)
     started = time.monotonic()
-    # Sums are then taken in one order, whatever the machine's number of cores.
+    # With one thread, sums have the same order on machines with any number of cores.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)

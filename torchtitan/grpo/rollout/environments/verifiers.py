@@ -10,20 +10,20 @@
     environment = "verifiers"
     environment_options = { env_id = "my-env" }
 
-The second line writes the environment's own data set as a file for ``prompts.path``. Adapted are
-the classes that derive from ``MultiTurnEnv``, which 0.4 has dropped for programs that call a server
-themselves. Such an environment asks a client for each turn, and the roles are turned around here:
-its rollout waits in that client until the next turn is there. It is otherwise left as it is: when
-it ends, what it answers and its rubric's reward are its own.
+The second line writes the environment's own data set as a file for ``prompts.path``. This module
+adapts classes that derive from ``MultiTurnEnv``, which version 0.4 has replaced by programs that
+call a server themselves. Such an environment asks a client for each turn. Here the roles are
+reversed: its rollout waits in that client until the next turn exists. Otherwise the environment
+is unchanged: it decides when it ends and what it answers, and its rubric gives the reward.
 
-Tokens are exact for what the model writes, and for the messages of the environment the chat
-template is applied to those alone. What cannot be exact: a template that writes earlier turns
-otherwise than the model did (leaves out its thinking, or formats tool calls anew) would show a
-model that is served as a chat another context than the one it was trained with. Environments that
-change earlier messages are refused, and so are rewards of whole groups.
+The model's tokens are kept exactly as it wrote them, and the chat template is applied only to the
+messages of the environment. One difference remains: some templates write earlier turns differently
+from the model (they leave out its thinking, or format tool calls again). A model that is later
+served as a chat then sees another context than the one it was trained with. Environments that
+change earlier messages, or that reward whole groups, are refused.
 
-Tool calls are read as most open models write them, ``<tool_call>{"name": ..., "arguments":
-...}</tool_call>``. The prompt is what ``prompts.path`` says: tools must be described there.
+Tool calls are parsed in the form that most open models write, ``<tool_call>{"name": ...,
+"arguments": ...}</tool_call>``. The prompts in ``prompts.path`` must describe the tools.
 """
 
 import argparse
@@ -48,14 +48,14 @@ _T = TypeVar("_T")
 
 
 class VerifiersEnvironment(Environment):
-    """One rollout of an environment; see the module's docstring.
+    """One rollout of an environment of the verifiers package.
 
     Args:
-        env_id: Its name, as in ``verifiers.load_environment``.
-        arguments: Passed to it.
+        env_id: Name of the environment, as in ``verifiers.load_environment``.
+        arguments: Keyword arguments for the environment.
 
     Raises:
-        ValueError: The package or the environment cannot be used.
+        ValueError: If the package is not installed or the environment is not supported.
     """
 
     def __init__(self, env_id: str, **arguments: Any) -> None:
@@ -84,9 +84,9 @@ class VerifiersEnvironment(Environment):
 
 
 class _Home:
-    """An environment, and the one event loop on which all its rollouts run.
+    """An environment and the one event loop on which all its rollouts run.
 
-    It may hold locks and connections, which belong to a loop.
+    The environment may hold locks and connections, which belong to one event loop.
     """
 
     def __init__(self, env_id: str, arguments: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class _Home:
 
 @functools.cache
 def _home(env_id: str, arguments: str) -> _Home:
-    # First called where the worker looks at the environment, before there is any other thread.
+    # The worker calls this first when it checks the environment, before any episode has a thread.
     return _Home(env_id, json.loads(arguments))
 
 
@@ -128,15 +128,15 @@ def _load(env_id: str, arguments: dict[str, Any]) -> Any:
 
 
 def _module(name: str) -> Any:
-    """A module of the package, which need not be installed."""
+    """Imports a module of the package, which need not be installed."""
     return importlib.import_module(name)
 
 
 class _Rollout:
-    """A rollout that runs in a task and waits for turns."""
+    """A rollout that runs in a task and waits there for the model's turns."""
 
     def __init__(self, environment: Any, row: dict[str, Any]) -> None:
-        # Of the conversation, what the environment has asked with and what it was answered.
+        # Messages of the conversation so far: the prompt, the turns and the observations.
         self._seen: list[tuple[str, Any]] = []
         self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._turns: asyncio.Queue[str | None] = asyncio.Queue()
@@ -146,7 +146,7 @@ class _Rollout:
         self._task: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(rollout)
 
     async def begin(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Waits for its first question, which must be the prompt."""
+        """Waits for the environment's first request, which must hold the prompt."""
         asked = await self._next_question()
         given = [(m["role"], m["content"]) for m in messages]
         if asked is None or [_content(m) for m in asked] != given:
@@ -158,7 +158,7 @@ class _Rollout:
         self._seen = given
 
     async def step(self, text: str) -> Observation:
-        """Answers its question with a turn, and waits for the next or for its end."""
+        """Passes a turn to the environment, and waits for its next request or its end."""
         self._turns.put_nowait(text)
         asked = await self._next_question()
         if asked is None:
@@ -176,7 +176,7 @@ class _Rollout:
         return Observation(messages=[m.model_dump(exclude_none=True) for m in new])
 
     async def cut_off(self) -> float | None:
-        """Ends it as a server without more room does; it is scored as it is."""
+        """Ends the rollout as a server at its length limit would; the environment scores it."""
         self._turns.put_nowait(None)
         await self._task
         return self._reward()
@@ -200,7 +200,7 @@ class _Rollout:
         return float(output["reward"])
 
     async def _answer(self, messages: list[Any]) -> Any:
-        """What the environment's client does."""
+        """Answers a request of the environment with the model's next turn."""
         types = _module("verifiers.types")
         self._asked.put_nowait(list(messages))
         text = await self._turns.get()
@@ -221,7 +221,7 @@ class _Rollout:
                 call = json.loads(body)
                 name, arguments = call["name"], json.dumps(call.get("arguments", {}))
             except (ValueError, KeyError, TypeError):
-                continue  # plain text then, as for any server
+                continue  # a malformed call is plain text, as it is for inference servers
             self._num_calls += 1
             calls.append(tool_call(id=f"call_{self._num_calls}", name=name, arguments=arguments))
         return calls
@@ -246,7 +246,7 @@ def _content(message: Any) -> tuple[str, Any]:
 
 @functools.cache
 def _client_class() -> Any:
-    """A client of verifiers that asks nobody but a function of ours."""
+    """Returns a client class of verifiers that calls a function instead of a server."""
     client: Any = _module("verifiers.clients").Client
 
     class Turns(client):
@@ -254,10 +254,10 @@ def _client_class() -> Any:
             return await self.client(prompt)
 
         async def _unused(self, *_: Any, **__: Any) -> Any:
-            raise NotImplementedError("turns are not sent anywhere")
+            raise NotImplementedError("this client sends no requests")
 
         def setup_client(self, config: Any) -> Any:
-            raise NotImplementedError("there is nothing to set up")
+            raise NotImplementedError("this client needs no setup")
 
         to_native_tool = to_native_prompt = get_native_response = _unused
         raise_from_native_response = from_native_response = _unused
