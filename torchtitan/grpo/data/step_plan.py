@@ -131,7 +131,7 @@ def plan_step(
         local_batch_size: Number of rows of a microbatch.
         max_new_tokens: ``rollout.max_new_tokens``.
         balance: ``prompts.balance_batch``.
-        cost: Cost of a sequence as a function of its length (``prompts.balance_cost``).
+        cost: Cost of a sequence by its length (``prompts.balance_cost``).
         row_bucket: ``prompts.row_bucket``.
         ptx: Supervised sequences to mix in. The plan sets their weights.
     """
@@ -139,24 +139,15 @@ def plan_step(
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
     scored = [everything[i] for i in sources]
     table = _table(scored, config, max_new_tokens)
-    kept = np.ones(len(table), np.bool_)
-    if config.filter_zero_advantage:
-        kept = informative_samples(table.rewards, table.group_ids)
+    kept = _kept(table, config)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
     metrics = staleness_metrics([r for _, r in scored], version)
     metrics["data/filtered_groups_fraction"] = _fraction_lost(table.group_ids, kept)
     table = table.take(kept)
-
-    num_minibatches = config.num_minibatches
-    members = _minibatches_of(rollouts, table.group_ids, num_minibatches)
-    constant_length = config.aggregation_length or max_new_tokens
-    ptx_parts = split_evenly([s.num_tokens for s in ptx], num_minibatches)
-    minibatches = [
-        _weighted(rollouts, sources, indices, table, config.aggregation, constant_length)
-        + _weighted_ptx([ptx[i] for i in part], config.ptx_coef)
-        for indices, part in zip(members, ptx_parts, strict=True)
-    ]
+    learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
+    mixed_in = _ptx_of_minibatches(ptx, config)
+    minibatches = [a + b for a, b in zip(learned, mixed_in, strict=True)]
     layout = _Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
     rows, layout_metrics = _lay_out(minibatches, layout)
     plan = StepPlan(
@@ -172,6 +163,34 @@ def plan_step(
     )
     plan.metrics["data/padding_fraction"] = 1 - plan.num_tokens / plan.capacity
     return plan
+
+
+def _kept(table: SampleTable, config: GRPO) -> np.ndarray:
+    """Returns which samples are trained: all, or those of groups that carry a gradient."""
+    if config.filter_zero_advantage:
+        return informative_samples(table.rewards, table.group_ids)
+    return np.ones(len(table), np.bool_)
+
+
+def _weighted_minibatches(
+    rollouts: Sequence[Rollout],
+    sources: Sequence[int],
+    table: SampleTable,
+    config: GRPO,
+    max_new_tokens: int,
+) -> list[list[Sample]]:
+    """Returns the sampled sequences of each minibatch, with their weights in the loss."""
+    constant_length = config.aggregation_length or max_new_tokens
+    return [
+        _weighted(rollouts, sources, indices, table, config.aggregation, constant_length)
+        for indices in _minibatches_of(rollouts, table.group_ids, config.num_minibatches)
+    ]
+
+
+def _ptx_of_minibatches(ptx: Sequence[Sample], config: GRPO) -> list[list[Sample]]:
+    """Returns the supervised sequences of each minibatch, with their weights."""
+    parts = split_evenly([s.num_tokens for s in ptx], config.num_minibatches)
+    return [_weighted_ptx([ptx[i] for i in part], config.ptx_coef) for part in parts]
 
 
 def epoch_order(num_minibatches: int, epoch: int) -> list[int]:

@@ -67,24 +67,35 @@ def compute_advantages(
     rewards = rewards.astype(np.float64)
     if kind == "batch_norm" and len(np.unique(group_ids)) == len(group_ids):
         group_ids = np.zeros_like(group_ids)
+    advantages = _compared(rewards, group_ids, kind, std, eps)
+    return (advantages * _length_factors(completion_lengths, length_power)).astype(np.float32)
+
+
+def _compared(
+    rewards: np.ndarray,
+    group_ids: np.ndarray,
+    kind: AdvantageKind,
+    std: Literal["sample", "population"],
+    eps: float,
+) -> np.ndarray:
+    """Returns the advantages before they are scaled by length."""
     centred, member_of, sizes = _centred(rewards, group_ids)
     match kind:
         case "group_norm":
             sums_of_squares = np.bincount(member_of, centred**2, len(sizes))
-            advantages = centred / (_deviation(sums_of_squares, sizes, std)[member_of] + eps)
+            return centred / (_deviation(sums_of_squares, sizes, std)[member_of] + eps)
         case "group_mean":
-            advantages = centred
+            return centred
         case "leave_one_out":
-            advantages = centred * (sizes / np.maximum(sizes - 1, 1))[member_of]
+            return centred * (sizes / np.maximum(sizes - 1, 1))[member_of]
         case "batch_norm":
             deviation = _deviation((centred**2).sum(), np.array(len(rewards)), std)
-            advantages = centred / (deviation + eps)
+            return centred / (deviation + eps)
         case _:
             raise ValueError(
                 "grpo.advantage must be group_norm, group_mean, leave_one_out or batch_norm, "
                 f"got {kind!r}."
             )
-    return (advantages * _length_factors(completion_lengths, length_power)).astype(np.float32)
 
 
 def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:

@@ -109,18 +109,9 @@ def packed_linear_logprobs(
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Checked here, because gradients are always disabled inside of the function.
     keep_logits = keep_logits and torch.is_grad_enabled() and weight.requires_grad
+    settings = (temperature, chunk_tokens, with_entropy, keep_logits, group, vocab_start)
     # The views give each input a node of its own, so that backward can find out which are needed.
-    packed = _LinearLogprobs.apply(
-        flat.view_as(flat),
-        weight.view_as(weight),
-        labels,
-        temperature,
-        chunk_tokens,
-        with_entropy,
-        keep_logits,
-        group,
-        vocab_start,
-    )
+    packed = _LinearLogprobs.apply(flat.view_as(flat), weight.view_as(weight), labels, *settings)
     assert isinstance(packed, torch.Tensor)
     return packed
 

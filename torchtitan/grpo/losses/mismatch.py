@@ -112,24 +112,13 @@ def mismatch_weights(
     Raises:
         ValueError: If the correction or the level is unknown.
     """
-    log_ratio = torch.where(loss_mask, old_logprobs.detach(), 0.0) - torch.where(
-        loss_mask, generator_logprobs.detach(), 0.0
-    )
-    nowhere = torch.zeros_like(loss_mask)
+    log_ratio = torch.where(loss_mask, (old_logprobs - generator_logprobs).detach(), 0.0)
     r = mismatch_ratio(log_ratio, loss_mask, sequence_ids, level)
     outside = loss_mask & ((r > cap) | (r < floor))
-    match correction:
-        case "none":
-            capped, masked = nowhere, nowhere
-        case "truncate":
-            r, capped, masked = r.clamp(floor, cap), outside, nowhere
-        case "mask":
-            capped, masked = nowhere, outside
-        case _:
-            raise ValueError(
-                f"grpo.mismatch_correction must be none, truncate or mask, got {correction!r}."
-            )
-    vetoed = nowhere
+    capped, masked = _capped_and_masked(correction, outside)
+    if correction == "truncate":
+        r = r.clamp(floor, cap)
+    vetoed = torch.zeros_like(loss_mask)
     if veto > 0:
         culprits = (loss_mask & (log_ratio < math.log(veto))).to(log_ratio.dtype)
         vetoed = loss_mask & (spread(sequence_sums(culprits, sequence_ids), sequence_ids) > 0)
@@ -143,6 +132,24 @@ def mismatch_weights(
         masked=masked,
         vetoed=vetoed,
     )
+
+
+def _capped_and_masked(
+    correction: MismatchCorrection, outside: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns where a correction caps the ratio and where it masks the token."""
+    nowhere = torch.zeros_like(outside)
+    match correction:
+        case "none":
+            return nowhere, nowhere
+        case "truncate":
+            return outside, nowhere
+        case "mask":
+            return nowhere, outside
+        case _:
+            raise ValueError(
+                f"grpo.mismatch_correction must be none, truncate or mask, got {correction!r}."
+            )
 
 
 def mismatch_metrics(
