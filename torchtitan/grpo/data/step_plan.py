@@ -142,17 +142,16 @@ def plan_step(
     kept = _kept(table, config)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
-    metrics = staleness_metrics([r for _, r in scored], version)
-    metrics["data/filtered_groups_fraction"] = _fraction_lost(table.group_ids, kept)
+    filtered = {"data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept)}
+    metrics = staleness_metrics([r for _, r in scored], version) | filtered
     table = table.take(kept)
     learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
-    mixed_in = _ptx_of_minibatches(ptx, config)
-    minibatches = [a + b for a, b in zip(learned, mixed_in, strict=True)]
-    layout = _Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
-    rows, layout_metrics = _lay_out(minibatches, layout)
+    minibatches = [a + b for a, b in zip(learned, _ptx_of_minibatches(ptx, config), strict=True)]
+    shape = _Layout(num_ranks, row_len, local_batch_size, row_bucket, balance, cost)
+    layout, layout_metrics = _lay_out(minibatches, shape)
     plan = StepPlan(
         sequences=[sample for samples in minibatches for sample in samples],
-        layout=rows,
+        layout=layout,
         row_len=row_len,
         minibatch_tokens=[_num_learned(samples) for samples in minibatches],
         samples=table,
