@@ -46,6 +46,8 @@ finish() {
     exit $status
 }
 trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 # Both environments, one after the other, with the output in a file of each.
 install_servers() {

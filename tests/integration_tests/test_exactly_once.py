@@ -64,7 +64,7 @@ def test_a_rollout_process_that_is_killed_between_two_parts_of_a_batch(make_run,
         "--rollout.max_head_offpolicyness=0", "--rollout.max_concurrent_rollouts=4",
         f"--rollout.record={tmp_path / 'run/rollouts.jsonl'}",
     ).succeed()  # fmt: skip
-    assert "started again from batch 2" in run.console
+    assert "restarted, from batch 2 on" in run.console
     assert _benchmark().check_ledger(run.folder)["violations"] == 0
     whole = make_run(
         *settings, f"--rollout.replay={tmp_path / 'run/rollouts.jsonl'}", name="whole"
