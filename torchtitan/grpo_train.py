@@ -46,7 +46,6 @@ from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
-from torchtitan.grpo.models.spec import build_policy_runner, build_reference, register_hf_model
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
@@ -54,6 +53,11 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.model_spec import (
+    build_policy_runner,
+    build_reference,
+    register_hf_model,
+)
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds

@@ -44,7 +44,7 @@ from torchtitan.grpo.inference.local_servers import (  # noqa: E402
 from torchtitan.grpo.inference.server_spec import ServerSpec  # noqa: E402
 from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
-from torchtitan.grpo.models.spec import hf_train_spec  # noqa: E402
+from torchtitan.grpo.training.model_spec import hf_train_spec  # noqa: E402
 from torchtitan.grpo.types import ServerInfo  # noqa: E402
 from torchtitan.grpo.weight_sync.build import build_publisher  # noqa: E402
 from torchtitan.grpo.weight_sync.lane import Lane  # noqa: E402

@@ -14,8 +14,8 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
-from torchtitan.grpo.models.spec import hf_train_spec
 from torchtitan.grpo.pipeline.split import split_model
+from torchtitan.grpo.training.model_spec import hf_train_spec
 
 
 @dataclass

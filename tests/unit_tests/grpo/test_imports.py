@@ -34,20 +34,6 @@ FLOORS = (
 """Rooms (a folder, or a file beside the folders) from the ground floor to the top. A room may
 import rooms of lower floors, and of its own floor as long as no circle of rooms arises."""
 
-EXCEPTIONS: set[tuple[str, str]] = {
-    ("models.reference", "data.rows"),
-    ("models.reference", "training.runner"),
-    ("models.spec", "pipeline.schedule_builder"),
-    ("models.spec", "pipeline.split"),
-    ("models.spec", "pipeline.stage_runner"),
-    ("models.spec", "pipeline.stages"),
-    ("models.spec", "training.runner"),
-    ("pipeline.stage_runner", "data.rows"),
-    ("pipeline.stage_runner", "training.runner"),
-}
-"""Imports that still point to an upper floor. The list only shrinks: an entry that is no longer
-needed fails the test."""
-
 Graph = dict[str, set[str]]
 
 
@@ -170,14 +156,13 @@ def test_imports_point_to_lower_floors(graph: Graph) -> None:
         for target in targets
         if target and floor_of[room_of(target)] > floor_of[room_of(module)]
     }
-    assert upwards == EXCEPTIONS
+    assert not upwards
 
 
 def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -> None:
     rooms: Graph = {}
     for module, targets in graph.items():
-        allowed = {target for target in targets if (module, target) not in EXCEPTIONS}
-        rooms.setdefault(room_of(module), set()).update(map(room_of, allowed))
+        rooms.setdefault(room_of(module), set()).update(map(room_of, targets))
     for room, targets in rooms.items():
         targets -= {room, ""}
     assert circles(rooms) == []

@@ -5,7 +5,7 @@
 
 The trainer does not depend on the layout: it passes rows and a loss to a runner. Tensor, context
 and data parallelism are inside the model. Only pipelines need another runner, which is in
-`pipeline/stage_runner.py`.
+`training/stage_runner.py`.
 """
 
 from abc import ABC, abstractmethod

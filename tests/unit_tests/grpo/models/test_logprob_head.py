@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
-from torchtitan.grpo.models.spec import scoring_settings
+from torchtitan.grpo.training.model_spec import scoring_settings
 
 SETTINGS = {"temperature": 0.8, "chunk_tokens": 2, "with_entropy": True, "keep_logits": False}
 

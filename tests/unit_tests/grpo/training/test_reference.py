@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import ModelError
-from torchtitan.grpo.models.reference import Reference
 from torchtitan.grpo.models.same_model import check_reference
+from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ForwardRunner
 
 CPU = torch.device("cpu")

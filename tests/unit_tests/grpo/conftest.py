@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models that the layouts are tried on."""
+"""Tiny Hugging Face models for tests of models and of training."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -23,14 +23,14 @@ from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
-from torchtitan.grpo.models.reference import Reference
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
-from torchtitan.grpo.pipeline.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
+from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
+from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 
 
 def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
