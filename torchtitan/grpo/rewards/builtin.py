@@ -8,6 +8,7 @@ column ``answer`` comes from the data set. A completion is a string or, for a co
 prompt, a list with one message of the assistant.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,13 +153,22 @@ def _equal_answers(text: str, expected: str) -> bool:
     # Most answers of most sets are plain numbers, which need no parser.
     if given == wanted:
         return True
-    # Imported here because the import takes half a second, which other functions need not pay.
-    from math_verify import parse, verify
-
+    parse, verify = _math_verify()
     parsed = [
         parse(f"\\boxed{{{a}}}", parsing_timeout=_MATH_TIMEOUT_SECONDS) for a in (wanted, given)
     ]
     return bool(verify(parsed[0], parsed[1], timeout_seconds=_MATH_TIMEOUT_SECONDS))
+
+
+@functools.cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
+    """Imports math-verify's functions when they are first needed, which takes seconds."""
+    from math_verify import parse, verify
+
+    # The first call builds tables. Its time must not count as that of a user's answer, which
+    # earns 0 if it cannot be parsed in time.
+    verify(parse("\\boxed{x^2}", parsing_timeout=None), parse("\\boxed{x^2}"), timeout_seconds=None)
+    return parse, verify
 
 
 def _has_think_answer_form(text: str) -> bool:

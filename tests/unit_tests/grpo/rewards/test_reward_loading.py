@@ -33,7 +33,7 @@ def test_file_is_run(tmp_path: Path):
         ("no_such_module:reward", "importing no_such_module failed with ModuleNotFoundError"),
         ("os.path:no_such", "os.path has no 'no_such'"),
         ("os.path:sep", "must be callable, got a str"),
-        ("missing/file.py:reward", "there is no file"),
+        ("missing/file.py:reward", r"the file .*missing/file\.py does not exist"),
         ("os.path:", "must be package.module:function"),
     ],
 )

@@ -319,6 +319,30 @@ def test_a_blocked_step_holds_up_neither_the_loop_nor_other_episodes(run_world):
     run_world(body, TURNS, timeout_seconds=4.0)
 
 
+def test_a_process_with_a_hanging_environment_takes_no_new_episode(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+
+    def prompt(**columns: str) -> Prompt:
+        return Prompt(0, "7->", np.array([7], np.int32), columns)
+
+    async def main() -> None:
+        pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Echo", timeout_seconds=3.0)
+        try:
+            await pool.start()
+            hanging, other = await pool.open(prompt(what="block")), await pool.open(prompt())
+            assert hanging._worker is other._worker
+            await hanging.step("1=", [1])
+            with pytest.raises(EnvironmentFailed, match="environment_timeout_seconds"):
+                await hanging.step("2=", [2])
+            new = await pool.open(prompt())
+            assert new._worker is not other._worker
+            assert (await other.step("1=", [1])).text == (await new.step("1=", [1])).text
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+
+
 def test_episodes_of_a_killed_process_are_replayed_in_another(run_world):
     async def body(world: World) -> None:
         trajectories = [world.start() for _ in range(4)]
