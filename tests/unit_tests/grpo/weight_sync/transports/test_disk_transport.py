@@ -167,7 +167,9 @@ def test_a_changed_byte_and_a_missing_tensor_are_noticed_when_read(tmp_path):
         transport = make_transport(tmp_path, [Writer(0), Writer(1)])
         path, _ = await transport.written(1)
         (path / "model-rank00001.safetensors").unlink()
-        with pytest.raises(ValueError, match=r"must name exactly the tensors beside it; \['a1', 'b1'\]"):
+        with pytest.raises(
+            ValueError, match=r"must name exactly the tensors beside it; \['a1', 'b1'\]"
+        ):
             read_safetensors(str(path))
         path, _ = await transport.written(2)
         file = path / "model-rank00000.safetensors"
