@@ -100,7 +100,7 @@ class Rollout:
     completion counts as truncated (``drop_truncated``) at the length that it has
     (``grpo.overlong_buffer``). ``resume`` replaces them in the batch by other groups and continues
     them under newer weights: the tokens written so far become context that is not trained, and
-    completions of the group that were finished are generated anew. ``cut`` and ``resume`` need
+    completions of the group that were finished are generated again. ``cut`` and ``resume`` need
     ``segment_tokens`` and no ``environment``. Metrics count what is dropped, cut and resumed."""
 
     min_completion_tokens: Annotated[int, at_least(0)] = 0
