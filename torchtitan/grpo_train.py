@@ -218,7 +218,7 @@ class GRPOTrainer(Trainer):
         """
         gradient = GradientParts(MetricTotals(self.metric_reductions))
         while batch is not None:
-            if batch.part.begins_batch:  # again if the rollout process was killed amid the batch
+            if batch.part.begins_batch:  # again if the rollout process was killed meanwhile
                 self.optimizers.zero_grad()
                 gradient = GradientParts(MetricTotals(self.metric_reductions))
             scale = gradient.scale_of(batch)

@@ -63,7 +63,7 @@ def load_newest(checkpointer: CheckpointManager, load_step: int) -> bool:
         load_step: ``checkpoint.load_step``; -1 stands for the newest checkpoint.
 
     Raises:
-        CheckpointError: See :func:`check_resumable`.
+        CheckpointError: If :func:`check_resumable` refuses the checkpoint.
     """
     check_resumable(checkpointer, load_step)
     return checkpointer.load(step=load_step)

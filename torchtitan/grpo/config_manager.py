@@ -93,7 +93,7 @@ def check_arguments(cls: type, args: list[str]) -> None:
     Keys may be written with ``-`` or ``_``, as ``--key=value``, and flags as ``--table.no-flag``.
 
     Raises:
-        ConfigError: With the first unknown argument.
+        ConfigError: If an argument is unknown. The message names the first one.
     """
     known = _all_keys(cls)
     for arg in args:
@@ -117,7 +117,7 @@ def check_keys(cls: type, data: dict[str, Any], prefix: str = "") -> None:
     """Refuses keys of a TOML file that no table has, and names the nearest key.
 
     Raises:
-        ConfigError: With the first unknown key.
+        ConfigError: If a key is unknown. The message names the first one.
     """
     known = {f.name: f for f in fields(cls)}
     for key, value in data.items():

@@ -133,7 +133,7 @@ class RolloutController(StepSource):
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """Plans the next batch or its next part; see :meth:`StepSource.next_step`.
 
-        If the rollout process was killed amid a batch, the next part is again the first part of
+        If the rollout process was killed during a batch, the next part is again the first part of
         that batch.
         """
         timeout = self.config.rollout.batch_timeout_seconds
@@ -160,7 +160,7 @@ class RolloutController(StepSource):
         return replace(step, metrics=batch.metrics | step.metrics)
 
     def fetch_address(self, version: int) -> FetchAddress | None:
-        """Where ranks fetch the batch of ``version``; None where they are sent their rows."""
+        """Where ranks fetch the batch of ``version``, or None if rank 0 sends it to them."""
         endpoint = self.link.fetch_endpoint
         return FetchAddress(endpoint, self._fetch_secret, version) if endpoint is not None else None
 

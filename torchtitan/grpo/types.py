@@ -76,8 +76,8 @@ class BatchPart(IntEnum):
     """Which part of its batch a set of rollout groups is.
 
     A batch arrives whole, or in parts (``rollout.stream``): a first one, any number of middle
-    ones, a last one. Where the rollout process was killed in the middle of a batch, the batch
-    is delivered anew, so a part that begins a batch makes the parts before it void.
+    ones, and a last one. If the rollout process is killed in the middle of a batch, the batch is
+    delivered again, so a part that begins a batch invalidates the parts before it.
 
     Example: the parts of a batch that is interrupted after its second part::
 

@@ -30,7 +30,7 @@ from torchtitan.grpo.types import GenerateRequest, Generation
 
 @dataclass(frozen=True)
 class Check:
-    """One condition, and what was found.
+    """One condition and the observation that was made.
 
     Attributes:
         what: The condition, in words.

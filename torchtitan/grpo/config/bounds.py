@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """An interval of numbers, and at most one value beside it that has a meaning of its own.
+    """An interval of numbers, and at most one value outside of it with a special meaning.
 
     Attributes:
         minimum: Lower end of the interval.

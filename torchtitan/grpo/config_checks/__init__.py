@@ -28,7 +28,7 @@ def validate(config: JobConfig) -> None:
     """Runs all checks that need nothing but the configuration.
 
     Raises:
-        ConfigError: With the first problem that is found.
+        ConfigError: If a check fails. The message describes the first problem found.
     """
     for check in (
         check_required,

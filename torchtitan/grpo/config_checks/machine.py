@@ -50,7 +50,7 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
     """Refuses sequences longer than the model's maximum, and layouts that do not fit the model.
 
     Raises:
-        ConfigError: With the keys to change.
+        ConfigError: If the model cannot be used. The message names the keys to change.
     """
     needed = longest_sequence(config)
     if config.inference.launch and config.rollout.replay is None:

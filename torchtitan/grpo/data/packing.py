@@ -150,8 +150,8 @@ def fewest_rows(lengths: Sequence[int], row_len: int) -> int:
     """Returns a lower bound of the number of rows of every packing.
 
     This is Martello and Toth's bound (https://doi.org/10.1016/0166-218X(90)90094-S). Two sequences
-    that are longer than half a row never fit into one row, and beside a sequence longer than
-    ``row_len - k`` no sequence of length k or more fits.
+    that are longer than half a row never fit into one row, and a sequence longer than
+    ``row_len - k`` cannot share its row with a sequence of length k or more.
     """
     ordered = sorted(lengths)
     sums = [0]

@@ -181,15 +181,15 @@ class RecordReader:
 
     Args:
         path: The file.
-        vocab_size: Of the model at hand.
-        temperature: ``rollout.temperature`` of the run at hand.
+        vocab_size: Vocabulary size of this run's model.
+        temperature: ``rollout.temperature`` of this run.
         key: TOML key of ``path``, for messages.
 
     Attributes:
-        was_cut_off: The last iteration found the file's end missing.
+        was_cut_off: True if the last iteration found an incomplete last line.
 
     Raises:
-        DataError: From the iteration: the file or a line of it cannot be used.
+        DataError: If the file or one of its lines cannot be used; raised during iteration.
     """
 
     def __init__(self, path: str, vocab_size: int, temperature: float, key: str) -> None:
@@ -207,7 +207,7 @@ class RecordReader:
             else:
                 yield where, decode_line(line, BatchRecord, where)
         if number == 0:
-            raise DataError(f"{self._key}: {self._path} is empty, it has no header.")
+            raise DataError(f"{self._key}: {self._path} is empty: it has no header.")
 
     def _lines(self) -> Iterator[bytes]:
         try:

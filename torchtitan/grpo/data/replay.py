@@ -28,7 +28,7 @@ class ReplaySource(StepSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
     Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed
-    run goes on where its checkpoint is. The ages of samples count from the version that the
+    run continues from its checkpoint. The ages of samples count from the version that the
     batch was recorded with.
 
     Args:
@@ -77,7 +77,7 @@ class ReplaySource(StepSource):
         """Reads the whole file once, so that a bad line is found before training.
 
         Raises:
-            DataError: The file or a line of it cannot be used.
+            DataError: If the file or one of its lines cannot be used.
         """
         num_batches = 0
         for where, batch in self._reader:
@@ -88,7 +88,7 @@ class ReplaySource(StepSource):
         if num_batches == 0 or num_batches < self._start_version:
             raise DataError(
                 f"{_KEY}: {self._path} must hold at least {max(self._start_version, 1)} batches "
-                f"(step {self._start_version} is where this run is), got {num_batches}."
+                f"(this run is at step {self._start_version}), got {num_batches}."
             )
         if self._reader.was_cut_off:
             logger.warning(f"{_KEY}: {self._path} is cut off; its complete batches are used.")
@@ -167,7 +167,8 @@ def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -
     """Refuses a batch that cannot be trained on.
 
     Raises:
-        DataError: With ``where`` (key, file, line), the group and the rollout.
+        DataError: If the batch is invalid. The message names ``where`` (key, file, line), the
+            group and the rollout.
     """
     ids = [group.group_id for group in batch.groups]
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")

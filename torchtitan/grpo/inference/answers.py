@@ -150,7 +150,7 @@ def checked_generation(
         )
     ids = _as_ids(token_ids, source)
     if [token for _, token in logprobs] != list(token_ids):
-        raise ServerError(f"{source}: the logprobs are of other tokens than the sampled ones.")
+        raise ServerError(f"{source}: the logprobs do not belong to the sampled tokens.")
     values = [value for value, _ in logprobs]
     _require_logprobs(values, f"{source}: logprobs")
     return Generation(

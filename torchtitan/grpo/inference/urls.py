@@ -48,7 +48,7 @@ def parse_urls(text: str, source: str) -> list[str]:
     """Returns the URLs of a text with one URL a line. Empty lines and # comments are ignored.
 
     Raises:
-        ValueError: See :func:`checked_urls`.
+        ValueError: If :func:`checked_urls` refuses the URLs.
     """
     lines = (line.strip() for line in text.splitlines())
     return checked_urls([s for s in lines if s and not s.startswith(_COMMENT)], source)
@@ -75,7 +75,7 @@ def named_urls(inference: "Inference") -> list[str]:
     this machine, because rank 0 alone needs the file.
 
     Raises:
-        ValueError: See :func:`read_urls`.
+        ValueError: If :func:`read_urls` refuses the file.
     """
     if inference.urls_file is None:
         return inference.urls

@@ -49,8 +49,9 @@ def check_policy_function(config: GRPO) -> None:
     """Loads ``grpo.policy_loss`` and tries it, with its options, on two short sequences.
 
     Raises:
-        ValueError: With the key, if it cannot be loaded, does not take the options, or its
+        ValueError: If the function cannot be loaded or does not accept the options, or if its
             result has another shape, is not finite, or carries no gradient to the logprobs.
+            The message names the key.
     """
     name = config.policy_loss
     function = policy_function(name)

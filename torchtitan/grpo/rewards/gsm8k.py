@@ -43,7 +43,7 @@ def hash_answer_exact(
     without such a line earns 0.
 
     Raises:
-        ValueError: if an expected answer holds no number.
+        ValueError: If an expected answer holds no number.
     """
     return [
         float(_last_number(completion_text(completion)) == _expected_number(str(expected)))

@@ -15,7 +15,7 @@ class Learned:
     """Result of the optimizer steps of one batch, on one rank.
 
     Attributes:
-        batch: The batch. If it came in parts, the last part with the counts of all of them.
+        batch: The batch. If it came in parts, this is the last part, with the counts of all of them.
         totals: Metrics of the loss: those of this rank, until the feed combines all ranks.
         grad_norms: Global gradient norm before clipping, for each optimizer step.
     """

@@ -19,12 +19,12 @@ process than before.
 
 What the dispatcher may assume follows from the state:
 
-- It is told of a version at ``attested``, never before: the server has answered the commit,
+- It learns of a version at ``attested``, never before: the server has answered the commit,
   and has named the version itself after that.
 - It keeps assuming the former version while the next push of a READY lane is under way: the
   server generates with the former one until it commits, and names the version of every
   token.
-- It is told of a loss at ``failed`` and ``version_mismatch``, before the lane recovers
+- It learns of a loss at ``failed`` and ``version_mismatch``, before the lane recovers
   (leaves the groups, ends the pause). The retry is due after that.
 
 The lane of a READY server keeps asking for its version. A server that was restarted answers

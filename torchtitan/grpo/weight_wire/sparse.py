@@ -89,10 +89,10 @@ def _changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
 
 
 def delta_bytes(numels: Sequence[int], num_changed: Sequence[int], itemsize: int) -> int:
-    """Length of a delta.
+    """Returns the length of a delta in bytes.
 
     Raises:
-        ValueError: A count is impossible.
+        ValueError: If a count is neither -1 nor within its tensor's size.
     """
     total = 0
     for numel, count in zip(numels, num_changed, strict=True):

@@ -47,8 +47,8 @@ class FailureCount:
         """Counts a failure, and logs it if it is the first of its kind.
 
         Raises:
-            RuntimeError: The ``error`` given at construction, if this failure is the
-                ``max_consecutive``-th in a row.
+            RuntimeError: If this failure is the ``max_consecutive``-th in a row. Its type is the
+                ``error`` given at construction.
         """
         self.by_kind[failure.kind] += 1
         if self.by_kind[failure.kind] == 1:

@@ -240,7 +240,7 @@ class SGLangClient(InferenceClient):
         """Takes the version off the server before the first tensor changes.
 
         If the push fails half-way, no token that is sampled from the mixture can then be taken
-        for a token of the old version, whoever resumes the server. (An old release answers 404.)
+        for a token of the old version, no matter which client resumes the server. (An old release answers 404.)
         """
         if not self._update_marked:
             await self._http.post(
