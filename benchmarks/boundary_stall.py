@@ -215,7 +215,7 @@ def wait_for_server(server: LaunchedServer, timeout_seconds: float) -> None:
     """Returns when the server answers that it is up.
 
     Raises:
-        RuntimeError: It has ended, or did not come up in time.
+        RuntimeError: If the server has ended or did not come up in time.
     """
     deadline = time.monotonic() + timeout_seconds
     while not asyncio.run(_is_up(server)):
@@ -355,7 +355,7 @@ def rank_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    # Without bytecode files, every start would compile torch's sources anew.
+    # Without bytecode files, every start would compile torch's sources again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return environment
 

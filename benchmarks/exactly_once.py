@@ -112,10 +112,10 @@ class KilledRun:
         return lines[-1]["step"] if lines else 0
 
     def wait_for(self, holds: Callable[[], bool], what: str) -> None:
-        """Waits until ``holds``.
+        """Waits until ``holds`` returns True.
 
         Raises:
-            SystemExit: It does not in time, or the run ends before.
+            SystemExit: If the condition does not hold in time, or if the run ends first.
         """
         assert self._process is not None
         deadline = time.monotonic() + PROGRESS_SECONDS

@@ -114,7 +114,7 @@ def run_job(job: dict[str, Any]) -> None:
     check_model(config, hf_model)
     # A run registers its model once; this is several runs in one.
     train_specs._extra_train_specs.clear()
-    # Each run compiles anew, as the first in a process does.
+    # Each run compiles again, as the first run in a process does.
     torch.compiler.reset()
     result = {}
     for optimizer in ("sgd", "adamw"):

@@ -4,7 +4,7 @@
 """Starts the program of a benchmark on several ranks, on this machine's CPU.
 
 The ranks are forked from one process that has imported torch and the package, as in the tests
-(`tests/programs/fork_server.py`), because starting eight ranks anew would take a minute.
+(`tests/programs/fork_server.py`), because starting eight new processes would take a minute.
 """
 
 import atexit
@@ -32,7 +32,7 @@ def run_ranks(num_ranks: int, program: str, *arguments: Path, timeout_seconds: f
     """Runs a program of this folder on several ranks and waits for its end.
 
     Raises:
-        SystemExit: The program failed, or took longer than ``timeout_seconds``. The message
+        SystemExit: If the program fails or takes longer than ``timeout_seconds``. The message
             holds the end of its output.
     """
     environment = os.environ | {

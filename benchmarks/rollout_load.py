@@ -156,7 +156,7 @@ def run(
         ]
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-            # Memory that is freed is kept: else a step's time is that of getting it anew.
+            # Freed memory is kept; otherwise allocation would dominate the step time.
             "MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**34),
         }  # fmt: skip
         log_file = folder / "trainer.log"

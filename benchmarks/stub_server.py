@@ -30,10 +30,10 @@ class StubRunner(ModelRunner):
 
     Args:
         model: Its parameters are what weight updates write.
-        max_slots: Most rows at once.
-        max_length: Longest sequence.
-        decode_seconds: Time of a decode step, however many rows it has.
-        mean_tokens: Of completions, before they are cut.
+        max_slots: Maximum number of rows at once.
+        max_length: Maximum length of a sequence.
+        decode_seconds: Time of a decode step, for any number of rows.
+        mean_tokens: Mean length of completions before they are cut.
     """
 
     def __init__(

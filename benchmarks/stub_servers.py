@@ -33,11 +33,11 @@ def running_stubs(
     """Yields stub servers that are up, and ends them.
 
     Args:
-        count: How many.
+        count: Number of servers.
         model: Hugging Face directory; its parameters are what weight updates write.
-        folder: For their logs.
-        decode_seconds: Of each decode step.
-        mean_tokens: Of completions that end by themselves.
+        folder: Folder for their logs.
+        decode_seconds: Time of each decode step.
+        mean_tokens: Mean length of completions that end by themselves.
         max_model_len: Longest sequence.
         max_running_requests: Completions that each may write at once.
         attend: Called with each process's id, once started and once up.

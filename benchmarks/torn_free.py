@@ -50,7 +50,7 @@ NUM_RANKS, NUM_SERVERS = 2, 3
 TOLERANCE = 1e-3
 CHECK_SECONDS = 0.1
 PUBLISHES_A_PUSH = 10
-"""At least one push in so many publishes, or the run goes on."""
+"""The run continues until there is at least one push for this many publishes."""
 WEIGHT_SYNC = {
     "checksum": True,
     "bucket_bytes": 65536,

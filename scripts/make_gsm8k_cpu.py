@@ -62,10 +62,10 @@ class Lessons:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """GSM8K's rows, checked.
+    """Returns the rows of GSM8K after checking them.
 
     Raises:
-        ValueError: if a row lacks `question` or `answer`, or the file has no row.
+        ValueError: If a row lacks `question` or `answer`, or the file has no row.
     """
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -161,7 +161,7 @@ def short_rows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, lessons: Les
 def draw_lesson(
     row: Row, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, rng: random.Random
 ) -> Lesson:
-    """One lesson; whether it ends in the `####` line is drawn anew each time."""
+    """One lesson; whether it ends in the `####` line is drawn at random each time."""
     answer = f" {lesson_answer(row['answer'], lessons.with_last_line, rng)}"
     prompt = tokenizer.encode(TEMPLATE.format(prompt=row["question"]))
     return prompt, [*tokenizer.encode(answer), tokenizer.eos_token_id]

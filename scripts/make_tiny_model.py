@@ -154,10 +154,10 @@ def teach(
     lessons: Lessons,
     rng: random.Random,
 ) -> None:
-    """Supervised learning until the model half-knows the task.
+    """Trains the model by supervised learning until it half-knows the task.
 
     Raises:
-        RuntimeError: if it still does not after ``lessons.max_steps``.
+        RuntimeError: If it still does not after ``lessons.max_steps``.
     """
     probe = collate(tokenizer, [(r["prompt"], r["answer"]) for r in draw_rows(rng, 512, lessons)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))

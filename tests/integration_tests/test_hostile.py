@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Servers that answer nonsense and rewards that misbehave: refused, counted, and the run goes on.
+"""Servers that answer nonsense and rewards that misbehave: both are refused and counted, and the run continues.
 
 What is not trained on stands in the ledger with a reason, and nothing is trained on twice.
 """

@@ -203,7 +203,7 @@ def _run(job: Job) -> None:
     """Runs the program as ``__main__``, and ends the process with its status."""
     import numpy as np
 
-    # Python's own generator is seeded anew after each fork.
+    # Python's own random generator is seeded again after each fork.
     np.random.seed()
     status: Any = 0
     try:

@@ -61,7 +61,7 @@ class ForkedProcess:
         self.pid: int = message["pid"]
 
     def _message(self, timeout_seconds: float | None) -> dict[str, int] | None:
-        """The next message; None where there is none in time. The server's end is its own."""
+        """Returns the next message, or None if none arrives in time."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while b"\n" not in self._heard:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

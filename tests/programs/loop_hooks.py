@@ -69,7 +69,7 @@ class Hooks:
         self._random = random.Random(settings.seed + 100)
 
     def end(self) -> None:
-        """Command."""
+        """Command: the training loop ends."""
         self.is_going = False
 
     def stop(self, url: str, method: str, when: str, index: int) -> None:
@@ -78,7 +78,7 @@ class Hooks:
         self.stop_at = Stop(url, method, when, index)
 
     def release(self) -> None:
-        """Command."""
+        """Command: the push that was stopped continues."""
         self.released.set()
 
     def wrong_shape(self, url: str) -> None:

@@ -40,7 +40,7 @@ def test_a_hedge_needs_two_servers_wherever_they_come_from(tmp_path):
     load_config([*SETTINGS, hedge, f"--inference.urls={','.join(urls)}"])
     with pytest.raises(ConfigError, match="needs a second server"):
         load_config([*SETTINGS, hedge, f"--inference.urls={urls[0]}"])
-    # Others may join this one while the run goes on.
+    # Others may join this one during the run.
     file = tmp_path / "urls"
     file.write_text(urls[0] + "\n")
     load_config([*SETTINGS, hedge, f"--inference.urls_file={file}"])

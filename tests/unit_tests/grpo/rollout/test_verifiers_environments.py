@@ -58,7 +58,7 @@ import verifiers as vf
 from datasets import Dataset
 
 def add(a: int, b: int) -> int:
-    """Adds."""
+    """Adds two numbers."""
     return a + b
 
 def load_environment():

@@ -33,7 +33,7 @@ def explore_all(
         must_reach: Whether a goal must be within reach of a state, without any fault.
 
     Raises:
-        ViolationError: With the shortest way to it.
+        ViolationError: If an invariant is violated. The message shows the shortest way there.
     """
     # States are known by their number: to hash one takes longer than all else.
     states, numbers = [initial], {initial: 0}
