@@ -47,7 +47,7 @@ class Bounds:
         return dataclasses.replace(self, special=(value, meaning))
 
     def allow(self, value: float) -> bool:
-        """Returns whether a value is valid. NaN never is."""
+        """Returns whether a value is valid. NaN is never allowed."""
         if self.special is not None and value == self.special[0]:
             return True
         is_above = value >= self.minimum if self.includes_minimum else value > self.minimum

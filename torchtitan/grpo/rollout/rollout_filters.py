@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Filters that decide which rollouts are worth training on. Pure functions.
+"""Filters that decide which rollouts are worth training on. All functions are pure.
 
 There are two kinds of filter, all off by default. Filters of single completions are
 ``rollout.min_completion_tokens``, ``rollout.drop_truncated`` and ``rollout.should_accept``.

@@ -65,7 +65,7 @@ class ServerWatch:
             return list(self._servers or ()) if has_news else None
 
     def close(self) -> None:
-        """Closes the socket. The known servers stay available. Idempotent."""
+        """Closes the socket. The known servers stay available. It is idempotent."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close(linger=0)

@@ -88,7 +88,7 @@ class WorkerOwner(Generic[Reply]):
             raise
 
     async def close(self) -> None:
-        """Kills all processes, and starts no more. Idempotent."""
+        """Kills all processes, and starts no more. It is idempotent."""
         self._is_closed = True
         for process in list(self._running):
             await process.kill()

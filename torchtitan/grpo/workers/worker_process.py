@@ -127,7 +127,7 @@ class WorkerProcess(Generic[Reply]):
             raise
 
     async def kill(self) -> None:
-        """Kills the process together with everything in its session. Idempotent."""
+        """Kills the process together with everything in its session. It is idempotent."""
         await self._end(WorkerKilled("The worker process was killed."))
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:

@@ -142,7 +142,7 @@ class EnvironmentPool:
         self._failures.record_success()
 
     async def close(self) -> None:
-        """Kills the workers. Idempotent."""
+        """Kills the workers. It is idempotent."""
         closing = list(self._closing)
         for task in closing:
             task.cancel()

@@ -129,7 +129,7 @@ class Episode:
         return followed
 
     def close(self) -> None:
-        """Ends the episode in the background. Idempotent."""
+        """Ends the episode in the background. It is idempotent."""
         opening = self._opening
         opening.cancel()
         if opening.done() and not opening.cancelled() and opening.exception() is None:

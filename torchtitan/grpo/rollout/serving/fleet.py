@@ -109,7 +109,7 @@ class ServerFleet:
         self._reread.set()
 
     async def close(self) -> None:
-        """Closes the clients and ends the launched servers. Idempotent."""
+        """Closes the clients and ends the launched servers. It is idempotent."""
         launched = {server.url: server for server in self._launched}
         self._launched = []
         for supervisor in self._supervisors:

@@ -138,7 +138,7 @@ class GroupEnd:
             torch.cuda.current_stream(payload.device).synchronize()
 
     async def leave(self) -> None:
-        """Takes the group down, within a few seconds whatever the server does. Idempotent."""
+        """Takes the group down, within a few seconds whatever the server does. It is idempotent."""
         if self._is_left:
             return
         self._is_left = True

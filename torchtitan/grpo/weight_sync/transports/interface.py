@@ -180,4 +180,4 @@ class Transport(ABC, Generic[S]):
         """Discards what :meth:`Connection.prepare` made of a version that no lane sends."""
 
     def close(self) -> None:
-        """Ends what :meth:`lead` started. Idempotent."""
+        """Ends what :meth:`lead` started. It is idempotent."""
