@@ -47,8 +47,8 @@ SLOW_LEARNING = "--optimizer.lr=1e-4"
 # What a refusal says beside the server's address.
 REFUSALS = {
     "out-of-vocabulary id": r"token ids are \d+ to 4242, expected 0 to 127",
-    "negative id": r"token ids must be int32 and not negative, got \[-5",
-    "giant id": r"token ids must be int32 and not negative, got \[1180591620717411303424",
+    "negative id": r"token ids must be integers in \[0, 2\*\*31\) \(int32\), got \[-5",
+    "giant id": r"token ids must be integers in \[0, 2\*\*31\) \(int32\), got \[1180591620717411303424",
     "logprob missing": r"as many ids as logprobs as completion tokens, got",
     "logprob too many": r"as many ids as logprobs as completion tokens, got",
     "NaN logprob": r"logprobs must be finite and not above 0, got \[nan",
