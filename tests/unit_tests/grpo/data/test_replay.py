@@ -182,7 +182,7 @@ def test_another_temperature_is_refused_before_the_first_step(record, replay):
 
 
 def test_a_run_that_is_past_the_file_is_refused(record, replay):
-    with pytest.raises(DataError, match=r"at least 3 batches .*step 3 .* got 2"):
+    with pytest.raises(DataError, match=r"at least 3 batches .*at step 3\), got 2"):
         replay(record(2), start_version=3)
 
 
