@@ -36,7 +36,7 @@ class Agent:
         pool: Buffers of the versions that this rank sends; ``None`` if it is not a source.
 
     Attributes:
-        rank: See above.
+        rank: Rank of the current process in the default process group.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors, as they travel.
+    """Holds the bytes of several tensors, as they are sent to a server.
 
     Attributes:
         spec: Description of the tensors.
@@ -57,8 +57,8 @@ class Payload:
         checksum: Whether checksums are added to the descriptions.
 
     Attributes:
-        version: See above.
-        buffers: See above.
+        version: Policy version.
+        buffers: A uint8 tensor for each bucket.
         deltas: Buckets as changes to another version, by that version and their index.
     """
 

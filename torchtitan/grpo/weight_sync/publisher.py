@@ -133,8 +133,8 @@ class WeightPublisher(Publisher):
         follow: On other ranks: does what the leader asks, until cancelled.
 
     Attributes:
-        snapshots: See above.
-        slots: See above.
+        snapshots: The snapshots that were passed to the constructor.
+        slots: The slots that were passed to the constructor.
         is_leader: Whether this is rank 0.
         error: What has ended the publisher's thread.
     """

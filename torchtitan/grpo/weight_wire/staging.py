@@ -70,7 +70,7 @@ class _Announced:
 
 
 class Staging:
-    """One update.
+    """Holds the buckets of one update until the update is committed.
 
     Methods may be called from any thread.
 

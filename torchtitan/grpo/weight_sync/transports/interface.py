@@ -54,7 +54,7 @@ class NotPrepared(RuntimeError):
 
 
 class Connection(ABC):
-    """The way to one server. It is joined or it is not.
+    """Carries versions to one server. A connection is either joined or not.
 
     After any failure :meth:`recover` takes down what the connection has built up, and the
     server must be joined again before the next push.
