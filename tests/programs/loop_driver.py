@@ -161,7 +161,7 @@ class PublishingLoop:
         self.process.wait(10)
 
     def close(self) -> None:
-        """Ends whatever is left of the program. Idempotent."""
+        """Ends whatever is left of the program. It is idempotent."""
         stop_children([self.process], grace_seconds=0.5)
         self._listener.close()
         self._record.close()

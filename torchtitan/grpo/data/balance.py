@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Splits things of different costs into parts of even cost. Pure; imports nothing of the package.
+"""Splits things of different costs into parts of even cost. The functions are pure.
 
 This is the largest differencing method (Karmarkar and Karp, 1982,
 https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html), for k parts as in Korf's

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Packs sequences into rows and deals rows to ranks. Pure; does not import torch.
+"""Packs sequences into rows and deals rows to ranks. The functions are pure.
 
 Invariants of :func:`pack_rows`, :func:`fill_rows` and :func:`pack_into`: every sequence stands
 in exactly one row, no row is longer than ``row_len``, and equal input gives equal output.

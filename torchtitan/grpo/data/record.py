@@ -236,15 +236,16 @@ class RecordReader:
             )
         if header.vocab_size != self._vocab_size:
             raise DataError(
-                f"{where}: recorded with a vocabulary of {header.vocab_size} tokens, and the model "
-                f"in model.hf_assets_path has {self._vocab_size}. Name the model that it was "
-                "recorded with."
+                f"{where}: the file was recorded with a vocabulary of {header.vocab_size} tokens, "
+                f"but the model in model.hf_assets_path has {self._vocab_size}. Set "
+                "model.hf_assets_path to the model that the file was recorded with."
             )
         if header.temperature != self._temperature:
             raise DataError(
-                f"{where}: recorded with rollout.temperature = {header.temperature}, and this run "
-                f"has {self._temperature}: its logprobs would be of another distribution than the "
-                f"trainer's. Set rollout.temperature = {header.temperature}."
+                f"{where}: the file was recorded with rollout.temperature = {header.temperature}, "
+                f"but this run has {self._temperature}. The recorded logprobs and those of the "
+                "trainer would belong to different distributions. Set rollout.temperature = "
+                f"{header.temperature}."
             )
 
 

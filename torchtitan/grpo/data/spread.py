@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which rank trains on which sequences, in which rows. Pure; does not import torch.
+"""Decides which rank trains on which sequences, in which rows. The functions are pure.
 
 Invariants: every sequence stands in one row of one rank; no row is longer than ``row_len``;
 every rank has the same number of rows, a multiple of ``multiple``; equal input gives equal

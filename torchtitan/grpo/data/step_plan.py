@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Plans which rows each rank trains on, from groups of rollouts. Pure; only rank 0 plans.
+"""Plans which rows each rank trains on, from groups of rollouts. Only rank 0 plans.
 
 Invariants: every sample stands in one row of one minibatch. All samples of a group stand in the
 same minibatch, but possibly on several ranks: advantages are computed from the table of samples.

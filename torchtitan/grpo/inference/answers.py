@@ -135,8 +135,9 @@ def checked_generation(
     num_tokens = len(token_ids)
     if not num_tokens == len(logprobs) == num_completion_tokens:
         raise ServerError(
-            f"{source}: request {request.request_id} must have as many ids as logprobs as "
-            f"completion tokens, got {num_tokens}, {len(logprobs)} and {num_completion_tokens}."
+            f"{source}: the answer to request {request.request_id} must hold a token id and a "
+            f"logprob for each completion token that it counts, got {num_tokens} ids, "
+            f"{len(logprobs)} logprobs and a count of {num_completion_tokens}."
         )
     if not 1 <= num_tokens <= request.max_new_tokens:
         raise ServerError(
@@ -181,7 +182,10 @@ def checked_prompt_logprobs(
         ServerError: If the ids are not those that were sent, or a logprob is not finite.
     """
     if [token for _, token in entries] != list(token_ids):
-        raise ServerError(f"{source}: prompt logprobs must be of the {len(token_ids)} tokens sent.")
+        raise ServerError(
+            f"{source}: the prompt logprobs must belong to the {len(token_ids)} tokens that were "
+            "sent, but the answer names other tokens."
+        )
     values: list[Any] = [value for value, _ in entries[1:]]
     _require_logprobs(values, f"{source}: prompt logprobs")
     return [float(value) for value in values]

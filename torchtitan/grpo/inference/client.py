@@ -57,7 +57,7 @@ class Capabilities:
 
 
 class InferenceClient(ABC):
-    """One inference server.
+    """The trainer's and the rollout process's access to one inference server.
 
     Every method raises :class:`ServerError` if the server cannot do what it was asked, or does
     not answer within the control timeout that was given at construction. :meth:`generate` and
@@ -75,17 +75,17 @@ class InferenceClient(ABC):
 
     @property
     def stops_for(self) -> Literal["transfer", "commit", "nothing"]:
-        """See :class:`Capabilities`."""
+        """Tells when generation must be paused for a push; see :class:`Capabilities`."""
         return self.capabilities.stops_for
 
     @property
     def verifies_checksums(self) -> bool:
-        """See :class:`Capabilities`."""
+        """Tells whether the server compares the checksums of buckets with those sent."""
         return self.capabilities.verifies_checksums
 
     @property
     def takes_deltas(self) -> bool:
-        """See :class:`Capabilities`."""
+        """Tells whether the server can apply changes to the weights that it holds."""
         return self.capabilities.takes_deltas
 
     @abstractmethod
@@ -118,7 +118,7 @@ class InferenceClient(ABC):
 
     @abstractmethod
     async def resume(self) -> None:
-        """Continues generation. Does nothing if the server is not paused."""
+        """Makes a paused server generate again. Does nothing if the server is not paused."""
 
     @abstractmethod
     async def join_weight_group(self, info: WeightGroupInfo) -> None:

@@ -190,8 +190,9 @@ class MetricTotals:
         if got != self._reductions:
             changed = sorted(name for name, _ in (got.items() ^ self._reductions.items()))
             raise ValueError(
-                "A loss must return the same metrics with the same reductions in each call, and "
-                f"these came, went or changed: {', '.join(dict.fromkeys(changed))}."
+                "A loss must return the same metrics with the same reductions in each call, but "
+                "these metrics are new, are missing or have another reduction than in the first "
+                f"call: {', '.join(dict.fromkeys(changed))}."
             )
 
 

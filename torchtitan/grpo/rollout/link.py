@@ -90,7 +90,7 @@ class RolloutLink:
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
 
     def start(self) -> None:
-        """Starts the process. The calling thread must live as long as the run."""
+        """Starts the rollout process. The calling thread must live as long as the run."""
         assert self._child is None, "the rollout process must be started only once"
         self._launch()
         self.watch = ServerWatch(self._connect(zmq.PULL, link_messages.SERVERS_SOCKET))
@@ -166,8 +166,8 @@ class RolloutLink:
 
         Args:
             version: Number of batches trained on so far.
-            timeout_seconds: Maximum wait.
-            should_stop: Polled at least every 0.1 s.
+            timeout_seconds: How long to wait for the batch.
+            should_stop: Ends the wait when it returns true. It is called at least every 0.1 s.
 
         Returns:
             The batch, or ``None`` if ``should_stop`` returned true. The same batch can then be
@@ -224,23 +224,29 @@ class RolloutLink:
             pass
 
     def notify_version(self, url: str, version: int) -> None:
-        """Reports that the server at ``url`` now serves ``version``, attested. Any thread."""
+        """Reports that the server at ``url`` serves ``version`` and that this was attested.
+
+        Any thread may call this method.
+        """
         self._notify(link_messages.VersionServed(url, version))
 
     def notify_lost(self, url: str, reason: str) -> None:
-        """Reports that the server at ``url`` must get no more requests. Any thread."""
+        """Reports that the server at ``url`` must get no more requests.
+
+        Any thread may call this method.
+        """
         self._notify(link_messages.ServerLost(url, reason))
 
     def reread_urls(self) -> None:
-        """Requests that ``inference.urls_file`` is read now. Any thread.
+        """Requests that ``inference.urls_file`` is read now.
 
-        The request has no effect while no process is running.
+        Any thread may call this method. The request has no effect while no process is running.
         """
         with contextlib.suppress(RolloutFailed):
             self._notify(link_messages.RereadUrls())
 
     def close(self) -> None:
-        """Ends the process and everything it started, within 5 seconds. Idempotent."""
+        """Ends the process and everything it started, within 5 seconds. It is idempotent."""
         if self._child is not None and self._child.poll() is None and self._messages is not None:
             self._messages.send(link_messages.encode(link_messages.Stop()))
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -276,7 +282,7 @@ class RolloutLink:
             # The process may have sent its reason before it ended.
             self.raise_if_ended()
         self._check_alive()
-        assert self._messages is not None, "start() comes first"
+        assert self._messages is not None, "the rollout process must be started first"
         self._messages.send(link_messages.encode(command))
 
     def _notify(self, notice: link_messages.Notice) -> None:
@@ -294,7 +300,10 @@ class RolloutLink:
         should_stop: Callable[[], bool] | None,
         what: str,
     ) -> tuple[_Answer, list[bytes]] | None:
-        """Returns the next answer of ``kind`` with its frames, or ``None`` if stopped."""
+        """Returns the next answer of ``kind`` with its frames.
+
+        Returns ``None`` if ``should_stop`` returned true before the answer arrived.
+        """
         deadline = time.monotonic() + timeout_seconds
         while True:
             for position, (message, frames) in enumerate(self._unclaimed):
@@ -313,8 +322,10 @@ class RolloutLink:
                 )
 
     def _receive(self) -> bool:
-        """Receives one answer. Returns ``False`` if none arrives within a short time."""
-        assert self._messages is not None, self._failure or "start() comes first"
+        """Receives one answer of the process. Returns ``False`` if none arrives in a short time."""
+        assert self._messages is not None, (
+            self._failure or "the rollout process must be started first"
+        )
         # Read before polling, so that messages sent before the child ended are still received.
         ended = self._child is None or self._child.poll() is not None
         if not self._messages.poll(_POLL_MILLISECONDS):

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Filters that decide which rollouts are worth training on. All functions are pure.
+"""Decides which rollouts are worth training on. The functions are pure.
 
-There are two kinds of filter, all off by default. Filters of single completions are
+All filters are off by default. Three settings filter single completions:
 ``rollout.min_completion_tokens``, ``rollout.drop_truncated`` and ``rollout.should_accept``.
-The filter of whole groups is ``rollout.dynamic_sampling``: it drops groups whose rewards are
+``rollout.dynamic_sampling`` filters whole groups: it drops groups whose rewards are
 all equal, which have no advantage, and refills the batch with other groups (DAPO, Yu et al.
 2025, https://arxiv.org/abs/2503.14476). The number of groups dropped per batch is bounded.
 """
@@ -48,8 +48,9 @@ class WasteBudget:
     """Bounds how many groups may be dropped while one batch is filled.
 
     Args:
-        per_batch: Number of groups. Once they are dropped, further groups are used as they are, so
-            that a policy that solves every prompt, or none, does not generate forever.
+        per_batch: How many groups may be dropped for one batch. Once as many were dropped, further
+            groups are used as they are. Without this bound, a policy that solves every prompt, or
+            none, would generate forever.
     """
 
     def __init__(self, per_batch: int) -> None:

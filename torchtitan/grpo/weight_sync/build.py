@@ -200,7 +200,12 @@ def _make_hands(
 
 
 def _make_channel(sync: WeightSync) -> tuple[LeaderChannel | None, Address]:
-    """Returns rank 0's end, and what each rank needs to connect to it. It is collective."""
+    """Opens the channel over which the leader calls the agents of other ranks; collective.
+
+    Returns:
+        The leader's end of the channel, which only rank 0 has, and the address at which the
+        other ranks connect to it.
+    """
     channel = LeaderChannel(2 * _patience_seconds(sync)) if dist.get_rank() == 0 else None
     addresses: list[Address | None] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, channel.address if channel is not None else None)

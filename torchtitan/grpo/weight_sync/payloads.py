@@ -101,9 +101,10 @@ class Payload:
                 while self._num_filled <= index and self._failure is None:
                     await self._progress.wait()
         if self._num_filled <= index:
+            reason = self._failure or f"it was not complete within {timeout_seconds:g} s"
             raise PayloadFailed(
-                f"Bucket {index} of version {self.version} must be gathered within "
-                f"{timeout_seconds:g} s: {self._failure or 'it was not'}."
+                f"Bucket {index} of version {self.version} could not be gathered: {reason}. Check "
+                "the logs of the other training ranks, or raise weight_sync.timeout_seconds."
             )
 
     def bucket(self, index: int) -> Bucket:

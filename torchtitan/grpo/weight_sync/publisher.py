@@ -117,7 +117,10 @@ class Publisher(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the push; what is still under way after the timeout is given up. Idempotent."""
+        """Ends the push. It is idempotent.
+
+        Whatever is still under way after ``timeout_seconds`` is given up.
+        """
 
 
 class WeightPublisher(Publisher):

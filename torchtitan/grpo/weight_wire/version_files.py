@@ -67,7 +67,9 @@ def write_part(
 
 
 class VersionDirectories:
-    """``weight_sync.disk_path`` as the leader sees it.
+    """Makes and removes the directories of versions below ``weight_sync.disk_path``.
+
+    Only rank 0 has an instance.
 
     Args:
         root: The directory; it is made if it does not exist.
@@ -83,7 +85,8 @@ class VersionDirectories:
         self._root, self._source = root, source
         root.mkdir(parents=True, exist_ok=True)
         self._lock: int | None = _locked(root, lock_seconds)
-        # What a killed predecessor left is useless: half written, or of another run.
+        # The versions of a predecessor that was killed are of no use: they are incomplete, or
+        # belong to another run.
         for left in root.glob("version-*"):
             if left.suffix == ".partial" or (left / CHECKSUMS_FILE).is_file():
                 shutil.rmtree(left, ignore_errors=True)
@@ -96,7 +99,11 @@ class VersionDirectories:
         return partial
 
     def finish(self, version: int) -> Path:
-        """Joins the checksums, adds the model's config, and gives the directory its name."""
+        """Completes the directory of a version, once all source ranks have written their parts.
+
+        The checksums of all parts are merged into one file and the model's config is copied
+        beside the weights. Then the directory gets its final name.
+        """
         partial = self._root / f"version-{version}.partial"
         checksums: dict[str, int] = {}
         for part in sorted(partial.glob("checksums-rank*.json")):
@@ -117,7 +124,10 @@ class VersionDirectories:
             shutil.rmtree(self._root / name, ignore_errors=True)
 
     def close(self) -> None:
-        """Releases the directory to other runs. What is served now stays there. Idempotent."""
+        """Lets other runs use the directory. It is idempotent.
+
+        The files of the version that servers serve now stay in the directory.
+        """
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -138,7 +148,7 @@ def _locked(root: Path, timeout_seconds: float) -> int:
                     f"weight_sync.disk_path must be used by one run at a time, and another run has "
                     f"held {root} for {timeout_seconds:g} s. Give each run a directory of its own."
                 ) from error
-        except OSError as error:  # a filesystem without locks
+        except OSError as error:  # the filesystem does not support locks
             logger.warning("%s cannot be locked (%s): no other run may use it.", root, error)
             return handle
         time.sleep(_POLL_SECONDS)

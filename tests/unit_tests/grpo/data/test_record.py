@@ -170,13 +170,15 @@ def test_a_broken_line_is_named(path):
 
 def test_a_record_of_another_vocabulary_is_refused(path):
     record(path, [[group()]]).close()
-    with pytest.raises(DataError, match=r":1: recorded with a vocabulary of 100 .* has 64"):
+    with pytest.raises(
+        DataError, match=r":1: the file was recorded with a vocabulary of 100 .* has 64"
+    ):
         read(path, vocab_size=64)
 
 
 def test_a_record_of_another_temperature_is_refused(path):
     record(path, [[group()]]).close()
-    message = r":1: recorded with rollout\.temperature = 0\.7, and this run has 1\.0: .*Set rollout"
+    message = r":1: .* with rollout\.temperature = 0\.7, but this run has 1\.0\. .*Set rollout"
     with pytest.raises(DataError, match=message):
         read(path, temperature=1.0)
 

@@ -116,9 +116,14 @@ BEYOND_THE_END = {"version": "4", "start": 5, "end": 9}
 @pytest.mark.parametrize(
     ("kind", "path", "value", "message"),
     [
-        ("sglang", ["output_ids"], [12, 13], "as many ids as logprobs"),
-        ("sglang", [*META, "completion_tokens"], 4, "as many ids as logprobs"),
-        ("sglang", [*META, "output_token_logprobs"], [[-1.0, 12, None]], "as many ids as"),
+        ("sglang", ["output_ids"], [12, 13], "a token id and a logprob for each"),
+        ("sglang", [*META, "completion_tokens"], 4, "a token id and a logprob for each"),
+        (
+            "sglang",
+            [*META, "output_token_logprobs"],
+            [[-1.0, 12, None]],
+            "a token id and a logprob for",
+        ),
         (
             "sglang",
             [*META, "output_token_logprobs", 0],
@@ -150,8 +155,8 @@ BEYOND_THE_END = {"version": "4", "start": 5, "end": 9}
         ("vllm", ["usage", "prompt_tokens"], 4, "with 3 prompt tokens, but the answer states 4"),
         ("vllm", [*CONTENT, 1, "logprob"], math.nan, "finite"),
         ("vllm", [*CONTENT, 1, "logprob"], 0.5, "not above 0"),
-        ("vllm", [*CHOICE, "token_ids"], [12, 13], "as many ids as logprobs"),
-        ("vllm", ["usage", "completion_tokens"], 2, "as many ids as logprobs"),
+        ("vllm", [*CHOICE, "token_ids"], [12, 13], "a token id and a logprob for each"),
+        ("vllm", ["usage", "completion_tokens"], 2, "a token id and a logprob for each"),
         ("vllm", [*CONTENT, 1, "token_id"], 14, "do not belong to the sampled"),
         ("vllm", [*CHOICE, "finish_reason"], "repetition", "finish reason"),
         ("vllm", [*CHOICE, "weight_versions"], None, "weight_versions"),

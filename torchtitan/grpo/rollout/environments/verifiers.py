@@ -71,11 +71,11 @@ class VerifiersEnvironment(Environment):
         self._rollout = await self._home.run(_begin(self._home.environment, prompt))
 
     async def step(self, text: str, token_ids: list[int]) -> Observation:
-        assert self._rollout is not None, "reset comes first"
+        assert self._rollout is not None, "reset must be called before step"
         return await self._home.run(self._rollout.step(text))
 
     async def cut_off(self) -> float | None:
-        assert self._rollout is not None, "reset comes first"
+        assert self._rollout is not None, "reset must be called before cut_off"
         return await self._home.run(self._rollout.cut_off())
 
     async def close(self) -> None:
@@ -121,8 +121,9 @@ def _load(env_id: str, arguments: dict[str, Any]) -> Any:
         )
     if getattr(environment, "requires_group_rollouts", False):
         raise ValueError(
-            f"rollout.environment_options.env_id = {env_id!r} rewards whole groups of rollouts, and "
-            "an episode is one. Score groups with reward.functions."
+            f"rollout.environment_options.env_id = {env_id!r} must name an environment that rewards "
+            "each rollout by itself, but this one rewards whole groups of rollouts. Choose another "
+            "environment, and score groups with reward.functions."
         )
     return environment
 
@@ -169,8 +170,9 @@ class _Rollout:
         ].role == "assistant"
         if not (is_kept and new):
             raise ValueError(
-                "The environment must add messages behind the model's turn and leave those before "
-                f"as they are, got {asked!r:.300} after {self._seen!r:.300}."
+                "The environment must append its messages to the model's turn and must not change "
+                f"earlier messages. The conversation was {self._seen!r:.300}, and the environment "
+                f"continued it as {asked!r:.300}."
             )
         self._seen = [_content(m) for m in asked]
         return Observation(messages=[m.model_dump(exclude_none=True) for m in new])

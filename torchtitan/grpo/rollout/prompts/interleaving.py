@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes which of several sets a draw goes to, from the draw's number alone. Pure functions.
+"""Computes from the number of a draw alone which of several sets the draw goes to.
 
-This is the divisor method of Sainte-Laguë, which apportions parliament seats to parties. Draw
+The functions are pure. They use the divisor method of Sainte-Laguë, which apportions the seats
+of a parliament to parties. Draw
 ``c`` (counted from 0) of a set of weight ``w`` has the key ``(2 c + 1) / w``. Draws are taken
 in the order of their keys, and among equal keys in the order of the sets.
 
@@ -26,22 +27,24 @@ from typing import NamedTuple
 
 
 class Draw(NamedTuple):
-    """One draw: the set, and the number of earlier draws from that set."""
+    """Tells which set a draw goes to, and how many earlier draws went to that set."""
 
     set: int
     number: int
 
 
 class Interleaving:
-    """The order in which sets are drawn from.
+    """Computes the order in which prompts are drawn from several sets.
 
     Args:
-        weights: One positive number per set. They are read as written in decimal, so that 0.7
-            and 0.3 are exactly 7 to 3.
+        weights: A positive number for each set. The numbers are read as they are written in
+            decimal, so that the weights 0.7 and 0.3 stand in the ratio of exactly 7 to 3.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        assert weights and all(w > 0 for w in weights), f"weights above 0 needed, got {weights}"
+        assert weights and all(w > 0 for w in weights), (
+            f"each set needs a weight above 0, got {weights}"
+        )
         exact = [Fraction(str(weight)) for weight in weights]
         scale = math.lcm(*(weight.denominator for weight in exact))
         integers = [int(weight * scale) for weight in exact]
