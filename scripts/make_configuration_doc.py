@@ -41,14 +41,41 @@ used.
 In the column "valid", a value with a meaning of its own stands in front of that meaning: "at least 1,
 or 0 (off)". No entry means that any value of the type is valid as far as the key alone is concerned.
 
-This page is made by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config/`.
+This page is made by `python scripts/make_configuration_doc.py` from `torchtitan/grpo/config/` and
+`torchtitan/grpo/job_config.py`.
 """
+
+DEFAULTS_HEAD = """## Torchtitan's tables
+
+Torchtitan's defaults are those of pretraining. These keys have other defaults here, or bounds;
+`--dry-run` names torchtitan's default beside each. All other keys of these tables are as in torchtitan.
+
+| key | type | default | torchtitan's | valid | meaning |
+|---|---|---|---|---|---|"""
 
 
 def page() -> str:
     """Returns the whole page."""
     tables = [f.type for f in fields(JobConfig) if f.type in vars(config).values()]
-    return "\n".join([HEAD, *map(section, tables)])
+    return "\n".join([HEAD, changed_tables(), *map(section, tables)])
+
+
+def changed_tables() -> str:
+    """Returns the keys of torchtitan's tables that this project defines anew, as a section."""
+    lines = [DEFAULTS_HEAD]
+    for table in fields(JobConfig):
+        cls: Any = table.type
+        if cls.__module__ != JobConfig.__module__:
+            continue
+        bounds, docs, upstream = bounds_of(cls), field_docs(cls), cls.__base__()
+        lines += [
+            f"| `{table.name}.{f.name}` | `{in_markdown(type_name(f.type))}` | `{default_of(f)}` "
+            f"| `{getattr(upstream, f.name)!r}` | {in_markdown(str(bounds.get(f.name, '')))} "
+            f"| {in_markdown(docs[f.name])} |"
+            for f in fields(cls)
+            if f.name in cls.__annotations__
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def section(table: Any) -> str:

@@ -18,7 +18,8 @@ USAGE = (__doc__ or "").split("\n\n", 1)[1]
 def check_config(arguments: list[str]) -> int:
     """Checks a configuration, and prints it with all defaults and the planned layout."""
     from torchtitan.grpo.config_checks import ConfigError, check_model
-    from torchtitan.grpo.config_manager import describe, load_config
+    from torchtitan.grpo.config_checks.description import describe
+    from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
 
     if arguments and not arguments[0].startswith("-"):

@@ -22,8 +22,6 @@ import msgspec
 from torchtitan.config import ConfigManager
 
 from torchtitan.grpo.config_checks import ConfigError, validate
-from torchtitan.grpo.config_checks.layout import describe_layout
-from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -156,32 +154,3 @@ def is_dry_run(args: list[str]) -> bool:
         return False
     args.remove("--dry-run")
     return True
-
-
-def describe(config: JobConfig) -> str:
-    """Returns the resolved configuration in lines like TOML, and the planned layout."""
-    lines = []
-    for table, values in config.to_dict().items():
-        lines.append(f"[{table}]")
-        lines += [f"{key} = {value!r}" for key, value in values.items()]
-        lines.append("")
-    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
-    lines += [
-        "Layout",
-        f"  ranks: {describe_layout(config)}",
-        f"  global batch: {config.grpo.prompts_per_step} prompts x {config.grpo.group_size} "
-        f"rollouts = {rollouts}, packed into rows of {config.training.seq_len} tokens",
-        f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
-        f"  servers: {_describe_servers(config)}",
-    ]
-    return "\n".join(lines)
-
-
-def _describe_servers(config: JobConfig) -> str:
-    if config.rollout.replay is not None:
-        return f"none, rollouts are replayed from {config.rollout.replay}"
-    inference = config.inference
-    if inference.launch:
-        return f"{inference.num_servers} x {inference.kind}, launched on this machine"
-    source = f" ({inference.urls_file})" if inference.urls_file else ""
-    return f"{inference.kind} at {', '.join(named_urls(inference))}{source}"

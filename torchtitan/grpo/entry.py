@@ -22,7 +22,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.checkpoint import CheckpointError
 from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_manager import describe, is_dry_run, load_config
+from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_manager import is_dry_run, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.inference.urls import named_urls

@@ -4,11 +4,12 @@
 """All tables of a run's configuration: torchtitan's own, and those that this project adds."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torchtitan.config import job_config
 
 from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.config.bounds import above, at_least
 
 
 @dataclass
@@ -26,10 +27,63 @@ class Model(job_config.Model):
 
 
 @dataclass
+class Optimizer(job_config.Optimizer):
+    """``[optimizer]``: torchtitan's table, with defaults for post-training.
+
+    A model that has been trained already is moved by small steps. Torchtitan's own defaults are
+    those of pretraining.
+    """
+
+    lr: Annotated[float, at_least(0)] = 1e-6
+    """Learning rate after the warm-up. 1e-6 is the value of the GRPO and DAPO papers
+    (https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2503.14476), and the default of TRL's
+    ``GRPOConfig`` and of prime-rl. Small models, and updates of few parameters, take more."""
+
+    beta2: Annotated[float, at_least(0).below(1)] = 0.999
+    """Decay of AdamW's second moment, as in TRL, verl and prime-rl."""
+
+    weight_decay: Annotated[float, at_least(0)] = 0.0
+    """AdamW's weight decay. 0 is the default of TRL and, for reinforcement learning, of prime-rl:
+    with such learning rates a decay hardly acts, and it would pull the policy away from its
+    reference for no reward. verl takes 0.01, its DAPO recipe 0.1."""
+
+
+@dataclass
+class LRScheduler(job_config.LRScheduler):
+    """``[lr_scheduler]``: torchtitan's table, with defaults for post-training.
+
+    The learning rate rises for ``warmup_steps``, stays, and decays over the last part of the run.
+    All of them count batches (``training.steps``), not optimizer steps.
+    """
+
+    warmup_steps: Annotated[int, at_least(0)] = 10
+    """Number of steps over which the learning rate rises from 0, as in verl's DAPO recipe. The DAPO
+    paper takes 20; TRL, verl's own default and prime-rl take none."""
+
+    decay_ratio: Annotated[float, at_least(0).at_most(1)] = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Part of the run, at its end, over which the learning rate decays to ``min_lr_factor`` times its
+    value. 0 keeps it constant after the warm-up, as prime-rl, verl and the DAPO paper do: a run can
+    then be made longer at any time, without a jump of the learning rate. With 1 it decays from the
+    end of the warm-up on, as in TRL, whose default is a linear decay, and as torchtitan's default."""
+
+
+@dataclass
+class Training(job_config.Training):
+    """``[training]``: torchtitan's table."""
+
+    max_norm: Annotated[float, above(0)] = 1.0
+    """Largest norm of a gradient; a gradient with a larger one is scaled down to it. 1 is the default
+    of torchtitan, TRL, verl and prime-rl alike."""
+
+
+@dataclass
 class JobConfig(job_config.JobConfig):
     """Torchtitan's tables and those of `torchtitan/grpo/config/`."""
 
     model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
     prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)

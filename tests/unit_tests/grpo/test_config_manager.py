@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_manager import describe, is_dry_run, load_config
+from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_manager import is_dry_run, load_config
 
 BASE = """
 [model]

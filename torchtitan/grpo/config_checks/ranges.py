@@ -69,6 +69,13 @@ def check_ranges(config: JobConfig) -> None:
         value = get(config, key)
         if not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
+    total, steps = config.lr_scheduler.total_steps, config.training.steps
+    is_replay = config.rollout.replay is not None  # may end before training.steps
+    require(
+        total is None or total >= steps or is_replay,
+        f"lr_scheduler.total_steps must be at least training.steps ({steps}), because the schedule "
+        f"ends there, got {total}. Raise it, or remove it to use training.steps.",
+    )
     concurrent = config.rollout.max_concurrent_rollouts
     require(
         concurrent >= config.grpo.group_size,

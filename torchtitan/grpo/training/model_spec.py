@@ -28,6 +28,7 @@ from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_process
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
+from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
@@ -44,6 +45,7 @@ def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
         model_args={config.model.flavor: model.model_args},
+        build_lr_schedulers_fn=build_lr_schedulers,
         build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
         # Rollouts are the data, and their text is never tokenized again.
         build_dataloader_fn=None,

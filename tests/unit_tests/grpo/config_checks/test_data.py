@@ -3,7 +3,8 @@
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError
-from torchtitan.grpo.config_manager import describe, load_config
+from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.config_manager import load_config
 
 LIVE = [
     "--model.hf_assets_path=model",

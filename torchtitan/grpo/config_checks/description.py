@@ -1,0 +1,64 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The resolved configuration as text, for ``--dry-run`` and ``check-config``."""
+
+from typing import Any
+
+from torchtitan.config import job_config
+
+from torchtitan.grpo.config_checks.layout import describe_layout
+from torchtitan.grpo.inference.urls import named_urls
+from torchtitan.grpo.job_config import JobConfig
+
+
+def describe(config: JobConfig) -> str:
+    """Returns the resolved configuration in lines like TOML, and the planned layout.
+
+    A default that this project has changed names torchtitan's behind it.
+    """
+    changed = changed_defaults()
+    lines = []
+    for table, values in config.to_dict().items():
+        lines.append(f"[{table}]")
+        for key, value in values.items():
+            here, upstream = changed.get(f"{table}.{key}", (None, None))
+            is_default = f"{table}.{key}" in changed and value == here
+            note = f"  # the default here; torchtitan's is {upstream!r}" if is_default else ""
+            lines.append(f"{key} = {value!r}{note}")
+        lines.append("")
+    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
+    lines += [
+        "Layout",
+        f"  ranks: {describe_layout(config)}",
+        f"  global batch: {config.grpo.prompts_per_step} prompts x {config.grpo.group_size} "
+        f"rollouts = {rollouts}, packed into rows of {config.training.seq_len} tokens",
+        f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
+        f"  servers: {_describe_servers(config)}",
+    ]
+    return "\n".join(lines)
+
+
+def changed_defaults() -> dict[str, tuple[Any, Any]]:
+    """Returns this project's default and torchtitan's, for each of torchtitan's keys that differs.
+
+    ``[model]`` is left out: a Hugging Face directory determines the model here.
+    """
+    here, upstream = JobConfig().to_dict(), job_config.JobConfig().to_dict()
+    return {
+        f"{table}.{key}": (here[table][key], value)
+        for table, values in upstream.items()
+        if table != "model"
+        for key, value in values.items()
+        if here[table][key] != value
+    }
+
+
+def _describe_servers(config: JobConfig) -> str:
+    if config.rollout.replay is not None:
+        return f"none, rollouts are replayed from {config.rollout.replay}"
+    inference = config.inference
+    if inference.launch:
+        return f"{inference.num_servers} x {inference.kind}, launched on this machine"
+    source = f" ({inference.urls_file})" if inference.urls_file else ""
+    return f"{inference.kind} at {', '.join(named_urls(inference))}{source}"
