@@ -1,7 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Attestation by log-probabilities: a server must rate fixed tokens as the trainer does.
+"""Checks by log-probabilities that a server serves the weights that were pushed to it.
+
+The server must rate fixed tokens as the trainer does.
 
 This is stronger evidence than the version that the server reports, because the compared
 numbers are computed from the weights. Dropout is off and no token is sampled, so both sides

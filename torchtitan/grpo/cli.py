@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Command line of ``torchtitan-grpo``, the console script.
+"""Runs the subcommands of the console script ``torchtitan-grpo``.
 
     torchtitan-grpo check-config X.toml [--table.key value ...]
     torchtitan-grpo serve embedded MODEL_DIR [--port P]

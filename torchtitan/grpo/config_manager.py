@@ -35,7 +35,9 @@ class GRPOConfigManager(ConfigManager):
         try:
             values = super()._maybe_load_toml(args)
         except FileNotFoundError as error:
-            raise ConfigError(f"--job.config_file must exist, got {error.filename}.") from error
+            raise ConfigError(
+                f"--job.config_file must name a file that exists, got {error.filename}."
+            ) from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"--job.config_file is not valid TOML: {error}.") from error
         return values

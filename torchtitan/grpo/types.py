@@ -123,7 +123,7 @@ def num_sampled(token_ids: np.ndarray, sampled: np.ndarray | None) -> int:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One completion to sample.
+    """Describes one completion that a server is to sample.
 
     Attributes:
         request_id: Unique id, by which the request can be aborted.

@@ -360,7 +360,7 @@ def test_keys_are_not_shown(load):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"must exist, got /no/such\.toml"):
+    with pytest.raises(ConfigError, match=r"must name a file that exists, got /no/such\.toml"):
         load_config(["--job.config_file=/no/such.toml"])
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The cost of training on a sequence: its tokens, or the operations of the model.
+"""Computes the cost of training on a sequence: its tokens, or the operations of the model.
 
 Products with weights cost the same for each token. The cost of causal attention is proportional
 to the number of pairs of tokens, about half the square of the length. In packed rows attention

@@ -33,7 +33,7 @@ FORMAT_VERSION = 3
 
 
 class RecordHeader(msgspec.Struct):
-    """The first line of a file.
+    """The first line of a file of recorded rollouts tells how they were made.
 
     Attributes:
         vocab_size: Vocabulary size of the model that wrote the rollouts.
@@ -79,7 +79,7 @@ class GroupRecord(msgspec.Struct):
 
 
 class BatchRecord(msgspec.Struct):
-    """One batch.
+    """One line of a file of recorded rollouts holds one batch.
 
     Attributes:
         version: Policy version that was trained on it.
@@ -129,7 +129,7 @@ class RolloutRecorder:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
 
     def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
-        """Appends one batch."""
+        """Appends one batch to the file."""
         record = BatchRecord(version, progress, [_group_record(group) for group in groups])
         self._file.write(self._line(record))
         self._file.flush()
@@ -250,7 +250,7 @@ class RecordReader:
 
 
 def read_groups(record: BatchRecord) -> list[RolloutGroup]:
-    """The groups of a batch, with arrays as they were recorded."""
+    """Returns the groups of a batch, with arrays as they were recorded."""
     return [_group(group) for group in record.groups]
 
 

@@ -98,9 +98,9 @@ class ReplaySource(StepSource):
         self._batches = iter(self._reader)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
-        """The file's batch ``version``, or the next part of it, planned.
+        """Plans the batch ``version`` of the file, or the next part of that batch.
 
-        None at the file's end, or when asked to stop.
+        Returns None at the end of the file, or if the run is asked to stop.
         """
         begins_batch = not self._parts
         if begins_batch:
@@ -125,27 +125,27 @@ class ReplaySource(StepSource):
         return replace(step, metrics=group_metrics(groups) | step.metrics)
 
     def fetch_address(self, version: int) -> None:
-        """Returns None: rank 0 has read all rollouts and scatters the rows itself."""
+        """Returns None, since rank 0 has read all rollouts and scatters the rows itself."""
 
     def save(self, step: int) -> None:
-        """Nothing is in flight that a checkpoint could lack."""
+        """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
 
     def evaluate(self, version: int) -> EvaluationResult | None:
-        """Always None: nothing can be generated."""
+        """Returns None, since there is no server that could generate completions."""
         return None
 
     def served_version(self) -> int:
-        """Always -1: nobody serves."""
+        """Returns -1, since there is no server."""
         return -1
 
     def raise_if_ended(self) -> None:
-        """Does nothing: no rollout process was started."""
+        """Does nothing, since no rollout process was started."""
 
     def close(self) -> None:
         self.samples.close()
 
     def _seek(self, index: int) -> BatchRecord | None:
-        """The file's batch ``index``; batches are asked for in order."""
+        """Returns the batch ``index`` of the file; batches are requested in order."""
         assert index >= self._position, f"batch {index} comes after batch {self._position}"
         for _, batch in self._batches:
             self._position += 1
@@ -212,7 +212,7 @@ def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: st
 
 
 def _check_token_ids(token_ids: Sequence[int], where: str, vocab_size: int) -> None:
-    _require(len(token_ids) > 0, f"{where}: there must be a token, got none.")
+    _require(len(token_ids) > 0, f"{where}: there must be at least one token id, got none.")
     low, high = min(token_ids), max(token_ids)
     _require(
         low >= 0 and high < vocab_size,

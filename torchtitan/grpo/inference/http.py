@@ -36,7 +36,7 @@ class RouteError(ServerError):
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP answer.
+    """Holds the status and the body of an HTTP answer.
 
     Attributes:
         status: HTTP status.

@@ -53,7 +53,7 @@ def compute_advantages(
             is over samples with a token; a sample without tokens keeps its advantage.
 
     Returns:
-        [samples] float32.
+        The advantages, [samples] float32.
 
     Raises:
         ValueError: If a reward is not finite, the shapes differ, or the kind is unknown.
@@ -109,7 +109,7 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
         group_ids: [samples] int.
 
     Returns:
-        [samples] bool.
+        True for the samples of informative groups, [samples] bool.
     """
     _, member_of = np.unique(group_ids, return_inverse=True)
     num_groups = int(member_of.max(initial=-1)) + 1

@@ -57,7 +57,7 @@ def token_weights(
         constant_length: Divisor of the kind ``constant_length``, at least 1; not used otherwise.
 
     Returns:
-        [samples] float64.
+        The weight of each trained token of a sample, [samples] float64.
 
     Raises:
         ValueError: If a length is negative, ``constant_length`` is used and below 1, or the

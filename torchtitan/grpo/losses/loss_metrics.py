@@ -46,7 +46,7 @@ class TokenMetric(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """A metric of one microbatch.
+    """Numbers from which a metric is computed over all microbatches and ranks.
 
     Attributes:
         reduction: See the module's table.

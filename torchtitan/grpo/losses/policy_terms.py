@@ -44,7 +44,7 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The result of a policy term.
+    """Holds what a policy term returns: the loss of each token, and metrics.
 
     Attributes:
         token_losses: [rows, seq] float.

@@ -35,7 +35,7 @@ def shape_rewards(
         max_new_tokens: Full length of a completion, in tokens.
 
     Returns:
-        [samples] float64.
+        The shaped rewards, [samples] float64.
 
     Raises:
         ValueError: If a reward is not finite, or the shapes differ.

@@ -32,7 +32,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class HFModel:
-    """Description of the model in a Hugging Face directory.
+    """Describes the model of a Hugging Face directory.
 
     Attributes:
         path: The directory.

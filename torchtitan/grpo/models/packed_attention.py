@@ -63,7 +63,7 @@ class PackedAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Computes attention.
+        """Computes attention within the sequences of packed rows.
 
         Args:
             q: [rows, heads, seq, head_dim].

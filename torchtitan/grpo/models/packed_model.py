@@ -105,7 +105,7 @@ class PackedModel(nn.Module):
 
 
 class PackedLlama(PackedModel, Llama):
-    """Llama 3."""
+    """Adapts upstream's Llama 3 to packed rows."""
 
     def __init__(self, model_args, settings: ScoringSettings) -> None:
         super().__init__(model_args, settings)
@@ -115,4 +115,4 @@ class PackedLlama(PackedModel, Llama):
 
 
 class PackedQwen3(PackedModel, Qwen3Model):
-    """Qwen3 and Qwen3-MoE."""
+    """Adapts upstream's Qwen3 and Qwen3-MoE to packed rows."""

@@ -26,7 +26,7 @@ _TOP_LEVEL = ("tok_embeddings", "layers", "norm", "output")
 
 @dataclass(frozen=True)
 class Block:
-    """A rectangular part of a tensor.
+    """Describes a rectangular part of a tensor.
 
     Attributes:
         offset: Index of its first element in each dimension of the tensor.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Context parallelism by all-to-all.
+"""Implements context parallelism by all-to-all exchanges of heads.
 
 In DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509) each rank holds a part of the sequence
 outside attention, and the whole sequence but a part of the heads inside attention. Any

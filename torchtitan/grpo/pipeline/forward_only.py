@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 
 
 class ForwardSchedule(_PipelineScheduleRuntime):
-    """Runs stages forward. Collective over the pipeline's ranks.
+    """Runs the stages of a pipeline forward only. Collective over the pipeline's ranks.
 
     Args:
         stages: Stages of this rank, which no other schedule may use.

@@ -167,7 +167,7 @@ class RewardPool:
         return values
 
     async def close(self) -> None:
-        """Kills the workers. It is idempotent."""
+        """Kills the worker processes. It is idempotent."""
         await self._owner.close()
 
     async def _score(

@@ -18,7 +18,7 @@ _TURN = "THETURNOFTHEASSISTANT"
 
 
 class TextCodec:
-    """The model's tokenizer.
+    """Encodes prompts and decodes completions with the model's tokenizer.
 
     Args:
         hf_assets_path: Directory that contains ``tokenizer.json``.

@@ -96,7 +96,7 @@ class HostMemoryMonitor:
         return DeviceMemStats(gib, pct, gib, pct, 0, 0)
 
     def reset_peak_stats(self) -> None:
-        """Does nothing: the kernel keeps a single peak for the life of the process."""
+        """Has no effect: the kernel keeps a single peak for the life of the process."""
 
 
 def prepare_fsdp_for_gloo(model_parts: list[nn.Module]) -> None:

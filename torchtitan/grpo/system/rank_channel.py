@@ -74,7 +74,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class LeaderChannel:
-    """The leader's end. Constructed on the training thread, used in the publisher's event loop.
+    """Holds the leader's end of the channel. Constructed on the training thread, used in the publisher's event loop.
 
     Args:
         timeout_seconds: Maximum duration of one call. It must exceed the timeouts that the

@@ -90,7 +90,7 @@ def probe_rows(tokens: Sequence[int], num_rows: int, row_len: int) -> TrainRows:
 
 @contextmanager
 def _untempered(heads: Sequence[LogprobHead]) -> Iterator[None]:
-    """Sets the temperature of the output layers to 1 inside the block."""
+    """Sets the temperature of the output layers to 1 while the block runs."""
     temperatures = [head.temperature for head in heads]
     for head in heads:
         head.temperature = 1.0

@@ -115,7 +115,7 @@ def score(
         is_counted: See :class:`RankRole`.
 
     Returns:
-        One entry for each minibatch.
+        The rows of each minibatch, with their advantages and with logprobs under other policies.
     """
     needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
     minibatches = [rows.to(device) for rows in batch.minibatches]

@@ -27,7 +27,7 @@ ReadSnapshot = Callable[[int, int], Shards]
 
 
 class Agent:
-    """One rank's part in every version.
+    """Does one rank's part of copying, gathering and dropping versions.
 
     Args:
         rank: Rank of the current process in the default process group.

@@ -53,7 +53,9 @@ def agree_on_push(
 
 
 class Gatherer:
-    """One rank's part in the gathering. Constructed on all ranks at the same time.
+    """Does one rank's part of gathering versions on their source ranks.
+
+    All ranks must construct it at the same time.
 
     Args:
         plan: What each rank sends.
@@ -116,7 +118,7 @@ class Gatherer:
             if source is not self.own:
                 # Iterating is what sends; nothing is received here.
                 for _ in collector.collect(shards):
-                    raise AssertionError("only a source receives")
+                    raise AssertionError("only the source rank may receive shards")
             else:
                 assert payload is not None
                 others = self._storage.shards_of_writers(slot)
@@ -131,7 +133,7 @@ class Gatherer:
                 self._stream.synchronize()  # other threads and streams read the bucket next
             payload.filled(index)
         for name, _ in whole:
-            raise AssertionError(f"{name} is in no bucket")
+            raise AssertionError(f"parameter {name} must be in a bucket, but is in none")
 
     def _places_in(self, payload: Payload) -> dict[str, torch.Tensor]:
         """Returns where parameters that are not converted are put together: in their buckets."""

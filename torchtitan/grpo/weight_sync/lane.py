@@ -54,7 +54,7 @@ class Listeners:
 
 
 class Lane:
-    """See the module's docstring.
+    """Keeps one server at the newest version; see the module's docstring.
 
     Args:
         connection: The way to the server.

@@ -56,7 +56,7 @@ class LeaderParts:
 
 
 class Leader:
-    """See the module's docstring.
+    """Has versions gathered and keeps a lane for each server; see the module's docstring.
 
     Args:
         slots: The slots, which the training thread fills.

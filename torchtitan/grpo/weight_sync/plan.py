@@ -3,7 +3,9 @@
 
 """Which rank puts which parameters together, and in which buckets they travel.
 
-The functions are pure and give the same result on all ranks. A parameter's source is the lowest rank that holds a part of
+The functions are pure and give the same result on all ranks.
+
+A parameter's source is the lowest rank that holds a part of
 it: without pipeline parallelism that is rank 0 for everything, with it the lowest rank of
 each pipeline stage. Every source sends what it has put together to every server. Every
 block is sent to its source once, by the lowest rank that holds it (see

@@ -45,7 +45,7 @@ class PublisherFailed(RuntimeError):
 
 
 class Publisher(ABC):
-    """What the training thread sees of the weight push.
+    """Lets the training thread start weight pushes, and learn how they go.
 
     :class:`WeightPublisher` pushes to servers; :class:`Unpublished` takes its place in runs
     that have no servers. Methods that are marked with "Leader" are called on rank 0 alone.
@@ -232,7 +232,9 @@ class WeightPublisher(Publisher):
     def raise_if_failed(self) -> None:
         error = self.failure
         if error is not None:
-            raise PublisherFailed(f"The weight publisher failed: {error}") from error
+            raise PublisherFailed(
+                f"The weight publisher failed, so no server receives new weights: {error}"
+            ) from error
 
     @property
     def failure(self) -> BaseException | None:

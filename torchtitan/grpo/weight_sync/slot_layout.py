@@ -5,7 +5,9 @@
 
     | bucket 0 | bucket 1 | ... | blocks of parameters that must be converted |
 
-The functions are pure and give the same result on all ranks. Ranks copy their shards right into the buckets that are sent,
+The functions are pure and give the same result on all ranks.
+
+Ranks copy their shards right into the buckets that are sent,
 so nothing is left to gather. Only parameters whose bytes differ in the Hugging Face layout
 have blocks of their own, from which they are put together in their buckets.
 """

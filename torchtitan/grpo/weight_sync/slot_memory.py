@@ -29,7 +29,9 @@ from torchtitan.grpo.weight_sync.slot_storage import SlotStorage
 
 
 class SharedHostSlots(SlotStorage):
-    """See the module's docstring. Constructed on all ranks at the same time.
+    """Allocates and maps the slots of one host; see the module's docstring.
+
+    All ranks must construct it at the same time.
 
     Ranks that cannot reach the memory of their source copy into memory of their own, and
     send their shards to the source.

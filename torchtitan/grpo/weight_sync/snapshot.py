@@ -265,4 +265,4 @@ class _StreamCopies:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout_seconds: float) -> None:
-        """Does nothing: the stream ends with the process."""
+        """Does nothing, since the stream ends with the process."""

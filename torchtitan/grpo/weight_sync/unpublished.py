@@ -33,7 +33,7 @@ class Unpublished(Publisher):
         """Does nothing, since nothing is copied."""
 
     def publish(self, version: int, slot: int) -> None:
-        """Does nothing."""
+        """Does nothing, since there is no server to push to."""
 
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]

@@ -70,7 +70,7 @@ class TakenSlot:
 
 
 class Versions:
-    """See the module's docstring.
+    """Records which version is where; see the module's docstring.
 
     Args:
         slots: The slots, which the training thread fills.

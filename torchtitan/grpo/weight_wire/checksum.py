@@ -67,12 +67,18 @@ def _row_sums(octets: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _column_weights(device: torch.device) -> torch.Tensor:
-    """Returns [columns] int64: odd numbers, distinct modulo twice the number of columns."""
+    """Returns the weight of each column, [columns] int64.
+
+    The weights are odd, and distinct modulo twice the number of columns.
+    """
     return 2 * _scattered(torch.arange(1, _COLUMNS + 1, device=device)) + 1
 
 
 def _row_weights(rows: torch.Tensor) -> torch.Tensor:
-    """Returns [rows] int64: distinct numbers that are 1 modulo twice the number of columns."""
+    """Returns the weight of each row, [rows] int64.
+
+    The weights are distinct, and each is 1 modulo twice the number of columns.
+    """
     return 2 * _COLUMNS * _scattered(torch.arange(1, rows.numel() + 1, device=rows.device)) + 1
 
 

@@ -91,7 +91,7 @@ class WeightGroup:
         work.wait()
 
     def leave(self) -> None:
-        """Leaves the group. A waiting :meth:`receive` fails. Further calls do nothing."""
+        """Leaves the group, which makes a waiting :meth:`receive` fail. It is idempotent."""
         if self._left.is_set():
             return
         self._left.set()

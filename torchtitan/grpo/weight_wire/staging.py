@@ -110,7 +110,7 @@ class Staging:
         return self._failure
 
     def refuse(self, reason: str) -> None:
-        """Refuses a bucket. The update cannot be committed, and no further bucket is received.
+        """Makes the update fail because of a bucket; no further bucket is received.
 
         The bytes of the refused bucket may have been sent already and would be received as those
         of the next one. (gloo ends a process that receives more bytes than it expects.)
@@ -131,7 +131,9 @@ class Staging:
         sequence: int | None = None,
         flattened: bool = True,
     ) -> "Future[None]":
-        """Queues a bucket. The future ends when its tensors are whole and verified.
+        """Queues a bucket to be received.
+
+        The future that is returned ends when the tensors of the bucket are whole and verified.
 
         Args:
             bucket: Description of the bucket. The caller has checked that names, dtypes and

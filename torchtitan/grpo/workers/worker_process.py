@@ -137,7 +137,7 @@ class WorkerProcess(Generic[Reply]):
             while True:
                 length, number = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
                 if number >= self._num_calls:
-                    raise msgspec.DecodeError(f"there is no call {number}")
+                    raise msgspec.DecodeError(f"it answers call {number}, which was never made")
                 self._deliver(number, self._decode(await process.stdout.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(TimeoutError):
@@ -178,7 +178,7 @@ class WorkerProcess(Generic[Reply]):
         await process.wait()
 
     def _lost(self) -> WorkerLost:
-        """A new exception for each caller: a shared one would collect their tracebacks."""
+        """Makes a new exception for each caller, since a shared one would collect tracebacks."""
         if self._reason is None:
             return WorkerLost("The worker process was not started.")
         return type(self._reason)(str(self._reason))

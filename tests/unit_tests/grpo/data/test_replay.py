@@ -210,7 +210,7 @@ def batch(**changes):
     [
         ({"completion_ids": [7, 100]}, r"file:2, group 3, rollout 0, completion_ids: .*\[0, 100\)"),
         ({"completion_ids": [-1, 7]}, r"token ids must be in \[0, 100\).*got -1"),
-        ({"completion_ids": []}, r"there must be a token"),
+        ({"completion_ids": []}, r"there must be at least one token id"),
         ({"logprobs": [-1.0]}, r"each of the 2 completion tokens must have a logprob, got 1"),
         ({"logprobs": [-1.0, -1e300]}, r"finite in float32"),
         ({"segments": []}, r"segments must name a version"),

@@ -13,7 +13,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
 class EmbeddedClient(SGLangClient):
-    """See :class:`InferenceClient`.
+    """Talks to one embedded server; see :class:`InferenceClient`.
 
     The server receives while it generates, and swaps in a whole, verified update between two
     steps. It then computes the keys and values of running requests again. It therefore need not

@@ -97,7 +97,7 @@ class Engine:
     # -- called from any thread -------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread of the engine."""
         self._thread.start()
 
     def close(self, timeout_seconds: float = 1.0) -> bool:

@@ -22,7 +22,9 @@ def parse_chunk(body: Mapping[str, Any]) -> tuple[BucketSpec, dict[str, Any]]:
         raise ValueError("shapes must be a list of lists of integers.")
     checksums, num_changed = (_integers(body, key) for key in ("checksums", "num_changed"))
     if num_changed is not None and load_format is None:
-        raise ValueError("num_changed needs load_format 'flattened_bucket'.")
+        raise ValueError(
+            "num_changed can be given only with load_format 'flattened_bucket', which deltas need."
+        )
     bucket = BucketSpec(
         tuple(names),
         tuple(dtypes),

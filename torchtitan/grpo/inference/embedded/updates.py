@@ -143,11 +143,14 @@ class WeightUpdater:
             ) from error
 
     def destroy_group(self, group_name: str) -> None:
-        """Leaves a group. A broadcast that waits in it fails."""
+        """Leaves a process group. A broadcast that waits in it fails."""
         group = self._groups.get(group_name)
         if group is None:
             state = "is being joined" if group_name in self._groups else "does not exist"
-            raise UpdateError(f"Group {group_name!r} {state}.")
+            raise UpdateError(
+                f"Group {group_name!r} cannot be destroyed, because it {state}. This server knows "
+                f"the groups {list(self._groups)}."
+            )
         del self._groups[group_name]
         group.leave()
 
@@ -161,7 +164,7 @@ class WeightUpdater:
                 session.staging.drop()
 
     def begin(self) -> None:
-        """Opens a session."""
+        """Opens a session, into which chunks can then be received."""
         with self._exclusive():
             if self._session is not None:
                 raise UpdateError("A weight update is open. Call end_weight_update first.")
@@ -212,7 +215,7 @@ class WeightUpdater:
         with self._exclusive():
             session = self._session
             if session is None:
-                raise UpdateError("No weight update is open.")
+                raise UpdateError("No weight update is open. Call begin_weight_update first.")
             if session.staging.is_receiving:
                 raise UpdateError(_UNDER_WAY)
             self._session = None
@@ -256,7 +259,7 @@ class WeightUpdater:
                         f"{len(missing)} parameters are missing, such as {missing[:3]}."
                     )
             except (ValueError, OSError, SafetensorError) as error:
-                raise UpdateError(f"Nothing was changed. {error}") from error
+                raise UpdateError(f"The served weights were not changed. {error}") from error
             prepared = {name: self._table.prepared(name, t) for name, t in read.items()}
             seconds = self._commit(prepared, version, abort_all)
             self._remember(self._engine.version, dtypes)

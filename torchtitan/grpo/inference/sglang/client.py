@@ -40,7 +40,7 @@ _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
 
 
 class SGLangClient(InferenceClient):
-    """See :class:`InferenceClient`.
+    """Talks to one SGLang server; see :class:`InferenceClient`.
 
     :meth:`pause` retracts running requests: their KV cache is computed again after
     :meth:`resume`, so every token after an update is sampled from the new policy.

@@ -50,7 +50,7 @@ _PROBE_TOLERANCE = 1e-3
 
 
 class VLLMClient(InferenceClient):
-    """See :class:`InferenceClient`.
+    """Talks to one vLLM server; see :class:`InferenceClient`.
 
     Requests that run at :meth:`pause` are kept. :meth:`commit_update` drops their KV cache and
     the prefix cache, so that both are computed again with the new weights after :meth:`resume`.
@@ -187,7 +187,9 @@ class VLLMClient(InferenceClient):
         )
         has_room = probe.status == 200
         if not has_room and NO_ROOM not in excerpt(probe.body):
-            raise ServerError(f"{self.url}{route} refused: {excerpt(probe.body)}")
+            raise ServerError(
+                f"{self.url}{route} refused to join a weight group: {excerpt(probe.body)}"
+            )
         if not has_room:
             logger.warning(
                 "%s is paused while it receives weights: %s", self.url, excerpt(probe.body)

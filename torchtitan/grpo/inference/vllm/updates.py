@@ -100,7 +100,7 @@ class UpdateRequest:
     path: str = ""
 
     def bucket(self) -> BucketSpec:
-        """Returns the bucket.
+        """Returns the description of the bucket that the request is about.
 
         Raises:
             ValueError: If its lists differ in length.

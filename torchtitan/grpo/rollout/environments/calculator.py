@@ -31,7 +31,7 @@ class CannotCalculate(ValueError):
 
 
 class Calculator(Environment):
-    """See the module's docstring."""
+    """Computes the terms that the model writes; see the module's docstring."""
 
     stop_strings: Sequence[str] = ("=",)
 

@@ -116,7 +116,7 @@ class EnvironmentPool:
         await self._start_worker()
 
     async def open(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Begins an episode.
+        """Begins an episode in one of the worker processes.
 
         Raises:
             EnvironmentFailed: If ``reset`` raised or timed out.
@@ -142,7 +142,7 @@ class EnvironmentPool:
         self._failures.record_success()
 
     async def close(self) -> None:
-        """Kills the workers. It is idempotent."""
+        """Kills the worker processes. It is idempotent."""
         closing = list(self._closing)
         for task in closing:
             task.cancel()

@@ -49,7 +49,7 @@ class BadObservation(Exception):
 
 
 class _EpisodeThread:
-    """One episode. Requests arrive one at a time and are answered in order."""
+    """Runs one episode on a thread of its own. Requests arrive one at a time and are answered in order."""
 
     def __init__(
         self, episode: int, factory: Callable[[], Any], channel: WorkerChannel[Request]

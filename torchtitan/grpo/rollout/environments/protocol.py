@@ -88,10 +88,10 @@ class Environment(Protocol):
         It is called after the last step, if the environment defines it.
 
         Returns:
-            A further reward, or ``None``.
+            A reward that is added to those of the episode, or ``None`` if there is none.
         """
         return None
 
     async def close(self) -> None:
-        """Releases the episode's resources. Called once, also after a failure."""
+        """Releases the episode's resources. It is called once, also after a failure."""
         ...

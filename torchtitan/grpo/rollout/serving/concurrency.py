@@ -20,7 +20,7 @@ _REPORTS_OF_PRESSURE = 2
 
 
 class ConcurrencyWindow:
-    """The window of one server.
+    """Bounds how many completions are in flight on one server.
 
     The state is ``size``, in completions, and::
 

@@ -151,7 +151,7 @@ class Dispatcher:
         server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
-        """Forgets a server. Its completions are moved to other servers immediately.
+        """Removes a server from those that get requests. Its completions are moved to other servers immediately.
 
         Returns:
             Cancelled requests of which the server is still being notified. Close the client after

@@ -22,7 +22,7 @@ _OVERDUE_PART = 0.25
 
 @dataclass(eq=False)
 class Job:
-    """A completion on one server.
+    """Records one completion that a server is generating.
 
     Attributes:
         expected_tokens: Expected number of tokens.
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(eq=False)
 class Server:
-    """One server, as the dispatcher sees it.
+    """Records what the dispatcher knows of one server.
 
     Attributes:
         client: Client for generation.
@@ -91,7 +91,7 @@ class Server:
         return self.version is not None and time.monotonic() >= self.retry_at
 
     def free_places(self) -> float:
-        """Returns how many more completions fit into the window. Not positive if it is full."""
+        """Returns how many more completions fit into the window, at most 0 if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
 
     def remaining_tokens(self) -> float:
@@ -121,7 +121,7 @@ class Server:
         return job
 
     def end_job(self, job: Job, num_tokens: int | None = None) -> None:
-        """Removes a completion. ``num_tokens`` is its length if it succeeded."""
+        """Removes a completion that has ended. ``num_tokens`` is its length if it succeeded."""
         if num_tokens is not None:
             if self.window is not None and job.number is not None:
                 self.window.succeed(job.number, self.load)
@@ -163,7 +163,7 @@ class Server:
         return self._attested
 
     def leave(self) -> None:
-        """Leaves READY.
+        """Records that the server is no longer READY.
 
         Tasks that wait for a request are notified immediately, because to cancel a request takes
         as long as the server takes to answer it.

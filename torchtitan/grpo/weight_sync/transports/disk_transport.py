@@ -66,7 +66,7 @@ class DiskSender(Sender):
 
 
 class DiskTransport(Transport[DiskSender]):
-    """See the module's docstring.
+    """Sends versions as files; see the module's docstring.
 
     Args:
         plan: What each source rank sends.

@@ -50,7 +50,9 @@ class GroupSettings:
 
 
 class GroupEnd:
-    """This rank's end. It is rank 0 of the group; the server's workers are the other ranks.
+    """Holds a source rank's end of the process group with one server.
+
+    The source rank has rank 0 in the group; the server's workers have the other ranks.
 
     Args:
         server_url: Address of the server.
@@ -138,7 +140,10 @@ class GroupEnd:
             torch.cuda.current_stream(payload.device).synchronize()
 
     async def leave(self) -> None:
-        """Takes the group down, within a few seconds whatever the server does. It is idempotent."""
+        """Takes the group down within a few seconds, whatever the server does.
+
+        It is idempotent.
+        """
         if self._is_left:
             return
         self._is_left = True

@@ -144,7 +144,7 @@ def encode_delta(new: Payload, old: Payload, index: int) -> Bucket:
 
 
 class GroupTransport(Transport[GroupSender]):
-    """See the module's docstring.
+    """Sends versions over process groups; see the module's docstring.
 
     Args:
         plan: What each source rank sends.

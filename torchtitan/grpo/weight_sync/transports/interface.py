@@ -106,7 +106,7 @@ class Connection(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Leaves the server. The server is told, and forgets the connection as well."""
+        """Ends the connection. The server is told, so that it forgets the connection as well."""
 
     async def release_server(self, timeout_seconds: float) -> None:
         """Makes the server drop groups and open updates, and generate again, if it answers.
@@ -123,7 +123,7 @@ class Connection(ABC):
 
 
 class Sender(ABC):
-    """A source rank's part of a transport.
+    """Does a source rank's part of sending versions.
 
     The leader calls the methods that subclasses mark with ``rank_channel.operation``, on its own
     rank directly and on others over the channel.
@@ -145,7 +145,9 @@ S = TypeVar("S", bound=Sender)
 
 
 class Transport(ABC, Generic[S]):
-    """One way for versions to travel. Constructed on every rank from the same configuration.
+    """Defines one way in which versions travel to servers.
+
+    Every rank constructs it, from the same configuration.
 
     Attributes:
         sender_type: Class of the senders.
