@@ -109,7 +109,7 @@ class Batch(msgspec.Struct, tag=True):
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
     groups: list[group_frames.GroupHeader]
-    part: BatchPart = BatchPart.WHOLE
+    part: BatchPart
 
 
 Command = NextBatch | Evaluate | Save | Stop

@@ -265,7 +265,7 @@ async def serve(directory: Path) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point: ``light_start.py torchtitan.grpo.rollout.process DIRECTORY``."""
+    """Runs the program ``light_start.py torchtitan.grpo.rollout.process DIRECTORY``."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -33,7 +33,7 @@ class RolloutBatch:
     progress: PromptProgress
     closed: dict[int, CloseReason]
     metrics: dict[str, float]
-    part: BatchPart = BatchPart.WHOLE
+    part: BatchPart
 
 
 @dataclass(frozen=True)

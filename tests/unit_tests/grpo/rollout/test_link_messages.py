@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.grpo.rollout import group_frames, link_messages
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import BatchPart, PromptProgress, Rollout, RolloutGroup, VersionSegment
 
 
 def rollout(rng: np.random.Generator, prompt_ids: np.ndarray, length: int) -> Rollout:
@@ -63,12 +63,18 @@ def test_batch_survives_the_wire_bit_for_bit(lengths: list[list[int]]):
     headers, frames = group_frames.pack_groups(groups)
     message = link_messages.encode(
         link_messages.Batch(
-            7, PromptProgress(42, (3, 40)), {5: "failed"}, {"reward/mean": 0.5}, headers
+            7,
+            PromptProgress(42, (3, 40)),
+            {5: "failed"},
+            {"reward/mean": 0.5},
+            headers,
+            BatchPart.LAST,
         )
     )
     batch = link_messages.decode_answer(message)
     assert isinstance(batch, link_messages.Batch)
     assert (batch.version, batch.metrics) == (7, {"reward/mean": 0.5})
+    assert batch.part is BatchPart.LAST
     assert (batch.progress, batch.closed) == (PromptProgress(42, (3, 40)), {5: "failed"})
     received = group_frames.unpack_groups(batch.groups, frames)
     assert plain(received) == plain(groups)

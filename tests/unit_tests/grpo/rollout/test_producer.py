@@ -738,3 +738,42 @@ def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it
         assert len(started) == 1, "only the completion without a token is started anew"
 
     run_world(second, prompts=list("123456789"), max_staleness=2, segment_tokens=2, saved=kept[0])
+
+
+def test_a_group_is_kept_with_a_checkpoint_whatever_there_is_of_its_completions(run_world):
+    """Of one group a completion is finished, of the next one is begun, of a third there is none."""
+    finished, begun = [100], [101, 101]
+
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        prompts = [world.prompts.prompt_at(i).token_ids.tolist() for i in range(2)]
+        parts = {0: (finished, "stop"), 1: (begun, "length")}
+
+        async def write_one_part_each(request: GenerateRequest) -> Generation:
+            group = prompts.index(request.prompt_ids) if request.prompt_ids in prompts else None
+            if group not in parts:
+                await asyncio.Event().wait()
+                raise AssertionError("held until the run is stopped")
+            tokens, reason = parts.pop(group)
+            return Generation(
+                np.array(tokens, np.int32),
+                np.full(len(tokens), -0.5, np.float32),
+                reason,  # pyright: ignore[reportArgumentType]
+                (VersionSegment(0, 0, len(tokens)),),
+            )
+
+        server.generate = write_one_part_each  # pyright: ignore[reportAttributeAccessIssue]
+        world.push(server, 0)
+        async with asyncio.timeout(60):
+            while len(saved := world.producer.save().unfinished) < 2:
+                await asyncio.sleep(0.01)
+        kept = [
+            (
+                g.group_id,
+                *([x.token_ids.tolist() for x in part] for part in (g.generations, g.begun)),
+            )
+            for g in saved
+        ]
+        assert kept == [(0, [finished], []), (1, [], [begun])]
+
+    run_world(body, prompts=list("123456789"), max_staleness=2, segment_tokens=2)

@@ -52,6 +52,21 @@ def test_a_served_version_is_not_waited_for_though_another_server_is_lost():
     Waiting(lane(version=4), lane(is_lost=True, version=-1)).wait_for(4, 0.1, lambda: False)
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_each_server_that_is_there_is_waited_for(behind: int):
+    lanes = [lane(version=4), lane(url="http://b", version=4)]
+    lanes[behind].version = 3
+    looks = iter(range(2))
+
+    def look() -> bool:
+        if next(looks, None) is None:
+            lanes[behind].version = 4
+        return False
+
+    Waiting(*lanes).wait_for(4, 60.0, look)
+    assert lanes[behind].version == 4
+
+
 def test_the_training_thread_fences_and_tells_of_a_slot_only_as_its_copy_is_started():
     slots, calls = SlotTable(2), list[str]()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.grpo.weight_sync.transports.disk_transport import DiskTransport
+from torchtitan.grpo.weight_sync.transports.disk_transport import DiskConnection, DiskTransport
 from torchtitan.grpo.weight_sync.transports.interface import NotPrepared
 from torchtitan.grpo.weight_wire.buckets import read_safetensors
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
@@ -212,3 +212,42 @@ def test_a_directory_belongs_to_one_run_at_a_time(tmp_path):
     first.close()
     first.close()
     VersionDirectories(root, tmp_path, lock_seconds=0.2).close()
+
+
+class Loading:
+    """A server that loads whatever it is told to, and the order of all that happens to it."""
+
+    url = "http://a"
+
+    def __init__(self, stops_for: str) -> None:
+        self.stops_for = stops_for
+        self.order: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> float:
+            self.order.append((name, *arguments))
+            return 0.25
+
+        return call
+
+
+@pytest.mark.parametrize("stops_for", ["transfer", "commit", "nothing"])
+def test_a_server_that_stands_still_while_it_loads_a_version_is_resumed_after_it(
+    tmp_path, stops_for: str
+):
+    async def body() -> None:
+        server: Any = Loading(stops_for)
+        transport = make_transport(tmp_path, [Writer(0)])
+        connection = DiskConnection(server, transport, "all", 10.0)
+        await connection.join()
+        assert server.order == [("leave_weight_groups",), ("resume",)]
+        server.order.clear()
+        report = await connection.push(3, None)
+        load = ("update_from_disk", str(tmp_path / "versions" / "version-3"), 3)
+        stands_still = stops_for != "nothing"
+        assert server.order == ([("pause",), load, ("resume",)] if stands_still else [load])
+        assert (report.version, report.selection, report.num_bytes) == (3, "all", 52)
+        if not stands_still:
+            assert report.pause_seconds == 0.25  # by the server's own clock
+
+    asyncio.run(asyncio.wait_for(body(), 60))

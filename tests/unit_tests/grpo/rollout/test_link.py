@@ -1,0 +1,92 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Rank 0's end of the connection to a rollout process whose session is a script."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo import config as tables
+from torchtitan.grpo.rollout import link as link_module
+from torchtitan.grpo.rollout.link import RolloutLink
+from torchtitan.grpo.system.child import start_child
+from torchtitan.grpo.types import BatchPart, PromptProgress
+
+# The real process and its messages, with a session that has no servers, prompts or rewards.
+PROGRAM = """
+import asyncio
+from types import SimpleNamespace
+from torchtitan.grpo.rollout import process
+from torchtitan.grpo.rollout.results import RolloutBatch
+from torchtitan.grpo.types import BatchPart, PromptProgress
+
+PARTS = iter([BatchPart.FIRST, BatchPart.MIDDLE, BatchPart.LAST, BatchPart.WHOLE])
+
+async def for_ever(*arguments):
+    await asyncio.Event().wait()
+
+async def batch(version):
+    part = next(PARTS)
+    metrics = {"reward/mean": 0.5} if part.ends_batch else {}
+    return RolloutBatch([], PromptProgress(version + 10, (version,)), {}, metrics, part)
+
+class Session:
+    servers, warnings, evaluator = [], [], None
+
+    def __init__(self, config):
+        self.producer = SimpleNamespace(batch=batch, run=for_ever, describe=lambda: "nothing")
+        self.dispatcher = SimpleNamespace(watch_loads=for_ever)
+        self.watch_servers = for_ever
+
+    async def open(self): ...
+    async def close(self): ...
+
+process.RolloutSession = Session
+process.main()
+"""
+SECONDS = 120.0
+
+
+@pytest.fixture
+def link(tmp_path: Path, monkeypatch) -> Iterator[RolloutLink]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def start_program(command, **options):
+        *python, _, directory = command
+        return start_child([*python, "program", directory], cwd=str(tmp_path), **options)
+
+    monkeypatch.setattr(link_module, "start_child", start_program)
+    link = RolloutLink(
+        tables.RolloutProcessConfig(
+            grpo=tables.GRPO(),
+            prompts=tables.Prompts(),
+            rollout=tables.Rollout(),
+            inference=tables.Inference(),
+            reward=tables.Reward(),
+            evaluation=tables.Evaluation(),
+            hf_assets_path="",
+            vocab_size=128,
+            eos_token_ids=[1],
+            seq_len=32,
+            seed=0,
+            dump_folder=str(tmp_path),
+            server_gpus=[],
+            start_version=0,
+            progress=PromptProgress(),
+        )
+    )
+    yield link
+    link.close()
+
+
+def test_rank_zero_learns_which_part_of_its_batch_it_has_received(link: RolloutLink):
+    link.start()
+    assert link.wait_ready(SECONDS) == []
+    for version, part in ((0, "FIRST"), (0, "MIDDLE"), (0, "LAST"), (1, "WHOLE")):
+        batch = link.next_batch(version, SECONDS)
+        assert batch is not None
+        assert batch.part is BatchPart[part]
+        assert batch.progress == PromptProgress(version + 10, (version,))
+        assert ("reward/mean" in batch.metrics) == (part in ("LAST", "WHOLE"))

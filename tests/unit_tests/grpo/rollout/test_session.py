@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A session of a resumed run begins with the rollouts that were saved with the checkpoint."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+from aiohttp import web
+
+from torchtitan.grpo import config as tables
+from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup, write_saved
+from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.types import Generation, PromptProgress, VersionSegment
+
+
+async def healthy_server() -> tuple[web.AppRunner, str]:
+    """A server that answers each request for its health."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "model_dtype": "float32"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{tail:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
+    repository: Path, tmp_path: Path
+):
+    """Prompts 3 and 5 were drawn after the checkpoint's last batch, and 3 was closed since."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p, "answer": p}) + "\n" for p in "123456789"))
+    part = Generation(
+        np.array([100], np.int32), np.full(1, -0.5, np.float32), "stop", (VersionSegment(0, 0, 1),)
+    )
+    saved = SavedRollouts(
+        version=1,
+        progress=PromptProgress(6, (2, 4, 5)),
+        closed={3: "failed"},
+        unfinished=(UnfinishedGroup(2, 0, (part,)), UnfinishedGroup(4, 1, (), (part,))),
+    )
+    file = tmp_path / "step-1.msgpack"
+    write_saved(file, saved)
+
+    async def body() -> None:
+        runner, url = await healthy_server()
+        session = RolloutSession(
+            tables.RolloutProcessConfig(
+                grpo=tables.GRPO(group_size=2, prompts_per_step=2),
+                prompts=tables.Prompts(path=str(prompts), shuffle=False),
+                rollout=tables.Rollout(max_new_tokens=4),
+                inference=tables.Inference(kind="embedded", launch=False, urls=[url]),
+                reward=tables.Reward(functions=["exact_match"], num_workers=1),
+                evaluation=tables.Evaluation(),
+                hf_assets_path=str(repository / "assets/reverse_digits/model"),
+                vocab_size=128,
+                eos_token_ids=[1],
+                seq_len=32,
+                seed=0,
+                dump_folder=str(tmp_path),
+                server_gpus=[],
+                start_version=1,
+                progress=PromptProgress(3, (2,)),  # the checkpoint's, which is older
+                saved_rollouts=str(file),
+            )
+        )
+        try:
+            await session.open()
+            held = session.producer.save()
+            assert (held.version, held.progress, held.closed) == (1, saved.progress, saved.closed)
+            assert [g.group_id for g in held.unfinished] == [2, 4]
+            drawn = [await session.producer._next_prompt() for _ in range(2)]
+            # The open prompt of which nothing was saved comes first, and then a new one.
+            assert [prompt.index for prompt in drawn] == [5, 6]
+        finally:
+            await session.close()
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(body(), 120))
