@@ -162,7 +162,7 @@ def compare(expected: Sequence[float], served: Sequence[float], tolerance: float
 
 @dataclass(frozen=True)
 class Attestation:
-    """What a server must prove after a push, besides naming the right version.
+    """Compares log-probabilities with a server after a push.
 
     Attributes:
         every: Versions divisible by this are attested by log-probabilities; 0 attests none.

@@ -73,7 +73,7 @@ class PromptProgress:
 
 
 class BatchPart(IntEnum):
-    """Which part of its batch a set of rollout groups is.
+    """Tells which part of its batch a set of rollout groups is.
 
     A batch arrives whole, or in parts (``rollout.stream``): a first one, any number of middle
     ones, and a last one. If the rollout process is killed in the middle of a batch, the batch is

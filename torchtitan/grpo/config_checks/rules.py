@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What all checks share: the error, and the ways to refuse a setting."""
+"""Defines what all checks share: the error, and the functions that refuse a setting."""
 
 import os
 from collections.abc import Callable

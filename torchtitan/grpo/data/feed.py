@@ -36,7 +36,7 @@ class RankZeroFailed(RuntimeError):
 
 
 class Signal(IntEnum):
-    """What a header announces."""
+    """Tells what the sender of a header sends next."""
 
     READY = 0
     """Servers, prompts and rewards are ready: training begins."""
@@ -51,7 +51,7 @@ class Signal(IntEnum):
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """What one rank trains on of a batch, or of a part of it.
+    """Holds the rows that one rank trains on, of a batch or of a part of it.
 
     Attributes:
         minibatches: The rank's rows for each optimizer step of one epoch, with advantages of 0;
@@ -84,7 +84,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class _Header:
-    """What every rank must know before it receives the tensors."""
+    """Tells every rank what it must know before it receives the tensors."""
 
     signal: int
     num_minibatches: int = 0
@@ -106,7 +106,7 @@ class _Header:
 
 @dataclass(frozen=True)
 class FetchAddress:
-    """Where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`.
+    """Tells where ranks fetch the rollouts of a batch; see `rollout/batch_fetch.py`.
 
     Attributes:
         endpoint: ZeroMQ endpoint of the rollout process.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where the training loop takes its steps from."""
+"""Defines the interface from which the training loop takes its steps."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING

@@ -25,7 +25,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """How busy a server reports to be.
+    """Holds what a server reports about how busy it is.
 
     Attributes:
         running: Number of requests in its batch.
@@ -40,7 +40,7 @@ class ServerLoad:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server can do while weights are pushed to it.
+    """Describes what a server can do while weights are pushed to it.
 
     Attributes:
         stops_for: When generation must be paused: from the first bucket to the end of the

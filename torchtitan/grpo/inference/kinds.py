@@ -23,7 +23,7 @@ from torchtitan.grpo.types import ServerKind
 
 @dataclass(frozen=True)
 class KindRow:
-    """What the rest of the package knows about one kind of server.
+    """Describes one kind of server to the rest of the package.
 
     Attributes:
         name: Value of ``inference.kind``.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a server is started with: the input and the output of each kind's ``launch.py``."""
+"""Defines the input and the output of each kind's ``launch.py``, which tells how to start it."""
 
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class ServerSpec:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """How one server is started: what a launcher of a kind returns.
+    """Describes how one server is started; the launcher of a kind returns it.
 
     Attributes:
         arguments: Command line, without ``ServerSpec.extra_args``.

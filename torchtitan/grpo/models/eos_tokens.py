@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which tokens end a completion, from the files of a Hugging Face directory.
+"""Reads from the files of a Hugging Face directory which tokens end a completion.
 
 The files are read in the order in which transformers and vLLM let them count. The first that
 names an end-of-sequence token decides:

@@ -55,7 +55,7 @@ def hf_meta(
 
 
 def keeps_bytes(adapter: BaseStateDictAdapter, name: str, shape: Sequence[int]) -> bool:
-    """Whether a native parameter's Hugging Face tensors, concatenated, are its own bytes.
+    """Returns whether a parameter's Hugging Face tensors, concatenated, are its own bytes.
 
     This is true if the adapter only renames the parameter, or splits it as it does with stacked
     experts.

@@ -152,7 +152,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
 
 
 def _lacks_mixed_precision(dims: ParallelDims, config: JobConfig) -> bool:
-    """Whether mixed precision is wanted and neither FSDP nor autocast would apply it."""
+    """Returns whether mixed precision is wanted and neither FSDP nor autocast would apply it."""
     wanted = config.training.mixed_precision_param != config.training.dtype
     return wanted and (dims.tp_enabled or dims.pp_enabled)
 

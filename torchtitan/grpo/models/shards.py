@@ -124,7 +124,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembly:
-    """How a whole parameter is assembled from blocks.
+    """Describes how a whole parameter is assembled from blocks.
 
     Attributes:
         name: Native name of the parameter.

@@ -51,7 +51,7 @@ class SampleLog:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended, apart from what its step records tell.
+    """Describes how a run ended, apart from what the records of its steps tell.
 
     Attributes:
         step: Number of optimizer steps that the policy has taken.

@@ -21,7 +21,7 @@ Feature = Literal["compile", "operator_checkpoints"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the rest of the package must know about a pipeline schedule.
+    """Describes a pipeline schedule to the rest of the package.
 
     Attributes:
         name: Value of ``parallelism.pipeline_parallel_schedule``, also shown in messages.

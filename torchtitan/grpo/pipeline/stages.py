@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How a model is cut into pipeline stages, and which rank holds which stage."""
+"""Computes how a model is cut into pipeline stages, and which rank holds which stage."""
 
 import math
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What rank 0 receives from the rollout process: batches and evaluation results."""
+"""Defines what rank 0 receives from the rollout process: batches and evaluation results."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How the leader calls methods of objects on other ranks, over ZeroMQ.
+"""Lets the leader call methods of objects on other ranks, over ZeroMQ.
 
 A method that may be called is marked with :func:`operation` where it is written. From the
 marked methods and their annotations :func:`remote` makes an object for the leader, and
@@ -67,7 +67,7 @@ class _Answer(msgspec.Struct):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where the leader listens, and the secret that every message must carry."""
+    """Tells where the leader listens, and the secret that every message must carry."""
 
     endpoint: str
     secret: bytes

@@ -25,7 +25,7 @@ _SECRET_BYTES = 16
 
 @dataclass(frozen=True)
 class SlotOffer:
-    """What another rank needs in order to write into this rank's slots.
+    """Tells another rank how to reach this rank's slots, in order to write into them.
 
     Attributes:
         path: Path of the owner's file on its host, valid while the owner lives.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the optimizer steps of one batch leave behind."""
+"""Collects the results of the optimizer steps of one batch, and computes their metrics."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which rows a rank trains, and whether its sums count."""
+"""Determines which rows a rank trains, and whether its sums count."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What every rank does for the leader: it copies, gathers and lets go of versions.
+"""Does each rank's work for the leader: copies, gathers and drops versions.
 
 Each rank has one agent. The leader, which is rank 0, calls its own agent directly and the
 agents of other ranks over a channel (see `system/rank_channel.py`); both look the same to it.

@@ -47,7 +47,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 @dataclass(frozen=True)
 class _Hands:
-    """What one rank does for the leader.
+    """Holds the objects of one rank whose operations the leader calls.
 
     Attributes:
         agent: Copies and gathers.

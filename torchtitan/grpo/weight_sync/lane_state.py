@@ -40,7 +40,7 @@ class LaneState(Enum):
     SYNCING = "syncing"
     """A version is being sent, up to the answer to the commit."""
     ATTESTING = "attesting"
-    """What the server serves is being compared with what was sent."""
+    """The weights that the server serves are being compared with those that were sent."""
     READY = "ready"
     """The server serves an attested version; nothing is under way."""
     LOST = "lost"

@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """What a leader uses; made within the publisher's event loop.
+    """Holds what a leader uses; it is made within the publisher's event loop.
 
     Attributes:
         agents: Agents of all ranks, in the order of ranks.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which rank puts which parameters together, and in which buckets they travel.
+"""Decides which rank assembles which parameters, and in which buckets they travel.
 
 The functions are pure and give the same result on all ranks.
 
@@ -69,7 +69,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What one rank puts together and sends to every server.
+    """Lists what one rank assembles and sends to every server.
 
     Attributes:
         rank: Rank of the source in the default process group.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where everything lies in a snapshot slot of one source.
+"""Computes where each shard lies in a snapshot slot of one source.
 
     | bucket 0 | bucket 1 | ... | blocks of parameters that must be converted |
 
@@ -31,7 +31,7 @@ _ALIGNMENT = 64  # bytes at which buckets and blocks are aligned: a cache line
 
 @dataclass(frozen=True)
 class Place:
-    """Where a whole parameter lies: the index of its bucket, and the byte at which it begins."""
+    """Tells where a whole parameter lies: the index of its bucket, and the byte at which it begins."""
 
     shape: tuple[int, ...]
     bucket: int
@@ -86,7 +86,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """Which rank sends what, and where it lies before; the same on every rank.
+    """Tells which rank sends which parameters, and where they lie before; the same on every rank.
 
     Attributes:
         selection: The parameters that are pushed.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Where snapshot slots lie: the interface, and slots that only their own rank sees.
+"""Defines where snapshot slots lie: the interface, and slots that only their own rank sees.
 
 A slot holds one version. Each rank copies its shards into it, and source ranks send the
 version from it or gather from it:

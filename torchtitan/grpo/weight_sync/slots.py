@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which snapshot slot may be written, and which may be read.
+"""Decides which snapshot slot may be written, and which may be read.
 
     FREE --reserve--> RESERVED --filled--> PENDING --take_newest--> SENDING --release--> FREE
                           ^                   |                        |                  ^
@@ -132,7 +132,9 @@ class Slots:
 
 
 class SlotVersions:
-    """Which version each slot of this rank holds, or is being filled with; on every rank.
+    """Records which version each slot of this rank holds, or is being filled with.
+
+    Every rank has one.
 
     The training thread writes it and the gathering thread waits on it. Any thread may call
     any method. The lock is held for microseconds and never while a thread waits.

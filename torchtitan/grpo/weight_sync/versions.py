@@ -233,7 +233,9 @@ class Versions:
 
 
 class ServerVersions:
-    """What one server serves, and what its next delta may be against; a lane's record.
+    """Records what one server serves, and which version its next delta may be against.
+
+    Each lane has one.
 
     Args:
         versions: The record that this one belongs to.

@@ -47,7 +47,7 @@ class StagingError(RuntimeError):
 
 @dataclass(frozen=True)
 class StagingPlace:
-    """How staging reads the served weights, and what it does with received ones.
+    """Lets staging read the served weights, and convert the received ones.
 
     Attributes:
         device: Device of the model. NCCL groups receive there, gloo groups on the CPU.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the trainer tells a server about a transfer: the group to join, and each bucket.
+"""Describes a transfer to a server: the group to join, and each bucket.
 
 These are plain data without torch, so that HTTP clients can import them.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightGroupInfo:
-    """How a server joins one of the trainer's process groups for weights.
+    """Describes how a server joins one of the trainer's process groups for weights.
 
     Attributes:
         master_address: Host on which the trainer's store listens.

@@ -25,7 +25,7 @@ class LoadFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerProgram(Generic[Reply]):
-    """What worker processes run.
+    """Describes the program that worker processes run.
 
     Attributes:
         module: Module that each process runs as ``__main__``.

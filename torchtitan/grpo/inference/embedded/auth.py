@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which key a request needs, by SGLang's rules."""
+"""Decides by SGLang's rules which key a request needs."""
 
 import secrets
 from enum import Enum
 
 
 class AuthLevel(Enum):
-    """Which key a route needs.
+    """Names the key that a route needs.
 
     OPEN: No key; for probes. NORMAL: The API key, if one is set. CONTROL: The admin key if one is
     set, in which case the API key does not suffice; else the API key, if one is set.

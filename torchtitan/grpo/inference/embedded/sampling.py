@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one completion is sampled.
+    """Describes how one completion is sampled.
 
     Attributes:
         max_new_tokens: Maximum length of the completion; 0 samples nothing.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a server is asked to generate, and which answers can be trained on."""
+"""Builds the requests to servers, and decides which answers can be trained on."""
 
 from dataclasses import dataclass, replace
 

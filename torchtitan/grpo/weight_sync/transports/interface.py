@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a transport must provide. Lanes, leader and agents know nothing else of it.
+"""Defines what a transport must provide. Lanes, leader and agents rely on nothing else.
 
 A transport has three parts:
 
