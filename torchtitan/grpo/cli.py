@@ -1,23 +1,53 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the subcommands of the console script ``torchtitan-grpo``.
+"""The commands of ``torchtitan-grpo``, the console script."""
 
-    torchtitan-grpo check-config X.toml [--table.key value ...]
-    torchtitan-grpo serve embedded MODEL_DIR [--port P]
-    torchtitan-grpo verify --kind vllm --url http://host:port --run outputs/run ...
-
-Training is started by ``torchrun -m torchtitan.grpo_train``.
-"""
-
+import importlib.metadata
+import platform
 import sys
+from collections.abc import Callable
 
-USAGE = (__doc__ or "").split("\n\n", 1)[1]
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.light_tables import without_torch
+
+USAGE = """\
+usage: torchtitan-grpo COMMAND ...
+
+  train X.toml [--gpus N] [--table.key value ...]
+      Train: starts the ranks on this machine, and the servers if
+      inference.launch is set. train --help lists every setting.
+  check-config X.toml [--gpus N] [--table.key value ...]
+      Check a configuration without starting anything, and print it with all
+      defaults.
+  serve embedded MODEL_DIR [--port P]
+      Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
+      run the other kinds.
+  verify --kind vllm --url http://host:port --run outputs/run ...
+      Check that a server serves the weights that a run exported.
+  versions
+      Print the versions of this package and of those that a run depends on.
+
+  --help, --version
+
+On several hosts, start torchrun on each of them:
+  torchrun ... -m torchtitan.grpo_train --job.config_file X.toml
+"""
+_HELP = ("-h", "--help", "help")
+_PACKAGES = ("torch", "torchtitan", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+
+
+def train(arguments: list[str]) -> int:
+    """Starts the training ranks on this machine."""
+    with without_torch():
+        from torchtitan.grpo.start.train import train as start
+
+    return start(arguments)
 
 
 def check_config(arguments: list[str]) -> int:
     """Checks a configuration, and prints it with all defaults and the planned layout."""
-    from torchtitan.grpo.config_checks import ConfigError, check_model
+    from torchtitan.grpo.config_checks import check_model
     from torchtitan.grpo.config_checks.description import describe
     from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
@@ -28,9 +58,8 @@ def check_config(arguments: list[str]) -> int:
         config = load_config(arguments)
         model = read_hf_model(config.model.hf_assets_path)
         check_model(config, model)
-    except (ConfigError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
     print(describe(config))
     print(f"  model: {model.architecture} at {model.path}")
     return 0
@@ -52,13 +81,60 @@ def verify(arguments: list[str]) -> int:
     return verify_main(arguments)
 
 
-COMMANDS = {"check-config": check_config, "serve": serve, "verify": verify}
+def versions(arguments: list[str]) -> int:
+    """Prints a line for each package that matters."""
+    print(f"torchtitan-grpo {version()}")
+    print(f"python {platform.python_version()}")
+    for name in _PACKAGES:
+        print(f"{name} {importlib.metadata.version(name)}")
+    return 0
+
+
+def version() -> str:
+    """Returns the version of this package."""
+    return importlib.metadata.version("torchtitan-grpo")
+
+
+def show_settings(arguments: list[str]) -> int:
+    """Prints the page of all settings, or the full text of some; see `help_page.py`."""
+    with without_torch():
+        from torchtitan.grpo.command_line.help_page import help_words, page
+        from torchtitan.grpo.job_config import JobConfig
+
+    print(page(JobConfig, help_words(arguments) or []))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "check-config": check_config,
+    "serve": serve,
+    "verify": verify,
+    "versions": versions,
+}
 
 
 def main() -> None:
     """Runs the subcommand that the command line names."""
-    name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the subcommand that the command line names; returns the exit status."""
+    name, rest = (arguments[0] if arguments else ""), arguments[1:]
+    if name in _HELP:
+        print(USAGE)
+        return 0
+    if name == "--version":
+        print(f"torchtitan-grpo {version()}")
+        return 0
     if name not in COMMANDS:
-        print(USAGE, file=sys.stderr)
-        sys.exit(0 if name in ("-h", "--help") else 2)
-    sys.exit(COMMANDS[name](arguments))
+        print(f"error: unknown command {name!r}\n" if name else "", USAGE, sep="", file=sys.stderr)
+        return 2
+    if name in ("train", "check-config") and ("--help" in rest or "-h" in rest):
+        return show_settings(rest)
+    try:
+        return COMMANDS[name](rest)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

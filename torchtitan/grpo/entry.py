@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.checkpoint import CheckpointError
+from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
 from torchtitan.grpo.config_checks.description import describe
 from torchtitan.grpo.config_manager import is_dry_run, load_config
@@ -29,6 +30,7 @@ from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.rollout.link import RolloutFailed
@@ -75,15 +77,22 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     """
     args = list(args)
     is_rank_zero = int(os.environ.get("RANK", "0")) == 0
+    if (words := help_words(args)) is not None:
+        if is_rank_zero:
+            print(page(JobConfig, words))
+        return 0
     try:
         dry_run = is_dry_run(args)
         config = load_config(args)
+        notes = locate_models(config, weights=not dry_run)
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
         if config.grpo.kl_coef > 0:
             check_reference(config)
     except (ConfigError, ModelError) as error:
         return _report(is_rank_zero, error, 2)
+    if is_rank_zero:
+        print("\n".join(notes), end="\n" if notes else "", flush=True)
     if dry_run:
         if is_rank_zero:
             device = "CUDA" if torch.cuda.is_available() else "CPU"

@@ -20,14 +20,14 @@ PACKAGE = "torchtitan.grpo"
 FLOORS = (
     {"functions", "types", "system", "weight_wire"},
     {"config", "workers"},
-    {"job_config", "losses", "inference", "rewards"},
+    {"job_config", "losses", "inference", "rewards", "command_line"},
     {"rollout", "attestation"},
     {"observe"},
     {"models"},
     {"pipeline"},
     {"data"},
     {"training", "weight_sync", "config_checks"},
-    {"checkpoint", "config_manager", "controller", "verify"},
+    {"checkpoint", "config_manager", "controller", "verify", "start"},
     {"cli", "entry"},
     {"grpo_train"},
 )

@@ -10,6 +10,7 @@ from torchtitan.grpo.config_checks.data import longest_sequence
 from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
 from torchtitan.grpo.config_checks.rules import ConfigError, require
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hub import is_hub_name
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
@@ -33,10 +34,11 @@ def check_machine(config: JobConfig) -> None:
                 torch.cuda.is_available(),
                 f"{setting} needs a CUDA GPU, and none is visible. Use {instead}.",
             )
+    path = grpo.ref_model_path
     require(
-        grpo.kl_coef <= 0 or grpo.ref_model_path is None or Path(grpo.ref_model_path).is_dir(),
-        "grpo.ref_model_path must be a Hugging Face model directory (grpo.kl_coef is above 0), "
-        f"got {grpo.ref_model_path}.",
+        grpo.kl_coef <= 0 or path is None or Path(path).is_dir() or is_hub_name(path),
+        "grpo.ref_model_path must be a Hugging Face model directory, or a name on the Hub "
+        f"(grpo.kl_coef is above 0), got {path}.",
     )
 
 

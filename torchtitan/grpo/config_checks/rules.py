@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import JobConfig
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the key and the remedy."""
 
 
 def require(holds: bool, message: str) -> None:

@@ -1,0 +1,158 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Every setting can be given on the command line, in every spelling."""
+
+import json
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.keys import all_keys
+from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.command_line.values import alternatives, bare_type, is_flag
+from torchtitan.grpo.job_config import JobConfig
+
+KEYS = all_keys(JobConfig)
+# They name a file and a module that are read at once.
+OPENED = {"job.config_file", "job.custom_config_module"}
+SETTINGS = sorted(set(KEYS) - OPENED)
+ANY = st.one_of(st.integers(-9, 9), st.booleans(), st.text("abc xyz", min_size=1))
+
+
+def values(annotation: Any) -> st.SearchStrategy:
+    """Values of a setting's type."""
+    annotation = bare_type(annotation)
+    if get_origin(annotation) is Literal:
+        return st.sampled_from(get_args(annotation))
+    if get_origin(annotation) is list:
+        return st.lists(values(get_args(annotation)[0]), max_size=3)
+    if get_origin(annotation) is dict:
+        return st.dictionaries(
+            st.text("ab", min_size=1), values(get_args(annotation)[1]), max_size=3
+        )
+    if len(members := alternatives(annotation)) > 1:
+        # Text stands for a list where both are allowed.
+        members = [m for m in members if m is not str or get_origin(members[0]) is not list]
+        return st.one_of([st.none() if m is type(None) else values(m) for m in members])
+    simple = {
+        bool: st.booleans(),
+        int: st.integers(-(10**12), 10**12),
+        float: st.floats(allow_nan=False),
+        str: st.text("abcZ09 ._-=/{}:,'\"\\é", max_size=12),
+        Any: ANY,
+    }
+    return simple[annotation]
+
+
+def written(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def read(key: str, *arguments: str) -> Any:
+    value: Any = read_config(list(arguments))
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def dashed(key: str) -> str:
+    return key.replace("_", "-")
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_what_is_set_is_read_back(key, data):
+    value = data.draw(values(KEYS[key]))
+    text = written(value)
+    assert read(key, f"--{key}={text}") == value
+    assert read(key, f"--{dashed(key)}={text}") == value
+    if not text.startswith("--"):
+        assert read(key, f"--{key}", text) == value
+    if is_flag(KEYS[key]):
+        table, _, name = key.rpartition(".")
+        assert read(key, f"--{table}.{'' if value else 'no-'}{name}") is value
+
+
+def test_a_key_inside_of_a_setting_that_is_a_table_is_set_alone(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("[rollout.environment_options]\nmax-calls = 2\nname = 'a'\n")
+    config = f"--job.config_file={file}"
+    key = "rollout.environment_options"
+    assert read(key, config, f"--{key}.max-calls", "3") == {"max-calls": 3, "name": "a"}
+    assert read(key, config, f"--{key}.tool.url=x") == {
+        "max-calls": 2,
+        "name": "a",
+        "tool.url": "x",
+    }
+    assert read(key, config, f"--{key}", "{name = 'b'}") == {"name": "b"}
+
+
+def test_a_table_is_set_as_a_whole_and_keeps_what_is_not_named():
+    options = ["--grpo.group_size=3", "--grpo", "{clip_low = 0, policy_loss = 'gspo'}"]
+    grpo = read("grpo", *options)
+    assert (grpo.group_size, grpo.clip_low, grpo.policy_loss) == (3, 0.0, "gspo")
+    assert isinstance(grpo.clip_low, float)
+    assert (
+        read("training.dataloader.num_workers", "--training", '{"dataloader": {"num_workers": 4}}')
+        == 4
+    )
+    with pytest.raises(ConfigError, match=r"Unknown key clip_lo.*Did you mean clip_low"):
+        read("grpo", "--grpo", "{clip_lo = 0}")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["a.jsonl,b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (["a.jsonl", "b.jsonl"], ["a.jsonl", "b.jsonl"]),
+        (['["a,b.jsonl", "c"]'], ["a,b.jsonl", "c"]),
+        ([""], []),
+        (["[]"], []),
+    ],
+)
+def test_a_list_is_written_in_several_ways(words, value):
+    assert read("prompts.paths", "--prompts.paths", *words) == value
+
+
+def test_numbers_of_a_list_and_below_zero():
+    assert read("prompts.weights", "--prompts.weights", "1", "0.5") == [1.0, 0.5]
+    assert read("prompts.weights", "--prompts.weights=1,0.5") == [1.0, 0.5]
+    assert read("rollout.top_k", "--rollout.top_k", "-1") == -1
+    assert read("inference.extra_args", "--inference.extra_args=--a,--b=2") == ["--a", "--b=2"]
+
+
+def test_the_last_value_counts():
+    assert read("grpo.group_size", "--grpo.group_size=3", "--grpo.group-size", "5") == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--grpo.group_size=four"],
+            r"--grpo\.group_size must be an integer, got 'four'\. Change it",
+        ),
+        (["--grpo.group_size", "4", "5"], r"'5' after --grpo\.group_size 4: it takes one value"),
+        (["--grpo.group_size"], r"--grpo\.group_size needs a value"),
+        (["--grpo.kl_in=los"], r"--grpo\.kl_in must be one of loss, reward, got 'los'"),
+        (["--inference.launch=maybe"], r"--inference\.launch must be true or false, got 'maybe'"),
+        (["--inference.no-launch", "true"], r"--inference\.no-launch takes no value, got 'true'"),
+        (["--prompts.rename=old"], r"--prompts\.rename must be a table, such as .*got 'old'"),
+        (["--prompts.rename", "{a = 1}"], r"--prompts\.rename must be .*Expected `str`, got `int`"),
+        (["--inference.extra_args", "--tp"], r"--inference\.extra_args needs a value.*=--value"),
+        (["stray", "--grpo.group_size=4"], r"Unexpected argument 'stray': .*--table\.key value"),
+        (["--debug.seed=x"], r"--debug\.seed must be an integer or none, got 'x'"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_what_is_expected(arguments, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        read_config(arguments)
+    assert "\n" not in str(error.value)

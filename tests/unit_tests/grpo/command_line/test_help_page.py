@@ -1,0 +1,56 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The page of ``--help`` shows every setting, this project's first."""
+
+from torchtitan.grpo.command_line.help_page import help_words, page, settings
+from torchtitan.grpo.command_line.keys import all_keys
+from torchtitan.grpo.command_line.topics import FIRST_TABLES, HEADINGS, OFTEN_SET
+from torchtitan.grpo.command_line.values import is_flag
+from torchtitan.grpo.job_config import JobConfig
+
+
+def test_every_setting_is_on_the_page_and_ours_come_first():
+    text = page(JobConfig, [])
+    ours, theirs = text.split("Torchtitan's settings")
+    for setting in settings(JobConfig):
+        table, _, name = setting.key.rpartition(".")
+        if setting.doc.startswith(("Must stay", "DEPRECATED")):
+            assert f"--{setting.key} " not in text
+        elif table in FIRST_TABLES:
+            assert f"\n  --{table}.{'[no-]' if is_flag(setting.type) else ''}{name}" in ours
+        else:
+            assert f"\n  --{table.partition('.')[0]}." in theirs
+            assert name in theirs
+    assert ours.index("\nPrompts\n") < ours.index("\nPolicy loss\n") < ours.index("\nServers\n")
+
+
+def test_no_line_is_wider_than_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = [line for line in page(JobConfig, []).splitlines() if len(line) > 80]
+    # The head of a setting, such as a list of choices, is not broken.
+    assert all(line.startswith("  --") for line in wide), wide
+
+
+def test_a_word_shows_the_full_text_of_what_it_names():
+    text = page(JobConfig, ["clip_high"])
+    assert "--grpo.clip_high X (0.2)" in text
+    assert "DAPO uses 0.28" in text
+    assert "Default: 0.2. Valid: above 0." in text
+    assert "--grpo.clip_low" not in text
+    assert page(JobConfig, ["evaluation"]).count("\n  --evaluation.") >= 5
+    assert "No setting's name contains 'clib'" in page(JobConfig, ["clib"])
+
+
+def test_headings_stand_at_settings_that_there_are():
+    keys = [setting.key for setting in settings(JobConfig)]
+    assert sorted(keys) == sorted(all_keys(JobConfig))
+    assert set(HEADINGS) <= set(keys)
+    tables = {key.partition(".")[0] for key in keys}
+    assert {*FIRST_TABLES, *OFTEN_SET} <= tables
+
+
+def test_help_is_asked_for_with_or_without_words():
+    assert help_words(["--grpo.group_size=4"]) is None
+    assert help_words(["--job.config_file=x", "--help"]) == []
+    assert help_words(["-h", "grpo"]) == ["grpo"]

@@ -1,0 +1,8 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The error of a configuration, for whoever reads or checks one."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. The message names the key and the remedy."""

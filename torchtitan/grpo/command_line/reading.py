@@ -1,0 +1,83 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Merges a TOML file and the command line into a configuration, without checking its values.
+
+The command line takes precedence over the file, and the file over the defaults.
+"""
+
+import importlib
+import re
+import tomllib
+from typing import Any
+
+import msgspec
+
+from torchtitan.grpo.command_line.arguments import apply, read_arguments
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.keys import check_keys
+from torchtitan.grpo.job_config import JobConfig
+
+
+def read_config(args: list[str]) -> JobConfig:
+    """Returns the configuration that the command line and its TOML file give.
+
+    Raises:
+        ConfigError: If a key or a value is not one of the settings. The message is one line.
+    """
+    data = _read_toml(_last_value(args, "job.config_file"))
+    module = _last_value(args, "job.custom_config_module")
+    if module is None:
+        job = data.get("job", {})
+        module = job.get("custom_config_module") if isinstance(job, dict) else None
+    cls = _with_custom_tables(module) if module else JobConfig
+    overrides = read_arguments(cls, args)
+    config = _from_toml(cls, data)
+    apply(config, overrides)
+    return config
+
+
+def _last_value(args: list[str], key: str) -> str | None:
+    """Returns the value of an argument before all of them are read; None if it is not there."""
+    found = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        option, equals, value = arg.partition("=")
+        if option.removeprefix("--").replace("-", "_") == key and option.startswith("--"):
+            found = value if equals else following
+    return found
+
+
+def _read_toml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"--job.config_file must exist, got {path}.") from error
+    except OSError as error:
+        raise ConfigError(f"--job.config_file must be a readable file: {error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--job.config_file is not valid TOML: {error} ({path}).") from error
+
+
+def _with_custom_tables(module: str) -> type[JobConfig]:
+    """Returns the tables merged with those of ``job.custom_config_module``, as torchtitan does."""
+    from torchtitan.config import ConfigManager
+
+    try:
+        custom = importlib.import_module(module).JobConfig
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"job.custom_config_module must be a module with a class JobConfig, got {module}: {error}."
+        ) from error
+    return ConfigManager._merge_configs(JobConfig, custom)
+
+
+def _from_toml(cls: type[JobConfig], data: dict[str, Any]) -> JobConfig:
+    check_keys(cls, data)
+    try:
+        return msgspec.convert(data, type=cls)
+    except msgspec.ValidationError as error:
+        message = re.sub(r"`\$\.(.*)`", r"\1", str(error))
+        raise ConfigError(f"{message}. Change the value in the TOML file.") from error

@@ -1,0 +1,158 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Models that are named as on the Hugging Face Hub, ``organisation/name`` or ``...@revision``.
+
+A folder of that name counts first. Otherwise the model is taken from huggingface_hub's cache, to
+which files that are missing are downloaded. The variables of that library apply: ``HF_HOME`` is
+the folder of the cache, and with ``HF_HUB_OFFLINE=1`` the cache alone is looked at.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.once_per_host import once_per_host
+
+# Time in which the first rank of a host downloads a model while the others wait.
+_DOWNLOAD_TIMEOUT_SECONDS = 4 * 3600.0
+_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_CONFIG_AND_TOKENIZER = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+# Weights in another format, and what stands in folders.
+_NOT_USED = ("consolidated*", "*/*")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model as it is named on the Hub.
+
+    Attributes:
+        repo: ``organisation/name``.
+        revision: Branch, tag or commit; None is the main branch.
+    """
+
+    repo: str
+    revision: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> "HubModel | None":
+        """Returns the model that a setting names; None if the text cannot be a name on the Hub."""
+        match = _NAME.fullmatch(text)
+        return cls(match["repo"], match["revision"]) if match else None
+
+
+def is_hub_name(text: str) -> bool:
+    """Returns whether a text can be the name of a model on the Hub."""
+    return HubModel.parse(text) is not None
+
+
+def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
+    """Puts folders in place of names on the Hub, in ``[model]`` and for the reference model.
+
+    Args:
+        config: The configuration, which is changed.
+        weights: Whether the weights are needed, or the configuration and the tokenizer alone.
+
+    Returns:
+        A sentence for each model that was named as on the Hub: what was taken.
+
+    Raises:
+        ConfigError: If a setting names neither a folder nor a model that can be had.
+        TimeoutError: If the first rank of this host does not answer.
+    """
+    notes = []
+    config.model.hf_assets_path, note = locate_model(
+        config.model.hf_assets_path, "model.hf_assets_path", weights=weights
+    )
+    notes += note
+    grpo = config.grpo
+    if grpo.kl_coef > 0 and grpo.ref_model_path is not None:
+        grpo.ref_model_path, note = locate_model(
+            grpo.ref_model_path, "grpo.ref_model_path", weights=weights
+        )
+        notes += note
+    return notes
+
+
+def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str, list[str]]:
+    """Returns the folder of a model, and a sentence about it if the Hub's cache comes into it."""
+    model = HubModel.parse(text)
+    if Path(text).is_dir():
+        return text, _about_folder(text, setting, model)
+    if model is None:
+        raise ConfigError(
+            f"{setting} must be a folder with config.json, tokenizer.json and safetensors files, or a "
+            f"name on the Hugging Face Hub, organisation/name, got {text!r}: there is no such folder "
+            f"(paths are relative to {Path.cwd()})."
+        )
+    answer: dict[str, Any] = once_per_host(
+        f"finding {text}{'' if weights else ' without weights'}",
+        lambda: _take(model, text, setting, weights),
+        _DOWNLOAD_TIMEOUT_SECONDS,
+    )
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    path = answer["path"]
+    return path, [f"{setting} = {text}: revision {Path(path).name} of the Hub, in {path}"]
+
+
+def _about_folder(text: str, setting: str, model: HubModel | None) -> list[str]:
+    if model is None or Path(text).is_absolute() or not _is_cached(model):
+        return []
+    return [
+        f"{setting} = {text}: the folder {Path(text).resolve()}, and not the Hub's model of the "
+        "same name, which is in the cache as well."
+    ]
+
+
+def _is_cached(model: HubModel) -> bool:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, f"models--{model.repo.replace('/', '--')}").is_dir()
+
+
+def _take(model: HubModel, text: str, setting: str, weights: bool) -> dict[str, str]:
+    """Returns the folder in the cache, or what went wrong."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_CONFIG_AND_TOKENIZER, *(_WEIGHTS if weights else ())]
+    try:
+        path = snapshot_download(
+            model.repo,
+            revision=model.revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(_NOT_USED),
+        )
+    except Exception as error:  # of this library, of its HTTP client, and of the file system
+        return {"error": f"{setting} = {text!r} is no folder here, and {_reason(error)}"}
+    return {"path": path}
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a model could not be taken from the Hub, and what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the Hub has no such revision of the model. Write organisation/name@revision."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "the Hub has no such model, or not for you. If it is private or gated, log in with "
+            "hf auth login."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
+        return (
+            f"the cache, {constants.HF_HUB_CACHE}, does not have all files of a Hub model of that "
+            f"name; {why}. Name a folder, or run hf download where there is a network, and set "
+            "HF_HOME to where it put the model."
+        )
+    message = str(error).strip().splitlines() or [""]
+    return f"taking it from the Hub failed: {type(error).__name__}: {message[0]}"

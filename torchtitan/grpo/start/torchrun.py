@@ -1,0 +1,99 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Runs the training ranks on this machine under torchrun's agent, in this process.
+
+The agent is that of ``torchrun --standalone``. Here it prints nothing: each rank says itself what
+went wrong, and torchrun's own report of thirty lines would bury that message.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Added to the time that ranks have to end, since they report and close after it.
+_MARGIN_SECONDS = 10
+_LOOPBACK = "127.0.0.1"
+
+
+def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float) -> int:
+    """Runs ``torchtitan.grpo_train`` on ``num_ranks`` ranks; returns the run's exit status.
+
+    A signal is passed on to the ranks, which end in order within ``stop_timeout_seconds``. Further
+    signals change nothing: the ranks are already ending.
+
+    Args:
+        arguments: Command line of the ranks.
+        num_ranks: Number of processes.
+        stop_timeout_seconds: ``grpo.stop_timeout_seconds``.
+
+    Returns:
+        0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
+        signal's number after a signal.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
+    folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{_LOOPBACK}:0",  # the agent takes a free port
+        local_addr=_LOOPBACK,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        # The agent insists on handling some signal; `_pass_on_signals` handles those that matter.
+        signals_to_handle="SIGQUIT",
+    )
+    _pass_on_signals()
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        return _status_of(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _pass_on_signals() -> None:
+    """Makes the first signal end the ranks; the agent does so when its exception is raised."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        name = signal.Signals(signum)
+        raise SignalException(f"{name.name} received", sigval=name)
+
+    for signum in _SIGNALS:
+        signal.signal(signum, handle)
+
+
+def _status_of(error: ChildFailedError) -> int:
+    """Returns the exit status of the rank that failed first, and reports one that a signal ended."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode >= 0:
+        return failure.exitcode
+    name = signal.Signals(-failure.exitcode).name
+    cause = " The kernel ends processes so if the memory is used up." if name == "SIGKILL" else ""
+    print(
+        f"error: Training rank {rank} (process {failure.pid}) was ended by {name}.{cause}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 128 - failure.exitcode

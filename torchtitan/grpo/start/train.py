@@ -1,0 +1,84 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo train X.toml [--gpus N] [--table.key value ...]``."""
+
+import sys
+from dataclasses import dataclass
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.start.num_ranks import choose_num_ranks, gpus_of_servers
+
+_COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
+
+
+@dataclass
+class TrainArguments:
+    """The command line of ``train``, taken apart.
+
+    Attributes:
+        rest: Command line of the ranks.
+        num_ranks: Number of ranks that was asked for; None if it was left open.
+        counted: The option that asked for it.
+    """
+
+    rest: list[str]
+    num_ranks: int | None = None
+    counted: str = ""
+
+
+def parse(arguments: list[str]) -> TrainArguments:
+    """Takes the command line of ``train`` apart.
+
+    Raises:
+        ConfigError: If the file is missing, or the number of ranks is none.
+    """
+    parsed = TrainArguments([])
+    words = list(arguments)
+    if words and not words[0].startswith("-"):
+        words = ["--job.config_file", *words]
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
+        if option not in _COUNTS:
+            parsed.rest.append(word)
+            continue
+        value = value if equals else (words.pop(0) if words else "")
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{option} must be a number of ranks, at least 1, got {value!r}.")
+        parsed.num_ranks, parsed.counted = int(value), option
+    return parsed
+
+
+def train(arguments: list[str]) -> int:
+    """Starts the training ranks on this machine; returns the run's exit status.
+
+    Raises:
+        ConfigError: If a key or a value is none of the settings, or there are not enough GPUs.
+    """
+    parsed = parse(arguments)
+    dry_run = [word for word in parsed.rest if word == "--dry-run"]
+    config = read_config([word for word in parsed.rest if word != "--dry-run"])
+    if config.job.config_file is None:
+        raise ConfigError("A configuration must be named: torchtitan-grpo train X.toml.")
+
+    # Imported here, because torch takes seconds, and the mistakes above should be shown at once.
+    import torch
+
+    from torchtitan.grpo.start.torchrun import run_ranks
+
+    num_gpus = torch.cuda.device_count()
+    if parsed.counted == "--gpus" and num_gpus == 0:
+        raise ConfigError(
+            "--gpus needs a GPU, and none is visible. On CPU, --nproc N sets the ranks."
+        )
+    num_ranks = choose_num_ranks(config, num_gpus, parsed.num_ranks)
+    if not dry_run:
+        where = "GPU" if num_gpus else "CPU"
+        servers = gpus_of_servers(config) if num_gpus else 0
+        left = f", {max(0, num_gpus - num_ranks)} left for servers" if servers else ""
+        print(
+            f"Starting {num_ranks} training rank(s) on {where}{left}.", file=sys.stderr, flush=True
+        )
+    return run_ranks(parsed.rest, num_ranks, config.grpo.stop_timeout_seconds)

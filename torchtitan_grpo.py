@@ -1,0 +1,39 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The first lines of the console script ``torchtitan-grpo``.
+
+They stand outside of the package ``torchtitan``, whose ``__init__`` takes seconds: it imports torch,
+the compiler and the quantization packages, which ``--help`` and ``train`` itself do not need.
+"""
+
+import importlib.util
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def main() -> None:
+    """Runs the command that the command line names."""
+    # Until a command handles signals itself, Ctrl-C needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _light_start().install_bare_package()
+    from torchtitan.grpo.cli import main as run
+
+    run()
+
+
+def _light_start() -> ModuleType:
+    """Returns `torchtitan/grpo/system/light_start.py`, imported by its path."""
+    file = Path(__file__).resolve().parent / "torchtitan" / "grpo" / "system" / "light_start.py"
+    spec = importlib.util.spec_from_file_location("torchtitan_grpo_light_start", file)
+    if spec is None or spec.loader is None:
+        sys.exit(f"error: {file} cannot be imported. Install torchtitan-grpo again.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()
