@@ -4,9 +4,11 @@
 """The commands of ``torchtitan-grpo``, the console script."""
 
 import importlib.metadata
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
@@ -46,23 +48,47 @@ def train(arguments: list[str]) -> int:
 
 
 def check_config(arguments: list[str]) -> int:
-    """Checks a configuration, and prints it with all defaults and the planned layout."""
+    """Checks a configuration, and prints it with all defaults and the planned layout.
+
+    The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it.
+    """
+    with without_torch():
+        from torchtitan.grpo.start.train import parse, plan
+    parsed = parse(arguments)
+    _, num_ranks, _ = plan(parsed)
+    with _environment("WORLD_SIZE", str(num_ranks)):
+        return _check_config(parsed.rest)
+
+
+def _check_config(arguments: list[str]) -> int:
     from torchtitan.grpo.config_checks import check_model
     from torchtitan.grpo.config_checks.description import describe
     from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
+    from torchtitan.grpo.models.hub import locate_models
 
-    if arguments and not arguments[0].startswith("-"):
-        arguments = ["--job.config_file", *arguments]
     try:
         config = load_config(arguments)
+        notes = locate_models(config, weights=False)
         model = read_hf_model(config.model.hf_assets_path)
         check_model(config, model)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     print(describe(config))
-    print(f"  model: {model.architecture} at {model.path}")
+    print("\n".join([f"  model: {model.architecture} at {model.path}", *notes]))
     return 0
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets a variable of the environment for a while, unless it is set already."""
+    is_set = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[name]
 
 
 def serve(arguments: list[str]) -> int:

@@ -1,24 +1,44 @@
 """The console script."""
 
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from torchtitan.grpo import cli
+
+# Processor time of a start. A quiet machine takes little more; a busy one takes any time.
+MAX_START_SECONDS = 1.0
 
 
 def test_check_config_prints_the_resolved_configuration(repository, monkeypatch, capsys):
     monkeypatch.chdir(repository)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    status = cli.check_config(["train_configs/quickstart.toml", "--grpo.group_size", "4"])
+    status = cli.run(["check-config", "train_configs/quickstart.toml", "--grpo.group_size", "4"])
     out = capsys.readouterr().out
     assert status == 0
     assert "group_size = 4" in out
     assert "Qwen3ForCausalLM" in out
 
 
+def test_check_config_counts_the_ranks_that_train_would_start(repository, monkeypatch, capsys):
+    monkeypatch.chdir(repository)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.run(["check-config", "train_configs/quickstart_tensor_parallel.toml"]) == 0
+    assert "ranks: 2 = 2 tensor parts" in capsys.readouterr().out
+    assert cli.run(["check-config", "train_configs/quickstart.toml", "--nproc", "4"]) == 0
+    assert "ranks: 4 = 4 shards" in capsys.readouterr().out
+    assert "WORLD_SIZE" not in os.environ
+
+
 def test_check_config_names_what_is_wrong(capsys, tmp_path):
     file = tmp_path / "x.toml"
     file.write_text("[grpo]\ngroup_sise = 4\n")
-    assert cli.check_config([str(file)]) == 2
+    assert cli.run(["check-config", str(file)]) == 2
     assert "Did you mean grpo.group_size?" in capsys.readouterr().err
 
 
@@ -27,4 +47,49 @@ def test_an_unknown_subcommand_shows_the_usage(monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main()
     assert error.value.code == 2
-    assert "check-config" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("error: unknown command 'trian'")
+    assert "check-config" in err
+
+
+def test_versions_are_shown(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"torchtitan-grpo {cli.version()}\n"
+    assert cli.run(["versions"]) == 0
+    out = capsys.readouterr().out
+    assert "\ntorch " in out
+    assert "\ntransformers " in out
+
+
+def start(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProcess, float]:
+    """Runs the console script's function in a process; returns it and its processor time."""
+    # What the installed script does, with the list of what has been imported at the end.
+    program = "import atexit, sys, torchtitan_grpo\n" + (
+        "atexit.register(lambda: print('imported torch:', 'torch.cuda' in sys.modules))\n"
+        "torchtitan_grpo.main()"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return result, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "usage: torchtitan-grpo COMMAND"),
+        (["--version"], 0, "torchtitan-grpo "),
+        (["train", "--help"], 0, "--grpo.group_size N (8)"),
+        (["train", "x.toml", "--help", "clip_high"], 0, "DAPO uses 0.28"),
+        (["train", "x.toml"], 2, "--job.config_file must name a file that exists, got x.toml"),
+        (["train"], 2, "A configuration must be named"),
+    ],
+)
+def test_what_needs_no_torch_starts_in_less_than_a_second(arguments, status, said, tmp_path):
+    result, seconds = start(*arguments, folder=tmp_path)
+    assert result.returncode == status, result.stderr
+    assert said in result.stdout + result.stderr
+    assert "imported torch: False" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert seconds < MAX_START_SECONDS

@@ -9,6 +9,7 @@ The command line takes precedence over the file, and the file over the defaults.
 import importlib
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ def read_config(args: list[str]) -> JobConfig:
 def _last_value(args: list[str], key: str) -> str | None:
     """Returns the value of an argument before all of them are read; None if it is not there."""
     found = None
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for arg, following in zip(args, [*args[1:], None], strict=False):
         option, equals, value = arg.partition("=")
         if option.removeprefix("--").replace("-", "_") == key and option.startswith("--"):
             found = value if equals else following
@@ -54,7 +55,9 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except FileNotFoundError as error:
-        raise ConfigError(f"--job.config_file must exist, got {path}.") from error
+        raise ConfigError(
+            f"--job.config_file must name a file that exists, got {path} (looked for from {Path.cwd()})."
+        ) from error
     except OSError as error:
         raise ConfigError(f"--job.config_file must be a readable file: {error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

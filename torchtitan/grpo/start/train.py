@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.start.num_ranks import choose_num_ranks, gpus_of_servers
 
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
@@ -51,14 +52,12 @@ def parse(arguments: list[str]) -> TrainArguments:
     return parsed
 
 
-def train(arguments: list[str]) -> int:
-    """Starts the training ranks on this machine; returns the run's exit status.
+def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
+    """Returns the configuration, the number of ranks, and the number of visible GPUs.
 
     Raises:
         ConfigError: If a key or a value is none of the settings, or there are not enough GPUs.
     """
-    parsed = parse(arguments)
-    dry_run = [word for word in parsed.rest if word == "--dry-run"]
     config = read_config([word for word in parsed.rest if word != "--dry-run"])
     if config.job.config_file is None:
         raise ConfigError("A configuration must be named: torchtitan-grpo train X.toml.")
@@ -66,19 +65,36 @@ def train(arguments: list[str]) -> int:
     # Imported here, because torch takes seconds, and the mistakes above should be shown at once.
     import torch
 
-    from torchtitan.grpo.start.torchrun import run_ranks
-
     num_gpus = torch.cuda.device_count()
     if parsed.counted == "--gpus" and num_gpus == 0:
         raise ConfigError(
             "--gpus needs a GPU, and none is visible. On CPU, --nproc N sets the ranks."
         )
-    num_ranks = choose_num_ranks(config, num_gpus, parsed.num_ranks)
-    if not dry_run:
-        where = "GPU" if num_gpus else "CPU"
-        servers = gpus_of_servers(config) if num_gpus else 0
-        left = f", {max(0, num_gpus - num_ranks)} left for servers" if servers else ""
-        print(
-            f"Starting {num_ranks} training rank(s) on {where}{left}.", file=sys.stderr, flush=True
-        )
+    return config, choose_num_ranks(config, num_gpus, parsed.num_ranks), num_gpus
+
+
+def train(arguments: list[str]) -> int:
+    """Starts the training ranks on this machine; returns the run's exit status.
+
+    Raises:
+        ConfigError: If a key or a value is none of the settings, or there are not enough GPUs.
+    """
+    parsed = parse(arguments)
+    config, num_ranks, num_gpus = plan(parsed)
+    if "--dry-run" not in parsed.rest:
+        print(_opening(config, num_ranks, num_gpus), file=sys.stderr, flush=True)
+
+    from torchtitan.grpo.start.torchrun import run_ranks
+
     return run_ranks(parsed.rest, num_ranks, config.grpo.stop_timeout_seconds)
+
+
+def _opening(config: JobConfig, num_ranks: int, num_gpus: int) -> str:
+    """Returns the line that says what is started."""
+    ranks = "1 training rank" if num_ranks == 1 else f"{num_ranks} training ranks"
+    if num_gpus == 0:
+        return f"Starting {ranks} on the CPU."
+    servers = gpus_of_servers(config)
+    left = max(0, num_gpus - num_ranks)
+    for_servers = f", {left} for servers" if servers and left else ""
+    return f"Starting {ranks} on {num_ranks} of {num_gpus} GPUs{for_servers}."

@@ -48,7 +48,7 @@ def test_no_name_hides_a_setting_of_ours():
         ("[actor_rollout_ref.rollout]\nn = 8", "actor_rollout_ref.rollout.n", "grpo.group_size"),
         (
             "[actor_rollout_ref.actor]\nstrategy = 'x'",
-            "actor_rollout_ref.actor",
+            "actor_rollout_ref",
             "[grpo], [optimizer]",
         ),
         ("[trainer]\ntotal_epochs = 2", "trainer.total_epochs", "training.steps"),

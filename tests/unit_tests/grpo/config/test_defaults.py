@@ -68,5 +68,5 @@ def test_each_key_whose_default_differs_says_where_the_default_comes_from(reposi
 
 
 def test_a_schedule_that_ends_before_the_run_is_refused(smallest):
-    with pytest.raises(ConfigError, match="total_steps must be at least training.steps"):
+    with pytest.raises(ConfigError, match=r"total_steps must be at least training\.steps"):
         load_config([*smallest, "--lr_scheduler.total_steps=5", "--training.steps=6"])

@@ -1,0 +1,67 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo train``: its command line, and how many ranks it starts."""
+
+import pytest
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.start.num_ranks import choose_num_ranks
+from torchtitan.grpo.start.train import parse
+
+LAUNCH = ("--inference.launch", "--inference.kind=vllm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks", "rest"),
+    [
+        (["x.toml"], None, ["--job.config_file", "x.toml"]),
+        (["x.toml", "--gpus", "2", "--a.b=1"], 2, ["--job.config_file", "x.toml", "--a.b=1"]),
+        (["--nproc=3", "--job.config_file", "x.toml"], 3, ["--job.config_file", "x.toml"]),
+        (["x.toml", "--nproc_per_node", "4"], 4, ["--job.config_file", "x.toml"]),
+    ],
+)
+def test_the_number_of_ranks_is_taken_from_the_command_line(arguments, num_ranks, rest):
+    parsed = parse(arguments)
+    assert (parsed.num_ranks, parsed.rest) == (num_ranks, rest)
+
+
+@pytest.mark.parametrize("value", [["--gpus", "0"], ["--gpus=-1"], ["--gpus", "all"], ["--gpus"]])
+def test_a_number_of_ranks_that_is_none_is_refused(value):
+    with pytest.raises(ConfigError, match=r"--gpus must be a number of ranks, at least 1, got"):
+        parse(["x.toml", *value])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_gpus", "num_ranks"),
+    [
+        ((), 0, 1),
+        ((), 8, 8),
+        (LAUNCH, 8, 7),
+        ((*LAUNCH, "--inference.num_servers=4"), 8, 4),
+        ((*LAUNCH, "--inference.device=cpu"), 8, 8),
+        # With one GPU, or two servers on two, trainer and servers share them.
+        (LAUNCH, 1, 1),
+        ((*LAUNCH, "--inference.num_servers=2"), 2, 1),
+        (("--parallelism.tensor_parallel_degree=2",), 0, 2),
+        (("--parallelism.tensor_parallel_degree=2",), 5, 4),
+        ((*LAUNCH, "--parallelism.tensor_parallel_degree=2"), 4, 2),
+        (("--parallelism.tensor_parallel_degree=2", *LAUNCH), 2, 2),
+        (("--parallelism.data_parallel_shard_degree=3",), 8, 3),
+        (("--parallelism.data_parallel_shard_degree=3",), 0, 3),
+    ],
+)
+def test_ranks_are_as_many_as_the_layout_and_the_gpus_allow(arguments, num_gpus, num_ranks):
+    assert choose_num_ranks(read_config(list(arguments)), num_gpus, None) == num_ranks
+
+
+def test_too_few_gpus_are_refused():
+    config = read_config(["--parallelism.tensor_parallel_degree=4"])
+    with pytest.raises(
+        ConfigError, match=r"\[parallelism\] needs 4 ranks .*and 2 GPUs are visible"
+    ):
+        choose_num_ranks(config, 2, None)
+    with pytest.raises(ConfigError, match=r"--gpus must be at most .*visible GPUs, 2, got 3"):
+        choose_num_ranks(config, 2, 3)
+    assert choose_num_ranks(config, 0, 3) == 3
