@@ -22,20 +22,32 @@ TARGET = REPOSITORY / "docs/configuration.md"
 
 HEAD = """# Configuration
 
-A run is configured by a TOML file, `--job.config_file X.toml`. Every key can be overridden on the
-command line as `--table.key value`. The command line takes precedence over the file, and the file
-over the defaults. Besides the tables below there are
+A run is configured by a TOML file: `torchtitan-grpo train X.toml`, or `--job.config_file X.toml` under
+torchrun. Every key can be overridden on the command line as `--table.key value` or `--table.key=value`.
+The command line takes precedence over the file, and the file over the defaults. Paths, those in the file
+as well, are relative to the folder in which the command is started.
+
+| type | on the command line |
+|---|---|
+| `bool` | `--table.key`, `--table.no-key`, or `=true` and `=false` |
+| `list` | `A,B,C`, several words `A B C`, or an array `'["A", "B"]'` as in TOML or JSON |
+| `dict` | `'{key = "value"}'` as in TOML, or as in JSON; `--table.key.inner value` sets one entry |
+| what may be `None` | `none` |
+
+`torchtitan-grpo train --help` lists all settings, and `--help WORD` explains those whose names contain WORD. Besides the tables below there are
 [torchtitan's own](https://github.com/pytorch/torchtitan): `[job]`, `[model]`, `[training]`,
 `[optimizer]`, `[lr_scheduler]`, `[parallelism]`, `[checkpoint]`, `[metrics]`,
 `[activation_checkpoint]`, `[compile]`, `[comm]`, `[profiling]`, `[debug]`.
 
 `--dry-run` prints the resolved configuration and the planned layout, and exits.
 `torchtitan-grpo check-config X.toml` does the same without torchrun. A misspelt key is refused with
-the nearest valid one, a value outside of its valid range with the range, and settings that
-contradict each other with the keys of both, all before any process group exists.
+the nearest valid one, a name of TRL, verl, prime-rl, slime or AReaL with the one that it has here, a value
+outside of its valid range with the range, and settings that contradict each other with the keys of both, all
+before any process group exists.
 
-`model.hf_assets_path` names a Hugging Face directory (config.json, tokenizer.json, safetensors);
-the architecture and all sizes are read from it. Torchtitan's `model.name` and `model.flavor` are not
+`model.hf_assets_path` names a Hugging Face directory (config.json, tokenizer.json, safetensors), or a model
+on the Hub, `organisation/name` or `organisation/name@revision`, which is taken from huggingface_hub's cache
+or downloaded there. The architecture and all sizes are read from it. Torchtitan's `model.name` and `model.flavor` are not
 used.
 
 In the column "valid", a value with a meaning of its own stands in front of that meaning: "at least 1,

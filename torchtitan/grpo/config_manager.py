@@ -9,8 +9,10 @@ process group exists. Nothing in this module needs a device.
 """
 
 from torchtitan.grpo.command_line.reading import read_config
-from torchtitan.grpo.config_checks import validate
+from torchtitan.grpo.config_checks import ConfigError, validate
 from torchtitan.grpo.job_config import JobConfig
+
+__all__ = ["ConfigError", "JobConfig", "is_dry_run", "load_config"]
 
 
 def load_config(args: list[str]) -> JobConfig:

@@ -23,7 +23,9 @@ class Model(job_config.Model):
     """Must stay ``directory``: the sizes are read from ``hf_assets_path``."""
 
     hf_assets_path: str = ""
-    """Hugging Face directory with config.json, tokenizer.json and safetensors files. Required."""
+    """Hugging Face directory with config.json, tokenizer.json and safetensors files, or a model on the
+    Hub, as ``organisation/name`` or ``organisation/name@revision``. A directory of that name counts
+    first. Required."""
 
 
 @dataclass

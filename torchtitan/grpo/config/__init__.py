@@ -4,7 +4,7 @@
 """The TOML tables that this project adds to torchtitan's, one dataclass in one file each.
 
 The tables are plain data and import no torch, so that the rollout process can import them.
-`config_manager.py` reads a TOML file and the command line into them, and `config_checks/`
+`command_line/` reads a TOML file and the command line into them, and `config_checks/`
 refuses settings that cannot work.
 """
 

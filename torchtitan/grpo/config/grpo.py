@@ -155,7 +155,7 @@ class GRPO:
     sequence before advantages are computed."""
 
     ref_model_path: str | None = None
-    """Hugging Face directory of the reference model. None takes ``model.hf_assets_path``. Used
+    """Hugging Face directory, or name on the Hub, of the reference model. None takes ``model.hf_assets_path``. Used
     with ``kl_coef`` above 0."""
 
     ref_model_ema: Annotated[float, at_least(0).below(1)] = 0.0
