@@ -23,7 +23,7 @@ settings.load_profile("grpo")
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """The repository's root."""
+    """Returns the root folder of the repository."""
     return REPOSITORY
 
 

@@ -1,4 +1,4 @@
-"""Mistakes of users: each gives one clear message and a non-zero exit status, and leaves no process."""
+"""Each mistake of a user gives one clear message and a non-zero exit status, and leaves no process."""
 
 import http.server
 import json
@@ -185,7 +185,7 @@ def _of_another(url: str) -> tuple[str, ...]:
     )
 
 
-def test_what_is_no_inference_server_is_reported(make_run, other_server):
+def test_a_url_that_is_not_an_inference_server_is_reported(make_run, other_server):
     nobody = "http://127.0.0.1:9"  # the port of "discard"
     _expect(
         {

@@ -69,28 +69,28 @@ class Hooks:
         self._random = random.Random(settings.seed + 100)
 
     def end(self) -> None:
-        """Command: the training loop ends."""
+        """Makes the training loop end; this is a command."""
         self.is_going = False
 
     def stop(self, url: str, method: str, when: str, index: int) -> None:
-        """Command: the next push that comes there stops until released."""
+        """Makes the next push that reaches this point stop until it is released."""
         self.released.clear()
         self.stop_at = Stop(url, method, when, index)
 
     def release(self) -> None:
-        """Command: the push that was stopped continues."""
+        """Makes the push that was stopped continue."""
         self.released.set()
 
     def wrong_shape(self, url: str) -> None:
-        """Command: a bucket of the next push is announced with another shape."""
+        """Makes a bucket of the next push be announced with a wrong shape."""
         self.wrong_shape_for = url
 
     def corrupt(self, url: str) -> None:
-        """Command: a bucket of the next push is not what its checksums are of."""
+        """Makes the bytes of a bucket of the next push differ from its checksums."""
         self.corrupt_for = url
 
     def half_close(self, ports: list[int]) -> None:
-        """Command: our connections to these ports, or from them, are closed for writing."""
+        """Closes this process's connections to or from these ports for writing."""
         closed = 0
         for connection in psutil.Process().net_connections("tcp"):
             if connection.raddr and connection.raddr.port in ports:

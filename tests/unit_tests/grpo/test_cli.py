@@ -1,4 +1,4 @@
-"""The console script."""
+"""The console script checks configurations and names what is wrong."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Configuration: precedence, typos, types, contradictions; and every shipped file loads."""
+"""Configurations are merged and checked, mistakes are named, and every shipped file loads."""
 
 import re
 from types import SimpleNamespace

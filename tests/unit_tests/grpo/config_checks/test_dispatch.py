@@ -28,7 +28,7 @@ LAUNCH = [*SETTINGS, "--inference.launch"]
         ),
     ],
 )
-def test_what_would_come_to_nothing_is_refused(arguments, message):
+def test_settings_that_would_have_no_effect_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         load_config([*LAUNCH, *arguments])
 

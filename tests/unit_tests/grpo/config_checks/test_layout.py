@@ -20,7 +20,7 @@ ZERO_BUBBLE = [*PIPELINE, "pipeline_parallel_schedule=ZBVZeroBubble"]
 
 
 def configured(*settings: str) -> JobConfig:
-    """A configuration with ``table.key=value``, or ``key=value`` of ``[parallelism]``."""
+    """Makes a configuration with ``table.key=value``, or ``key=value`` of ``[parallelism]``."""
     config = JobConfig()
     config.activation_checkpoint.mode = "none"
     for setting in settings:

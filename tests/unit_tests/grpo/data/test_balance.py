@@ -19,7 +19,7 @@ def sums_of(parts, costs):
 
 
 def snake(costs, num_parts):
-    """The bucket sort: in order of cost, back and forth over the parts."""
+    """Splits by bucket sort: deals things in order of cost, back and forth over the parts."""
     parts = [[] for _ in range(num_parts)]
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     for place, thing in enumerate(order):
@@ -122,7 +122,7 @@ def test_no_split_is_below_its_bounds(parts):
 
 
 @pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
-def test_what_is_no_cost_is_refused(cost):
+def test_a_value_that_is_not_a_cost_is_refused(cost):
     with pytest.raises(ValueError, match="finite and at least 0"):
         partition([1.0, cost], 2)
 

@@ -177,7 +177,7 @@ def test_metrics_of_parts_are_the_whole_steps(planner):
     assert metrics["data/padding_fraction"] == pytest.approx(1 - tokens / (rows * 2 * 48))
 
 
-def test_a_step_that_begins_anew_forgets_what_had_come(planner):
+def test_a_step_that_starts_again_forgets_the_parts_that_had_arrived(planner):
     made = planner()
     groups = groups_of(3, 4)
     made.plan(groups[:2], part=BatchPart.FIRST, step=0, version=VERSION, num_ranks=1)

@@ -1,4 +1,4 @@
-"""The supervised mix-in: tokens, order, and what is refused."""
+"""The supervised mix-in has the right tokens in the right order, and refuses bad rows."""
 
 import json
 

@@ -106,7 +106,7 @@ def test_numbers_keep_every_bit(tmp_path_factory, logprobs, reward):
     assert np.float64(found.reward).tobytes() == np.float64(reward).tobytes()
 
 
-def test_a_resumed_run_drops_what_it_trains_anew(path):
+def test_a_resumed_run_drops_the_records_of_steps_that_it_takes_again(path):
     record(path, [[group(g)] for g in range(4)]).close()
     record(path, [[group(20)], [group(30)]], first_version=2).close()
     batches = read(path)

@@ -417,7 +417,7 @@ def test_an_error_names_url_route_status_and_body() -> None:
     ids=["deep", "no UTF-8", "cut", "html", "empty", "long"],
 )
 @pytest.mark.parametrize(("kind", "route"), GENERATE_ROUTES.items())
-def test_what_is_no_answer_at_all_is_refused_under_its_address(
+def test_a_reply_that_is_not_an_answer_is_refused_with_its_address(
     kind: Any, route: str, body: bytes, message: str
 ) -> None:
     async def handler(request: web.Request) -> web.Response:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The staleness bound: no consumed group is older than it, and nothing deadlocks."""
+"""No consumed group is older than the staleness bound, and nothing deadlocks."""
 
 import random
 from dataclasses import dataclass, field

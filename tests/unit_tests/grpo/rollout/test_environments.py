@@ -372,7 +372,7 @@ def test_an_environment_that_crashes_once_is_no_failure(run_world, tmp_path):
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 9, 10, 11])
-def test_a_completion_is_gone_on_with_wherever_it_was_when_it_was_saved(run_world, num_tokens):
+def test_a_saved_completion_continues_from_wherever_it_was(run_world, num_tokens):
     """3 and 11: a turn has ended, and was not observed; 9: it was; 2 and 10: amid a turn."""
     kept: list[Generation] = []
 
@@ -404,7 +404,7 @@ def test_a_completion_is_gone_on_with_wherever_it_was_when_it_was_saved(run_worl
     run_world(resume, TURNS)
 
 
-def test_a_completion_whose_environment_observes_otherwise_is_begun_anew(run_world, codec):
+def test_a_completion_starts_again_if_its_environment_makes_other_observations(run_world, codec):
     ids = np.array(codec.encode("12=[1:99]"), np.int32)
     sampled = np.arange(len(ids)) < 3
     begun = Generation(
@@ -455,7 +455,9 @@ def test_environments_that_always_fail_stop_the_run(run_world):
         (None, {"colour": 1}, "does not take rollout.environment_options"),
     ],
 )
-def test_what_is_no_environment_is_refused_at_the_start(run_world, factory, options, message):
+def test_an_object_that_is_not_an_environment_is_refused_at_the_start(
+    run_world, factory, options, message
+):
     async def body(world: World) -> None:
         pytest.fail("it was started")
 

@@ -409,7 +409,7 @@ def test_a_function_of_the_users_decides_what_is_kept(run_world, tmp_path: Path)
     )
 
 
-def test_what_a_checkpoint_keeps_is_gone_on_with_and_nothing_is_lost_or_asked_twice(run_world):
+def test_rollouts_kept_with_a_checkpoint_continue_and_none_is_lost_or_generated_twice(run_world):
     kept: list[SavedRollouts] = []
     trained: list[int] = []
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Predicted lengths: right where they can be, harmless where they cannot."""
+"""Lengths are predicted where that is possible, and a wrong prediction does no harm."""
 
 import numpy as np
 import pytest

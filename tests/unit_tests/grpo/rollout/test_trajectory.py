@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Completions in segments: together they are what one request would have given."""
+"""The segments of a completion are together what a single request would have given."""
 
 import asyncio
 from typing import Any
@@ -122,7 +122,7 @@ def test_segments_end_at_the_length_limit(segment_tokens):
     assert (tokens, reason) == (WHOLE[:5], "length")
 
 
-def test_what_is_begun_is_gone_on_with():
+def test_a_completion_that_was_begun_continues():
     begun = Generation(
         np.array(WHOLE[:3], np.int32), np.array([-0.02, -0.03, -0.04], np.float32), "length",
         (VersionSegment(-1, 0, 3),),
@@ -135,7 +135,7 @@ def test_what_is_begun_is_gone_on_with():
     assert trajectory.task.result().segments == (VersionSegment(-1, 0, 3), VersionSegment(0, 3, 8))
 
 
-def test_another_server_goes_on_where_a_lost_one_was():
+def test_another_server_continues_the_completion_of_a_lost_one():
     first, second = Server("http://a"), Server("http://b")
 
     async def lose_first(dispatcher: Dispatcher) -> None:
@@ -155,7 +155,7 @@ def test_another_server_goes_on_where_a_lost_one_was():
     assert trajectory.task.result().segments == (VersionSegment(0, 0, 3), VersionSegment(3, 3, 8))
 
 
-def test_a_completion_that_nobody_can_go_on_with_fails_and_keeps_what_is_there():
+def test_a_completion_that_no_server_can_continue_fails_and_keeps_its_tokens():
     server = Server("http://a")
 
     async def fail_later(dispatcher: Dispatcher) -> None:

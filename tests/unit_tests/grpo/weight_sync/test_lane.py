@@ -266,7 +266,7 @@ def test_a_server_that_names_another_version_than_the_pushed_one_is_lost(named):
     run_rig(body)
 
 
-def test_an_idle_server_is_let_go_on_and_must_still_name_its_version(monkeypatch):
+def test_an_idle_server_is_resumed_and_must_still_name_its_version(monkeypatch):
     monkeypatch.setattr(lane_module, "_CHECK_SECONDS", 0.01)
 
     async def body(rig: LaneRig) -> None:

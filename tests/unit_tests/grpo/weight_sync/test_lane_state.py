@@ -23,7 +23,7 @@ def test_a_server_becomes_ready_by_joining_a_whole_push_and_attestation():
 @pytest.mark.parametrize(
     "state", [LaneState.JOINING, LaneState.SYNCING, LaneState.ATTESTING, LaneState.READY]
 )
-def test_whatever_fails_is_lost_and_joins_anew(state):
+def test_a_server_that_fails_in_any_state_is_lost_and_joins_again(state):
     way = (LaneEvent.FAILED, LaneEvent.RETRY_DUE)
     assert _after(*way, state=state) is LaneState.JOINING
 

@@ -1,4 +1,4 @@
-"""The slot table: newest wins, what is being sent is never handed out."""
+"""The newest filled slot is sent, and a slot that is being sent is never reserved."""
 
 import threading
 

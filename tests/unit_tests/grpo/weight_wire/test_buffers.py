@@ -53,7 +53,7 @@ def test_buffers_of_a_dropped_update_are_not_lent_again() -> None:
     assert not addresses & {storage_of(buffer) for buffer in receive(pool)}
 
 
-def test_sizes_that_are_not_sent_any_more_are_let_go() -> None:
+def test_buffers_of_sizes_that_are_no_longer_sent_are_freed() -> None:
     pool = BufferPool()
     pool.settle([])
     pool.take(1024, CPU)

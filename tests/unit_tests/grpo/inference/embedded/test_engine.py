@@ -240,7 +240,7 @@ def test_prompt_logprobs_are_of_each_token_given_those_before_it() -> None:
     torch.testing.assert_close(found[:4], shorter, atol=1e-4, rtol=0)
 
 
-def test_in_place_goes_on_over_the_old_cache() -> None:
+def test_an_in_place_pause_continues_with_the_old_cache() -> None:
     new = make_model("qwen3", seed=2)
     with harness(make_model("qwen3", seed=1)) as h:
         request = h.submit([11, 12], stream=True, max_new_tokens=250)

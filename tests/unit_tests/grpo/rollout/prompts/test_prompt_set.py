@@ -79,7 +79,7 @@ def test_each_epoch_is_another_permutation_given_by_the_seed(codec: TextCodec, w
     assert [other.next().text for _ in range(10)] != epochs[0]
 
 
-def test_stream_that_starts_later_goes_on_alike(codec: TextCodec, write):
+def test_a_stream_that_starts_later_continues_in_the_same_order(codec: TextCodec, write):
     prompts = prompt_set(write([{"prompt": c} for c in "abcdefghij"]), codec)
     source = stream(prompts)
     drawn = [(p.index, p.text) for p in (source.next() for _ in range(25))]

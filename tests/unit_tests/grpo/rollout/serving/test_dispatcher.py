@@ -614,7 +614,7 @@ def test_completion_under_weights_not_yet_attested_waits_for_that():
     asyncio.run(run())
 
 
-def test_completion_under_weights_that_turn_out_wrong_is_written_anew():
+def test_completion_under_weights_that_turn_out_wrong_is_generated_again():
     async def run() -> None:
         server = LocalServer("http://a")
         dispatcher = make(server)

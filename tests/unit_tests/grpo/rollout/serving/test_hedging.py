@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Hedges: two real servers of which one is stopped, and every way in which two attempts end."""
+"""A hedged completion ends well in every way in which its two attempts can end.
+
+Some tests use two real servers, one of which is stopped.
+"""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Tables of prompts: lines of large JSONL files, and parquet."""
+"""Tables of prompts are read from large JSONL files and from parquet files."""
 
 import io
 import json

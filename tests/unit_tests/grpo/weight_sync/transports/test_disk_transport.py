@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Versions on disk: whole under their name, or not there."""
+"""A version on disk is complete under its name, or it does not exist."""
 
 import asyncio
 import json
@@ -136,7 +136,7 @@ def test_removing_a_version_amid_its_writing_leaves_nothing(tmp_path):
     asyncio.run(body())
 
 
-def test_what_one_source_cannot_write_is_tried_anew_once_the_others_are_done(tmp_path):
+def test_a_version_that_one_source_cannot_write_is_tried_again_once_the_others_are_done(tmp_path):
     async def body() -> None:
         writers = [Writer(0), Writer(1)]
         transport = make_transport(tmp_path, writers)

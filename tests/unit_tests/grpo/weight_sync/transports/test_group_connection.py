@@ -32,7 +32,7 @@ class Server:
         return 1
 
 
-def test_a_server_is_told_to_go_on_though_recovering_was_cancelled():
+def test_a_server_is_resumed_even_if_recovering_was_cancelled():
     async def body() -> None:
         server: Any = Server()
         connection = GroupConnection(server, [], {}, "all", timeout_seconds=60.0)
