@@ -83,7 +83,10 @@ def log_normal(random: np.random.Generator, num: int) -> np.ndarray:
 
 
 def pareto(random: np.random.Generator, num: int) -> np.ndarray:
-    """A heavy tail (alpha 1.1): half below 480 tokens, one in 45 cut at the row's length."""
+    """Draws lengths with a heavy tail (alpha 1.1).
+
+    Half of them are below 480 tokens, and one in 45 is cut at the row's length.
+    """
     return 256 * (1 + random.pareto(1.1, num))
 
 
@@ -101,7 +104,7 @@ def make_trace(name: str, num: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: max/mean, shares of padding, and milliseconds."""
+    """Holds one line of the table: max/mean, shares of padding, and milliseconds."""
 
     round_robin: float
     bucket_sort: float

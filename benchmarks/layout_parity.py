@@ -53,7 +53,7 @@ Choice = Literal["quick", "default", "all"]
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: its name in the table, its number of ranks, and its settings."""
+    """Describes a layout: its name in the table, its number of ranks, and its settings."""
 
     name: str
     ranks: int

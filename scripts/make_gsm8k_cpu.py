@@ -119,7 +119,7 @@ def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokeni
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Qwen3 in small: 4 layers, grouped-query attention, 1.3 M parameters, fp32.
+    """Makes a small Qwen3: 4 layers, grouped-query attention, 1.3 M parameters, fp32.
 
     In minutes on a CPU a small model that has seen its few rows often writes better than a
     larger one that has seen them once.

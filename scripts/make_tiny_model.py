@@ -75,7 +75,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Qwen3 in small: 4 layers, grouped-query attention, 0.47 M parameters, fp32."""
+    """Makes a small Qwen3: 4 layers, grouped-query attention, 0.47 M parameters, fp32."""
     config = Qwen3Config(
         # Above the tokenizer's 98, so that the rows divide over tensor-parallel ranks.
         vocab_size=128,

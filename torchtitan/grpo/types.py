@@ -98,12 +98,12 @@ class BatchPart(IntEnum):
 
     @property
     def begins_batch(self) -> bool:
-        """True for the only or the first part of a batch."""
+        """Whether this is the only or the first part of its batch."""
         return self in (BatchPart.WHOLE, BatchPart.FIRST)
 
     @property
     def ends_batch(self) -> bool:
-        """True for the only or the last part of a batch: the batch is complete with it."""
+        """Whether this is the only or the last part of its batch, which is complete with it."""
         return self in (BatchPart.WHOLE, BatchPart.LAST)
 
 

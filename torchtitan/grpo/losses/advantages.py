@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Advantages from rewards.
+"""Computes advantages from rewards.
 
 Groups are identified by id, not by position. For every kind, a group of one sample and a group
 whose rewards are all equal get advantages of exactly 0, because neither shows which completion

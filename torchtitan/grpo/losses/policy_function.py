@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``grpo.policy_loss``: a built-in policy term by name, or a function of the user's.
+"""Finds what ``grpo.policy_loss`` names: a built-in policy term, or a function of the user's.
 
 A function of the user's is called as ``function(inputs: PolicyInputs, config: GRPO, **options)``
 with the options of ``grpo.policy_loss_options``. It returns the loss of every token, [rows, seq],

@@ -16,7 +16,7 @@ from torchtitan.grpo.losses.linear_logprobs import packed_linear_logprobs
 
 
 class LogprobHead(nn.Linear):
-    """The last layer of a model: maps hidden states to (log-probability, entropy).
+    """Maps hidden states to (log-probability, entropy), as the last layer of a model.
 
     Its parameter ``weight`` [vocab, dim] is that of an ``nn.Linear``, so that state-dict keys
     and upstream's ``ColwiseParallel`` and FSDP plans apply to it. Labels are not an input of

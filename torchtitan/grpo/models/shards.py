@@ -38,7 +38,7 @@ class Block:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the block."""
         return math.prod(self.shape)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:

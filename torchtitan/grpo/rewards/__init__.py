@@ -1,4 +1,4 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Reward functions: the built-in ones, loading the user's, and scoring in worker processes."""
+"""Holds the built-in reward functions, loads the user's, and scores in worker processes."""

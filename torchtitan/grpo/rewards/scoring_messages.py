@@ -14,7 +14,7 @@ Values = list[float | None]
 
 
 class LoadFunctions(msgspec.Struct, tag=True):
-    """The first request: import these reward functions."""
+    """Requests that the worker imports reward functions. This is the first request."""
 
     functions: list[str]
 
@@ -36,11 +36,11 @@ class Score(msgspec.Struct, tag=True):
 
 
 class FunctionsLoaded(msgspec.Struct, tag=True):
-    """Reply to :class:`LoadFunctions`: all functions are imported."""
+    """Replies to :class:`LoadFunctions` that all functions are imported."""
 
 
 class Scored(msgspec.Struct, tag=True):
-    """Reply to :class:`Score`.
+    """Replies to :class:`Score` with the values.
 
     Attributes:
         values: ``values[i]`` is what function ``which[i]`` returned.

@@ -151,7 +151,7 @@ class RewardPool:
             columns: Further arguments for the functions, with one value for each completion.
 
         Returns:
-            For each function, one value for each completion.
+            A list for each function, which holds its value for each completion.
 
         Raises:
             ScoringFailed: If this group cannot be scored.

@@ -66,11 +66,13 @@ class RolloutSession:
 
     @property
     def servers(self) -> list[ServerInfo]:
-        """The current servers."""
+        """The servers that belong to the run now."""
         return self._fleet.servers
 
     async def open(self) -> None:
-        """Starts everything. Prompts and rewards are checked while the servers start.
+        """Starts servers, workers and the producer, and opens the prompts.
+
+        Prompts and rewards are checked while the servers start.
 
         Raises:
             ValueError: If a prompt or a setting is invalid.
@@ -160,7 +162,7 @@ class RolloutSession:
         await self._fleet.watch(self.dispatcher, tell)
 
     def reread_urls(self) -> None:
-        """See :meth:`ServerFleet.reread_urls`."""
+        """Reads ``inference.urls_file`` now; see :meth:`ServerFleet.reread_urls`."""
         self._fleet.reread_urls()
 
     async def close(self) -> None:

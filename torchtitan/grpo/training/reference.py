@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The reference model of the KL penalty: a frozen second model, laid out like the policy."""
+"""Holds the reference model of the KL penalty, a second model that is laid out like the policy."""
 
 from collections.abc import Sequence
 from typing import Any

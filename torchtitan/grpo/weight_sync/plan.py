@@ -49,7 +49,7 @@ ALL_PARAMETERS = ParameterSelection("all", ("*",))
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: which native parameters it needs, and what it holds.
+    """Describes one bucket: which native parameters it needs, and what it holds.
 
     Attributes:
         assemblies: How its parameters are put together, in the order of the bytes.

@@ -48,7 +48,7 @@ class Publisher(ABC):
     """Lets the training thread start weight pushes, and learn how they go.
 
     :class:`WeightPublisher` pushes to servers; :class:`Unpublished` takes its place in runs
-    that have no servers. Methods that are marked with "Leader" are called on rank 0 alone.
+    that have no servers. The leader is rank 0.
 
     Attributes:
         probes: The trainer's log-probabilities of the probe tokens, by version.
@@ -72,7 +72,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def reserve_slot(self) -> int:
-        """Leader: returns the slot for the next version."""
+        """Returns the slot for the next version. Only the leader reserves slots."""
 
     @abstractmethod
     def fence(self) -> None:
@@ -91,7 +91,7 @@ class Publisher(ABC):
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
-        """Leader: waits until the servers serve ``version`` or a newer one.
+        """Waits until the servers serve ``version`` or a newer one; called on the leader.
 
         Lost servers are not waited for as long as another server is present. A present server
         is waited for without a timeout here, since its lane has timeouts of its own, unless
@@ -109,7 +109,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Leader: returns the state of the push, for the step's metrics."""
+        """Returns the state of the push, for the step's metrics. Only the leader has it."""
 
     @abstractmethod
     def raise_if_failed(self) -> None:
@@ -198,7 +198,7 @@ class WeightPublisher(Publisher):
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """Leader: the lanes, one for each server."""
+        """The lanes, one for each server; on ranks other than the leader there are none."""
         return self._leader.lanes if self._leader is not None else []
 
     @property

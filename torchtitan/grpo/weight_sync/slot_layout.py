@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """See the module's docstring.
+    """Tells where shards and buckets lie in a slot; see the module's docstring.
 
     Attributes:
         dtype: The wire dtype, which all tensors have.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The engine: one thread that schedules requests, samples tokens and swaps weights.
+"""Runs the engine, one thread that schedules requests, samples tokens and swaps weights.
 
 Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
 pause, swap weights). Then, unless the engine is paused, it prefills waiting requests into free

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The JSON of /generate in SGLang's form: parsing requests and writing answers."""
+"""Parses requests to /generate and writes their answers, as JSON in SGLang's form."""
 
 import uuid
 from collections.abc import Mapping

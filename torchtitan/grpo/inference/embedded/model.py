@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The transformers model: loading it, and its prefill and decode over the slots."""
+"""Loads a transformers model, and runs its prefill and decode steps over the slots."""
 
 import json
 import logging

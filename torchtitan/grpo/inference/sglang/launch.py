@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Command line of an SGLang server."""
+"""Builds the command line that starts an SGLang server."""
 
 import sys
 from pathlib import Path

@@ -4,7 +4,7 @@
 # vLLM has an environment of its own, which the type checker does not see.
 # pyright: reportMissingImports=false
 
-"""vLLM's weight transfer engine: connects `updates.py` to one vLLM worker.
+"""Connects `updates.py` to one vLLM worker, as vLLM's weight transfer engine.
 
 vLLM constructs the engine in each worker and calls it from its routes:
 ``/init_weight_transfer_engine``, ``/start_weight_update``, ``/update_weights``,
@@ -37,7 +37,7 @@ _ROOM_FACTOR = 1.2
 
 @dataclass
 class GroupInitInfo(WeightTransferInitInfo):
-    """Body of ``/init_weight_transfer_engine``: the client's :class:`WeightGroupInfo`.
+    """Holds the body of ``/init_weight_transfer_engine``: the :class:`WeightGroupInfo`.
 
     With ``probe`` no group is joined: the request fails if there is no room to stage.
     """
@@ -68,7 +68,7 @@ class GroupInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):
-    """Body of ``/update_weights``."""
+    """Holds the body of ``/update_weights``."""
 
 
 class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInfo]):

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Command line of a vLLM server."""
+"""Builds the command line that starts a vLLM server."""
 
 import json
 import sys

@@ -85,7 +85,7 @@ class LoadableModel(Protocol):
 
 @dataclass
 class UpdateRequest:
-    """Body of ``/update_weights``: an action, and the bucket or directory that it is about."""
+    """Holds the body of ``/update_weights``: an action, and its bucket or directory."""
 
     action: Literal["check", "receive", "stage", "disk", "verify", "abandon"]
     names: list[str] = field(default_factory=list)

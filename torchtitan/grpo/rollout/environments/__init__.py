@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Multi-turn rollouts: environments that answer the model between its turns.
+"""Runs environments, which answer the model between its turns in multi-turn rollouts.
 
 In reading order: `protocol` (what an environment is), `turns` (how a completion is made of
 turns and observations), `episode` (one completion with its environment), `environment_pool` and

@@ -11,7 +11,10 @@ from torchtitan.grpo.workers.frames import Refused
 
 
 class LoadEnvironment(msgspec.Struct, tag=True):
-    """The first request: find the factory, and check one environment that it makes."""
+    """Requests that the worker finds the factory and checks one environment that it makes.
+
+    This is the first request.
+    """
 
     factory: str
     options: dict[str, Any]
@@ -42,13 +45,13 @@ class CutOff(msgspec.Struct, tag=True):
 
 
 class Close(msgspec.Struct, tag=True):
-    """Release the environment. This is the last request of an episode."""
+    """Requests that the environment is released. This is the last request of an episode."""
 
     episode: int
 
 
 class EnvironmentLoaded(msgspec.Struct, tag=True):
-    """Reply to :class:`LoadEnvironment`."""
+    """Replies to :class:`LoadEnvironment` that the factory was found."""
 
     stop_strings: list[str]
 

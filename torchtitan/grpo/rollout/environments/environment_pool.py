@@ -177,7 +177,7 @@ class EnvironmentPool:
 
 
 class RemoteEnvironment:
-    """An episode in a worker; see ``protocol.Environment``.
+    """Runs an episode in a worker process; see ``protocol.Environment``.
 
     :meth:`reset`, :meth:`step` and :meth:`cut_off` raise EnvironmentFailed if the environment's
     method raised or timed out, and WorkerLost if the process has ended.

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 64 * 1024
 
 
 class JsonlTable(Table):
-    """A file with one JSON object per line. Blank lines are skipped.
+    """Reads a file with one JSON object per line. Blank lines are skipped.
 
     Invalid lines are found before training or, in a large file, soon after its start; see
     :mod:`.row_check`.

@@ -110,7 +110,7 @@ class GroupEnd:
         return group
 
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
-        """Broadcasts one payload.
+        """Broadcasts one payload to the server's workers.
 
         Args:
             read: Calls its argument with the payload, and keeps the payload alive meanwhile.
