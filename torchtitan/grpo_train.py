@@ -406,7 +406,7 @@ class GRPOTrainer(Trainer):
         metrics = learned.metrics(times["time/step_seconds"])
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
-        self.metrics_processor.log_step(self.step, metrics)
+        self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
 
     def _report(self, hf_checkpoint: Path) -> None:
         assert self.source is not None

@@ -23,6 +23,7 @@ from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.observe.metric_docs import undescribed
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.types import PromptProgress, ServerKind
 
@@ -135,7 +136,15 @@ class Run:
         """Runs to the end, and fails the test unless the exit status is 0."""
         self.start()
         assert self.finish() == 0, self.console[-6000:]
+        self.check_metrics()
         return self
+
+    def check_metrics(self) -> None:
+        """Fails if the run has a metric that docs/metrics.md does not describe."""
+        rewards = {n for s in self.records("samples.jsonl") for n in s["reward_components"]}
+        keys = {k for r in (*self.metrics, *self.records("evaluations.jsonl")) for k in r}
+        unknown = undescribed(sorted(keys), rewards)
+        assert not unknown, f"describe in observe/metric_docs/: {unknown}"
 
     def fail(self, timeout_seconds: float = PATIENCE_SECONDS) -> str:
         """Runs to the end, which must be a failure; returns the only error message."""

@@ -56,6 +56,10 @@ def test_what_the_environment_put_in_is_read_and_not_trained(make_run, task, seg
     samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     answered = 0
     for sample in samples:
+        for turn in sample["context"]:
+            assert turn["trained"] == (turn["role"] == "model")
+        written = "".join(turn["text"] for turn in sample["context"][1:])
+        assert written.removesuffix("<eos>") == sample["completion"]
         call, equals, rest = sample["completion"].partition("=")
         if not equals or sample["finish_reason"] != "stop":
             continue
@@ -64,6 +68,9 @@ def test_what_the_environment_put_in_is_read_and_not_trained(make_run, task, seg
         except CannotCalculate:
             continue  # it was an error, or no call
         assert rest.startswith(result)
+        roles = [turn["role"] for turn in sample["context"]]
+        assert roles[:4] == ["prompt", "model", "environment", "model"]
+        assert sample["context"][2]["text"] == result
         answered += 1
     assert answered >= 5
     run.wait_for_nobody()

@@ -46,6 +46,13 @@ def test_without_staleness_trainer_and_server_compute_the_same_model(make_run, h
         assert record["mismatch/kl"] < 1e-6
         assert record["weight_sync/server_version"] >= record["policy_version"] - 1
     assert run.summary["mismatch_kl_mean"] < 1e-6
+    # Where rank 0 does not receive the token ids of a batch, it receives those of the samples.
+    for sample in run.records("samples.jsonl"):
+        prompt, written = sample["context"]
+        assert prompt["text"] == sample["prompt"]
+        assert written["text"].removesuffix("<eos>") == sample["completion"]
+        spread = max(sample["group_rewards"]) - min(sample["group_rewards"])
+        assert (sample["advantage"] != 0) <= (spread > 0)
 
 
 def test_foreground_pushes_leave_the_server_current_after_every_step(make_run):

@@ -112,7 +112,7 @@ class RolloutController(StepSource):
             self._recorder = RolloutRecorder(
                 config.rollout.record, model.vocab_size, config.rollout.temperature, start_version
             )
-        self.samples = open_sample_log(config, start_version)
+        self.samples = open_sample_log(config, model, start_version)
         self._ledger = RunLog(Path(config.job.dump_folder) / LEDGER_FILE, start_version)
         # Rollouts saved with later checkpoints belong to steps that this run takes again.
         discard_after(config.job.dump_folder, start_version)
@@ -154,7 +154,7 @@ class RolloutController(StepSource):
         groups = self._planner.groups
         self.progress = batch.progress
         self._ledger.add(ledger_record(version + 1, batch, groups))
-        self.samples.write(version + 1, groups)
+        self.samples.write(version + 1, groups, self._planner.advantages)
         if self._recorder is not None:
             self._recorder.write(version, batch.progress, groups)
         return replace(step, metrics=batch.metrics | step.metrics)
@@ -288,6 +288,7 @@ def process_config(
         start_version=start_version,
         progress=progress,
         saved_rollouts=str(saved) if saved.is_file() else None,
+        samples_per_step=config.observe.samples_per_step,
         fetch_host=leader_address(),
         fetch_secret=fetch_secret,
     )

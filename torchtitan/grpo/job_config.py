@@ -79,6 +79,18 @@ class Training(job_config.Training):
 
 
 @dataclass
+class Metrics(job_config.Metrics):
+    """``[metrics]``: torchtitan's table, with every step logged.
+
+    A step of reinforcement learning takes long, and a run has few of them.
+    """
+
+    log_freq: Annotated[int, at_least(1)] = 1
+    """Number of steps between two entries in TensorBoard and wandb. ``metrics.jsonl`` has every step
+    in any case. Torchtitan's own default is 10."""
+
+
+@dataclass
 class JobConfig(job_config.JobConfig):
     """Torchtitan's tables and those of `torchtitan/grpo/config/`."""
 
@@ -86,6 +98,7 @@ class JobConfig(job_config.JobConfig):
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    metrics: Metrics = field(default_factory=Metrics)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
     prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)

@@ -239,9 +239,13 @@ class RolloutGroup:
         prompt_text: Text of the prompt, for logs.
         rollouts: At least one rollout; ``grpo.group_size`` of them unless some failed.
         server_url: Server that wrote the completions.
+        columns: Columns of the prompt's row, long values cut, for logs.
+        is_chat: Whether the prompt is a list of chat messages.
     """
 
     group_id: int
     prompt_text: str
     rollouts: tuple[Rollout, ...]
     server_url: str
+    columns: dict[str, Any] = field(default_factory=dict)
+    is_chat: bool = False

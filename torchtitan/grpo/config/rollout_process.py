@@ -47,6 +47,8 @@ class RolloutProcessConfig:
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0
     """Number of rollout processes that this run has had before."""
+    samples_per_step: int = 0
+    """``observe.samples_per_step``: rank 0 receives the token ids of these rollouts in any case."""
     fetch_host: str = ""
     """Address at which ranks fetch rollouts, with ``prompts.single_rank_load = false``."""
     fetch_secret: str = ""

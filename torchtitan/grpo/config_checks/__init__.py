@@ -14,6 +14,7 @@ from torchtitan.grpo.config_checks.environments import check_environments
 from torchtitan.grpo.config_checks.filters import check_filters
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
+from torchtitan.grpo.config_checks.observe import check_observe
 from torchtitan.grpo.config_checks.prompts import check_prompts
 from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
 from torchtitan.grpo.config_checks.rules import ConfigError
@@ -45,6 +46,7 @@ def validate(config: JobConfig) -> None:
         check_inference,
         check_dispatch,
         check_weight_sync,
+        check_observe,
         check_layout,
     ):
         check(config)

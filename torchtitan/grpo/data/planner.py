@@ -13,10 +13,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
 from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.data.sample_advantages import advantages_of
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.observe.report import SampleLog
+from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import BatchPart, RolloutGroup
 
@@ -62,6 +63,16 @@ class StepPlanner:
         return sorted(
             (group for groups, _ in self._parts for group in groups), key=lambda g: g.group_id
         )
+
+    @property
+    def advantages(self) -> dict[int, list[float | None]]:
+        """The advantage of each rollout of the current batch, by ``group_id``; for logs."""
+        config = self._config.grpo
+        return {
+            group_id: values
+            for groups, plan in self._parts
+            for group_id, values in advantages_of(groups, plan, config).items()
+        }
 
     def plan(
         self,
@@ -126,7 +137,11 @@ def batch_metrics(
         values = [plan.metrics[name] for plan in plans]
         return float(np.average(values, weights=weights if any(weights) else None))
 
+    num_groups = sum(len(groups) for groups, _ in parts)
+    num_equal = sum(plan.metrics["reward/equal_groups"] for plan in plans)
     return staleness_metrics([r for r in rollouts if r.reward is not None], version) | {
+        "reward/equal_groups": num_equal,
+        "reward/equal_groups_fraction": num_equal / num_groups,
         "data/filtered_groups_fraction": mean(
             "data/filtered_groups_fraction", [len(groups) for groups, _ in parts]
         ),
@@ -136,11 +151,13 @@ def batch_metrics(
     }
 
 
-def open_sample_log(config: JobConfig, start_version: int) -> SampleLog:
+def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> SampleLog:
     """Opens ``samples.jsonl`` in the dump folder, which is created if it does not exist."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return SampleLog(folder / "samples.jsonl", config.observe.samples_per_step, start_version)
+    codec = TextCodec(str(model.path), model.eos_token_ids)
+    per_step = config.observe.samples_per_step
+    return SampleLog(folder / "samples.jsonl", per_step, start_version, codec)
 
 
 def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:

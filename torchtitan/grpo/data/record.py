@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -76,6 +76,8 @@ class GroupRecord(msgspec.Struct):
     rollouts: list[RolloutRecord]
     prompt_text: str = ""
     server_url: str = ""
+    columns: dict[str, Any] = msgspec.field(default_factory=dict)
+    is_chat: bool = False
 
 
 class BatchRecord(msgspec.Struct):
@@ -274,6 +276,8 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
         ],
         prompt_text=group.prompt_text,
         server_url=group.server_url,
+        columns=group.columns,
+        is_chat=group.is_chat,
     )
 
 
@@ -294,7 +298,10 @@ def _group(record: GroupRecord) -> RolloutGroup:
         )
         for r in record.rollouts
     )
-    return RolloutGroup(record.group_id, record.prompt_text, rollouts, record.server_url)
+    return RolloutGroup(
+        record.group_id, record.prompt_text, rollouts, record.server_url,
+        columns=record.columns, is_chat=record.is_chat,
+    )  # fmt: skip
 
 
 def _observed_spans(sampled: np.ndarray) -> list[tuple[int, int]]:

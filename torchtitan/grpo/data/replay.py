@@ -43,6 +43,7 @@ class ReplaySource(StepSource):
         is_exhausted: The last :meth:`next_step` came to the end of the file.
         link: There is no rollout process.
         servers: There are none.
+        samples: Log of some rollouts of each step.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ReplaySource(StepSource):
         self._parts: list[Sequence[RolloutGroup]] = []  # of it, that are left
         self._batches: Iterator[tuple[str, BatchRecord]] = iter(())
         self._position = 0
-        self.samples = open_sample_log(config, start_version)
+        self.samples = open_sample_log(config, model, start_version)
 
     def start(self) -> None:
         """Reads the whole file once, so that a bad line is found before training.
@@ -121,7 +122,7 @@ class ReplaySource(StepSource):
             return step
         groups = self._planner.groups
         self.progress = self._batch.progress
-        self.samples.write(version + 1, groups)
+        self.samples.write(version + 1, groups, self._planner.advantages)
         return replace(step, metrics=group_metrics(groups) | step.metrics)
 
     def fetch_address(self, version: int) -> None:

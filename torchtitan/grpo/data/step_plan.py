@@ -26,7 +26,7 @@ from torchtitan.grpo.data.spread import (
     spread_by_cost,
     spread_by_rows,
 )
-from torchtitan.grpo.losses.advantages import informative_samples
+from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups
 from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights, weight_mass
 from torchtitan.grpo.losses.reward_shaping import shape_rewards
 from torchtitan.grpo.types import Rollout, RolloutGroup
@@ -142,8 +142,13 @@ def plan_step(
     kept = _kept(table, config)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
-    filtered = {"data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept)}
-    metrics = staleness_metrics([r for _, r in scored], version) | filtered
+    num_equal = num_equal_groups(table.rewards, table.group_ids)
+    of_groups = {
+        "reward/equal_groups": float(num_equal),
+        "reward/equal_groups_fraction": num_equal / len(groups),
+        "data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept),
+    }
+    metrics = staleness_metrics([r for _, r in scored], version) | of_groups
     table = table.take(kept)
     learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
     minibatches = [a + b for a, b in zip(learned, _ptx_of_minibatches(ptx, config), strict=True)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.data.feed import FetchAddress
 from torchtitan.grpo.data.planner import PlannedPart
+from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.types import PromptProgress, ServerInfo
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class StepSource(ABC):
             The run then ends as it does after its last step. It is False when
             :meth:`next_step` returned None because the run was asked to stop.
         link: Connection to the rollout process, or None if the source has none.
+        samples: Log of some rollouts of each step.
         servers: Inference servers that were present at the start; empty before :meth:`start`.
     """
 
@@ -34,6 +36,7 @@ class StepSource(ABC):
     is_exhausted: bool
     link: "RolloutLink | None"
     servers: list[ServerInfo]
+    samples: SampleLog
 
     @abstractmethod
     def start(self) -> None:

@@ -119,6 +119,24 @@ def informative_samples(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarra
     return (highest > lowest)[member_of]
 
 
+def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
+    """Returns the number of groups whose rewards are all equal.
+
+    Nothing is learned from the rewards of such a group. If every group has one sample, samples are
+    compared over the whole batch (see :func:`compute_advantages`): all groups count if all rewards
+    of the batch are equal, and none otherwise.
+
+    Args:
+        rewards: [samples] float.
+        group_ids: [samples] int.
+    """
+    groups = np.unique(group_ids)
+    is_single = len(groups) == len(group_ids)
+    compared = np.zeros_like(group_ids) if is_single else group_ids
+    informative = informative_samples(rewards, compared)
+    return len(groups) - len(np.unique(group_ids[informative]))
+
+
 def _centred(
     rewards: np.ndarray, group_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}
-        self._last_end = time.perf_counter()
+        self._begin = self._last_end = time.perf_counter()
 
     def restart(self) -> None:
         """Starts a step now. Time since the last step, such as an evaluation, is not counted."""
@@ -35,8 +35,12 @@ class StepClock:
     def end_step(self) -> dict[str, float]:
         """Ends the step, returns its times, and starts the next step."""
         now = time.perf_counter()
+        step_seconds = now - self._last_end
         times = {f"time/{part}_seconds": seconds for part, seconds in self._parts.items()}
-        times["time/step_seconds"] = now - self._last_end
+        times["time/step_seconds"] = step_seconds
+        times["time/elapsed_seconds"] = now - self._begin
+        waited = self._parts.get("wait_data", 0.0)
+        times["time/wait_data_fraction"] = min(waited / step_seconds, 1.0)
         self._parts.clear()
         self._last_end = now
         return times

@@ -4,23 +4,30 @@
 """Metrics of a run, through torchtitan's metrics processor.
 
 Metrics are written to the console, to ``metrics.jsonl`` and to upstream's TensorBoard and wandb
-loggers. Keys are paths; those of quantities with a unit end in the unit.
+loggers. Keys are paths; those of quantities with a unit end in the unit. `metric_docs/` describes
+each of them.
 """
 
 import json
 import netrc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
 from torchtitan.grpo.observe.progress import Progress
-from torchtitan.grpo.observe.report import RunOutcome, draw_reward_curve, summarise, write_summary
+from torchtitan.grpo.observe.report import RunOutcome, summarise, write_summary
+from torchtitan.grpo.observe.reward_curve import draw_reward_curve
 from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.observe.sample_log import sample_text
+from torchtitan.grpo.observe.trackers import log_samples, without_pipeline
 from torchtitan.grpo.rollout.results import EvaluationResult
 
 
@@ -37,7 +44,10 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None
     ) -> None:
         _keep_wandb_offline_without_key()
-        super().__init__(job_config, parallel_dims, tag)
+        # Upstream would open wandb and TensorBoard on the rank that sees a pipeline's loss.
+        super().__init__(job_config, without_pipeline(parallel_dims), tag)
+        self.parallel_dims = parallel_dims
+        self._config = job_config
         self.steps: RunLog | None = None
         self.evaluations: RunLog | None = None
         self._progress: Progress | None = None
@@ -45,6 +55,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._folder = Path(job_config.job.dump_folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
+        self._equal_rewards = EqualRewardsWatch(job_config)
+        self._is_chat: bool | None = None
 
     def start(self, step: int) -> None:
         """Opens the files. A resumed run continues the files of the run before it."""
@@ -52,8 +64,16 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self.steps = RunLog(self._folder / "metrics.jsonl", step)
             self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Records one step on rank 0; does nothing on other ranks."""
+    def log_step(
+        self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Records one step on rank 0; does nothing on other ranks.
+
+        Args:
+            step: Number of the step, from 1.
+            metrics: Its metrics.
+            samples: The step's records of ``samples.jsonl``.
+        """
         if self._progress is None or self.steps is None:
             return
         stats = self.device_memory_monitor.get_peak_stats()
@@ -63,7 +83,13 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self.steps.add({"step": step, **digits})
         if self.should_log(step):
             self.logger.log(metrics, step)
+            log_samples(self.logger, samples, step)
         self._progress.update(step, metrics)
+        for sample in samples[: self._config.observe.print_samples]:
+            self._progress.print(sample_text(sample), always=True)
+        if samples:
+            self._is_chat = samples[0]["is_chat"]
+        _warn(self._equal_rewards.update(metrics, self._is_chat))
 
     def log_evaluation(self, step: int, function: str, result: EvaluationResult) -> None:
         """Records an evaluation of the weights after ``step``, on rank 0."""
@@ -83,10 +109,11 @@ class GRPOMetricsProcessor(MetricsProcessor):
         May be called on rank 0 alone, after :meth:`start`.
         """
         assert self.steps is not None and self.evaluations is not None
-        steps = self.steps.records
-        summary = summarise(outcome, steps, self.evaluations.records)
+        _warn(self._equal_rewards.end(self._is_chat))
+        steps, evaluations = self.steps.records, self.evaluations.records
+        summary = summarise(outcome, steps, evaluations)
         write_summary(self._folder, summary)
-        draw_reward_curve(self._folder, steps)
+        draw_reward_curve(self._folder, steps, evaluations, self._config)
         self.close()
         print(json.dumps(summary, indent=2))
         print(f"Everything is in {self._folder}: metrics.jsonl, samples.jsonl, reward_curve.png.")
@@ -97,6 +124,11 @@ class GRPOMetricsProcessor(MetricsProcessor):
             if part is not None:
                 part.close()
         self._progress = self.steps = self.evaluations = None
+
+
+def _warn(notice: str | None) -> None:
+    if notice is not None:
+        logger.warning(notice)
 
 
 def build_grpo_metrics_processor(

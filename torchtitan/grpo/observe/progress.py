@@ -3,16 +3,25 @@
 
 """Shows the progress of a run on the console."""
 
+import logging
 import sys
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from torchtitan.grpo.observe.step_line import WIDE_COLUMNS, dropped, long_line, short_line
 
 
 class Progress:
     """Shows a bar on a terminal, and one line for each step elsewhere.
+
+    The bar has a line above it with the last step, which fits into the terminal's width. While
+    the bar is shown, log messages go through its console: a message that another writer puts on
+    the terminal would otherwise stand in the middle of the bar.
 
     Args:
         mode: ``observe.progress``.
@@ -24,49 +33,59 @@ class Progress:
             mode = "bar" if sys.stdout.isatty() else "lines"
         self.mode, self.num_steps = mode, num_steps
         self._console = Console(highlight=False, soft_wrap=True)
-        self._bar: RichProgress | None = None
+        self._bar: _Bar | None = None
+        self._rerouted: list[tuple[logging.StreamHandler, TextIO]] = []
         if mode == "bar":
-            bar = self._bar = RichProgress(
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.description}"),
-                TimeElapsedColumn(),
+            self._bar = _Bar(
+                MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
                 console=self._console,
-            )
-            self._task = bar.add_task("waiting for the first rollouts", total=num_steps)
-            bar.start()
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=num_steps)
+            terminal = sys.stdout, sys.stderr
+            self._bar.start()
+            self._reroute(terminal)
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """Shows the metrics of a step that has ended."""
-        line = progress_line(metrics)
+        is_wide = not self._console.is_terminal or self._console.width >= WIDE_COLUMNS
+        line = (long_line if is_wide else short_line)(step, self.num_steps, metrics)
+        left_out = dropped(metrics)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=line)
+            self._bar.lines = [line, left_out] if left_out else [line]
+            self._bar.update(self._task, completed=step)
+        elif self.mode == "lines" and is_wide:
+            self._console.print(f"{line}  {left_out}" if left_out else line, markup=False)
         elif self.mode == "lines":
-            self._console.print(f"step {step:>4}/{self.num_steps}  {line}")
+            self._console.print(f"{line}\n  {left_out}" if left_out else line, markup=False)
 
-    def print(self, message: str) -> None:
-        """Prints a message above the bar, unless ``mode`` is ``none``."""
-        if self.mode != "none":
-            (self._bar.console if self._bar is not None else self._console).print(message)
+    def print(self, message: str, *, always: bool = False) -> None:
+        """Prints a message above the bar, unless ``mode`` is ``none`` and it is not for always."""
+        if always or self.mode != "none":
+            self._console.print(message, markup=False)
 
     def close(self) -> None:
-        """Stops the bar."""
+        """Stops the bar, and gives the log its streams back."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        for handler, stream in self._rerouted:
+            handler.setStream(stream)
+        self._rerouted = []
+
+    def _reroute(self, terminal: tuple[TextIO, TextIO]) -> None:
+        """Points the log's handlers to the streams that the bar has put in place of these."""
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in terminal:
+                self._rerouted.append((handler, handler.stream))
+                handler.setStream(sys.stdout if handler.stream is terminal[0] else sys.stderr)
 
 
-def progress_line(metrics: dict[str, float]) -> str:
-    """Returns reward, staleness, throughput and the state of the weight push in one line."""
-    version, server = int(metrics["policy_version"]), metrics.get("weight_sync/server_version")
-    if server is None:  # a replayed run has no servers
-        sync = f"loss {metrics['loss/total']:+.4f}  grad {metrics['grad_norm']:.3g}"
-    else:
-        sync = f"sync v{server:.0f} " + ("synced" if server == version else f"-> v{version}")
-    return (
-        f"reward {metrics['reward/mean']:.3f}  "
-        f"stale {metrics['staleness/mean_steps']:.1f}/{metrics['staleness/max_steps']:.0f}  "
-        f"{metrics['time/tokens_per_second']:,.0f} tok/s  "
-        f"step {metrics['time/step_seconds']:.2f}s  "
-        f"kl {metrics['mismatch/kl']:.1e}  " + sync
-    )
+class _Bar(RichProgress):
+    """A bar with lines above it, each cut off at the terminal's width."""
+
+    lines: Iterable[str] = ("waiting for the first rollouts",)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for line in self.lines:
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+        yield from super().get_renderables()

@@ -105,13 +105,25 @@ class Admission:
 
     def may_start(self, server_version: int, completions_in_flight: int) -> bool:
         """Returns whether a group may start now on a server of ``server_version``."""
-        if completions_in_flight + self._group_size > self._max_concurrent:
-            return False
+        return self._has_capacity(completions_in_flight) and not self._is_held_back(server_version)
+
+    def waits_for_trainer(self, server_version: int, completions_in_flight: int) -> bool:
+        """Returns whether only the trainer can make room for a group on this server.
+
+        The group has to wait for a batch that the trainer takes, or for newer weights.
+        """
+        return self._has_capacity(completions_in_flight) and self._is_held_back(server_version)
+
+    def _has_capacity(self, completions_in_flight: int) -> bool:
+        return completions_in_flight + self._group_size <= self._max_concurrent
+
+    def _is_held_back(self, server_version: int) -> bool:
+        """Returns whether the staleness bound or the full buffer forbids a new group."""
         if self._max_buffered is not None and self.num_finished >= self._max_buffered:
-            return False
+            return True
         consumed = self.next_batch * self.groups_per_batch + self._num_taken
         room = (server_version + self.max_staleness + 1) * self.groups_per_batch
-        return consumed + len(self._open) < room
+        return consumed + len(self._open) >= room
 
     def start(self, group_id: int, server_version: int) -> None:
         """Opens a group. :meth:`may_start` must have allowed it."""

@@ -9,6 +9,7 @@ Unpacked arrays are views of the received frames, and therefore read-only.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,14 +30,28 @@ class RolloutHeader(msgspec.Struct):
     num_context: int = 0
 
 
+class SampleIds(msgspec.Struct):
+    """Token IDs (int32) of the prompt and of the first completion of a group."""
+
+    prompt: bytes
+    completion: bytes
+
+
 class GroupHeader(msgspec.Struct):
-    """A group without its arrays. Its rollouts share the token IDs of the prompt."""
+    """A group without its arrays. Its rollouts share the token IDs of the prompt.
+
+    ``sample`` is set only for a group whose first rollout is logged although its arrays are not
+    sent; see :func:`with_samples`.
+    """
 
     group_id: int
     prompt_text: str
     prompt_len: int
     server_url: str
     rollouts: list[RolloutHeader]
+    columns: dict[str, Any] = {}
+    is_chat: bool = False
+    sample: SampleIds | None = None
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
@@ -62,6 +77,23 @@ def without_arrays(frames: Sequence[bytes]) -> list[bytes]:
     return [b"", b"", b"", *frames[3:]]
 
 
+def with_samples(
+    headers: Sequence[GroupHeader], groups: Sequence[RolloutGroup], num_samples: int
+) -> list[GroupHeader]:
+    """Returns the headers, the first ones with the token IDs of the group's first rollout."""
+    first = [
+        msgspec.structs.replace(
+            header,
+            sample=SampleIds(
+                _concatenate([group.rollouts[0].prompt_ids], np.int32),
+                _concatenate([group.rollouts[0].completion_ids], np.int32),
+            ),
+        )
+        for header, group in zip(headers[:num_samples], groups, strict=False)
+    ]
+    return [*first, *headers[num_samples:]]
+
+
 def unpack_groups(
     headers: Sequence[GroupHeader], frames: Sequence[bytes], *, has_arrays: bool = True
 ) -> list[RolloutGroup]:
@@ -71,7 +103,7 @@ def unpack_groups(
         headers: The headers of the groups.
         frames: The arrays of the groups.
         has_arrays: Pass ``False`` after :func:`without_arrays`. All lengths are then correct, and
-            every token ID and logprob is 0.
+            every token ID and logprob is 0, except for the IDs of samples.
     """
     cursor = _Cursor if has_arrays else _Zeros
     prompts = cursor(np.frombuffer(frames[0], dtype=np.int32))
@@ -86,6 +118,8 @@ def unpack_groups(
                 _rollouts(header, prompts.take(header.prompt_len), tokens, logprobs, masks)
             ),
             server_url=header.server_url,
+            columns=header.columns,
+            is_chat=header.is_chat,
         )
         for header in headers
     ]
@@ -119,6 +153,8 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
         prompt_text=group.prompt_text,
         prompt_len=len(prompt),
         server_url=group.server_url,
+        columns=group.columns,
+        is_chat=group.is_chat,
         rollouts=[
             RolloutHeader(
                 num_tokens=len(rollout.completion_ids),
@@ -142,10 +178,16 @@ def _rollouts(
     logprobs: _Cursor,
     masks: _Cursor,
 ) -> Iterator[Rollout]:
-    for rollout in header.rollouts:
+    sample = header.sample
+    if sample is not None:
+        prompt_ids = np.frombuffer(sample.prompt, np.int32)
+    for index, rollout in enumerate(header.rollouts):
+        completion_ids = tokens.take(rollout.num_tokens)
+        if sample is not None and index == 0:
+            completion_ids = np.frombuffer(sample.completion, np.int32)
         yield Rollout(
             prompt_ids=prompt_ids,
-            completion_ids=tokens.take(rollout.num_tokens),
+            completion_ids=completion_ids,
             generator_logprobs=logprobs.take(rollout.num_tokens),
             segments=tuple(VersionSegment(*segment) for segment in rollout.segments),
             finish_reason=rollout.finish_reason,

@@ -11,9 +11,6 @@ from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudge
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
-# A group-relative advantage needs at least two rewards.
-_FEWEST_ROLLOUTS = 2
-
 
 class Unusable(Exception):
     """Raised for a group that is not trained on. The ledger records ``reason``."""
@@ -30,6 +27,8 @@ class GroupJudge:
         scorer: The reward functions and ``rollout.should_accept``.
         completion_filter: Filter for single completions.
         waste: Budget of ``rollout.dynamic_sampling``. ``None`` disables dynamic sampling.
+        fewest_rollouts: Number of rollouts that a group needs. A group-relative advantage needs at
+            least two rewards; an advantage relative to the batch needs one.
     """
 
     def __init__(
@@ -37,33 +36,40 @@ class GroupJudge:
         scorer: Scorer,
         completion_filter: CompletionFilter | None = None,
         waste: WasteBudget | None = None,
+        fewest_rollouts: int = 2,
     ) -> None:
         self._scorer = scorer
         self._filter = completion_filter or CompletionFilter()
         self._waste = waste
+        self._fewest = fewest_rollouts
+
+    @property
+    def num_equal_dropped(self) -> int:
+        """Number of groups that were left out because all their rewards are equal."""
+        return 0 if self._waste is None else self._waste.num_dropped
 
     async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns the rollouts of the group to train on, each with a reward.
 
         Raises:
-            Unusable: If fewer than two rollouts remain. With dynamic sampling, also if all rewards
+            Unusable: If too few rollouts remain. With dynamic sampling, also if all rewards
                 are equal.
             RewardError: If the reward functions cannot be used any more. The run must stop.
         """
-        if len(generations) < _FEWEST_ROLLOUTS:
+        if len(generations) < self._fewest:
             raise Unusable("failed")
         kept = self._filter.keep(generations)
-        if len(kept) < _FEWEST_ROLLOUTS:
+        if len(kept) < self._fewest:
             raise Unusable("filtered")
         try:
             rollouts = await self._scorer.score(prompt, kept)
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
-            if len(scored) < _FEWEST_ROLLOUTS:
+            if len(scored) < self._fewest:
                 raise Unusable("unscored")
             accepted = await self._scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
             raise Unusable("unscored") from error
-        if len(accepted) < _FEWEST_ROLLOUTS:
+        if len(accepted) < self._fewest:
             raise Unusable("filtered")
         if self._waste is not None and not is_informative(accepted) and self._waste.spend():
             raise Unusable("filtered")

@@ -158,6 +158,9 @@ class RolloutProcess:
         if self._holder is not None:
             self._holder.hold(command.version, batch.groups)
             frames = group_frames.without_arrays(frames)
+            headers = group_frames.with_samples(
+                headers, batch.groups, self._config.samples_per_step
+            )
         # The lag since the previous batch is reported once, with the part that ends this one.
         metrics = batch.metrics | self._lag.take_metrics() if batch.part.ends_batch else {}
         answer = link_messages.Batch(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from torchtitan.grpo.rollout.admission import Admission, part_size
+from torchtitan.grpo.rollout.idle_shares import IdleShares
 from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
 from torchtitan.grpo.rollout.ledger import CloseReason, Ledger
@@ -24,6 +25,7 @@ from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.results import RolloutBatch
 from torchtitan.grpo.rollout.rollout_metrics import RolloutCounts, RolloutMetrics
 from torchtitan.grpo.rollout.running_group import RunningGroup
+from torchtitan.grpo.rollout.sample_columns import brief_columns
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup
 from torchtitan.grpo.rollout.scoring import prompt_text
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
@@ -95,6 +97,8 @@ class Producer:
         self._running: dict[int, RunningGroup] = {}
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics()
+        self._shares = IdleShares()
+        self._is_asked = False  # the trainer waits for a batch
         self._room = asyncio.Event()
         self._group_done = asyncio.Event()
         dispatcher.listeners.append(self._room.set)
@@ -175,7 +179,13 @@ class Producer:
                 "are out of step."
             )
         begins_batch = not self._taken
-        group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
+        self._is_asked = True
+        self._note_shares()
+        try:
+            group_ids = await (self._take_part() if self._num_parts > 1 else self._take_batch())
+        finally:
+            self._is_asked = False
+        self._note_shares()
         self._room.set()
         # Sorted by ID, so that a synchronous run is reproducible.
         groups = [self._finished.pop(group_id) for group_id in sorted(group_ids)]
@@ -243,6 +253,7 @@ class Producer:
         while True:
             self._room.clear()
             server = self._dispatcher.choose(usable)
+            self._note_shares()
             if server is not None:
                 return server
             try:
@@ -250,6 +261,16 @@ class Producer:
                     await self._room.wait()
             except TimeoutError:
                 pass
+
+    def _note_shares(self) -> None:
+        """Records whether the servers are idle, and whether the trainer is the reason."""
+        in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
+        versions = [s.version for s in servers if s.version is not None and s.is_ready()]
+        self._shares.note(
+            is_idle=in_flight == 0,
+            is_held_back=not self._is_asked
+            and any(self._admission.waits_for_trainer(v, in_flight) for v in versions),
+        )
 
     def _start_group(self, prompt: Prompt, server: Server, groups: asyncio.TaskGroup) -> None:
         assert server.version is not None, f"{server.url} is not ready"
@@ -290,8 +311,12 @@ class Producer:
             self._close(prompt.index, "overdue" if is_early else verdict.reason)
         else:
             self._finish(
-                RolloutGroup(prompt.index, prompt_text(prompt), tuple(rollouts), server.url)
-            )
+                RolloutGroup(
+                    prompt.index, prompt_text(prompt), tuple(rollouts), server.url,
+                    columns=brief_columns(prompt.columns),
+                    is_chat=not isinstance(prompt.text, str),
+                )
+            )  # fmt: skip
         del self._running[prompt.index]
         self._group_done.set()
         self._room.set()
@@ -349,10 +374,12 @@ class Producer:
         self._counts.failed_requests = self._dispatcher.num_failed_requests
         self._counts.tokens = self._dispatcher.num_tokens
         self._counts.closed["too long"] = self._prompts.num_too_long
+        self._counts.equal = self._judge.num_equal_dropped
         metrics = self._metrics.of_batch(
             groups,
             self._counts,
             buffered=len(self._finished),
             in_flight=self._dispatcher.in_flight,
         )
+        metrics |= self._shares.take_metrics()
         return metrics | self._writer.metrics() | self._dispatcher.metrics()

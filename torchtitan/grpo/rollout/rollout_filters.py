@@ -51,17 +51,22 @@ class WasteBudget:
         per_batch: How many groups may be dropped for one batch. Once as many were dropped, further
             groups are used as they are. Without this bound, a policy that solves every prompt, or
             none, would generate forever.
+
+    Attributes:
+        num_dropped: Number of groups that were dropped in the whole run.
     """
 
     def __init__(self, per_batch: int) -> None:
         self._per_batch = per_batch
         self._spent = 0
+        self.num_dropped = 0
 
     def spend(self) -> bool:
         """Counts one dropped group. Returns ``False`` if the budget does not allow it."""
         if self._spent >= self._per_batch:
             return False
         self._spent += 1
+        self.num_dropped += 1
         return True
 
     def next_batch(self) -> None:

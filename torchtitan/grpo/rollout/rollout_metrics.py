@@ -33,6 +33,8 @@ class RolloutCounts:
         cut: Completions that were ended early (``rollout.overdue = "cut"``).
         resumed: Groups that were restarted with their generated tokens as context
             (``rollout.overdue = "resume"``).
+        equal: Groups that were left out because all their rewards are equal
+            (``rollout.dynamic_sampling``).
         closed: Prompts that were closed without training on them, by reason.
     """
 
@@ -40,6 +42,7 @@ class RolloutCounts:
     tokens: int = 0
     cut: int = 0
     resumed: int = 0
+    equal: int = 0
     closed: Counter[CloseReason] = field(default_factory=Counter)
 
 
@@ -82,6 +85,7 @@ class RolloutMetrics:
                 "rollout/failed_requests": float(counts.failed_requests - last.failed_requests),
                 "rollout/cut_rollouts": float(counts.cut - last.cut),
                 "rollout/resumed_groups": float(counts.resumed - last.resumed),
+                "rollout/equal_groups_dropped": float(counts.equal - last.equal),
                 "rollout/buffer_groups": float(buffered),
                 "rollout/inflight_rollouts": float(in_flight),
             }
@@ -95,6 +99,8 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]
     return _reward_metrics(rollouts) | {
         "rollout/completion_tokens_mean": float(np.mean(lengths)),
+        "rollout/completion_tokens_min": float(min(lengths)),
+        "rollout/completion_tokens_max": float(max(lengths)),
         "rollout/length_fraction": float(np.mean(is_full)),
     }
 

@@ -149,6 +149,7 @@ def make_judge(config: RolloutProcessConfig, pool: RewardPool, codec: TextCodec)
         ),
         CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
         waste,
+        fewest_rollouts=min(2, config.grpo.group_size),
     )
 
 

@@ -128,6 +128,10 @@ class TextCodec:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def decode_exactly(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens with all special tokens, as the model reads them."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
 
 def _load_chat_tokenizer(path: Path) -> Any:
     # Imported here, because transformers takes seconds to import and plain prompts do not need it.

@@ -35,4 +35,5 @@ class Learned:
             "grad_norm": sum(self.grad_norms) / num_updates,
             "data/trained_tokens": float(self.batch.num_trained_tokens),
             "time/tokens_per_second": self.batch.num_tokens / step_seconds,
+            "time/trained_tokens_per_second": self.batch.num_trained_tokens / step_seconds,
         }

@@ -5,7 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from torchtitan.grpo.losses.advantages import compute_advantages, informative_samples
+from torchtitan.grpo.losses.advantages import (
+    compute_advantages,
+    informative_samples,
+    num_equal_groups,
+)
 
 # Groups out of order: 7 has rewards 1, 3 (mean 2), 3 has 0, 0, 3 (mean 1).
 REWARDS = np.array([1.0, 0.0, 3.0, 0.0, 3.0])
@@ -118,3 +122,16 @@ def test_samples_are_informative_where_rewards_of_their_group_differ():
     )
     np.testing.assert_array_equal(got, [True, False, True, False, True, False])
     assert informative_samples(np.array([]), np.array([], np.int64)).shape == (0,)
+
+
+def test_groups_with_equal_rewards_are_counted():
+    rewards = np.array([1.0, 1.0, 0.0, 1.0, 0.5, 0.5])
+    assert num_equal_groups(rewards, np.array([0, 0, 1, 1, 2, 2])) == 2
+    assert num_equal_groups(np.zeros(0), np.zeros(0, np.int64)) == 0
+
+
+def test_single_samples_are_equal_only_if_the_whole_batch_is():
+    """With groups of one sample, ``batch_norm`` compares the samples of the batch."""
+    groups = np.arange(3)
+    assert num_equal_groups(np.array([1.0, 1.0, 1.0]), groups) == 3
+    assert num_equal_groups(np.array([1.0, 1.0, 0.0]), groups) == 0

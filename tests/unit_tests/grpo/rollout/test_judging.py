@@ -50,8 +50,11 @@ def judge(
     accepts: Sequence[bool] = (True,) * 3,
     completion_filter: CompletionFilter | None = None,
     waste: WasteBudget | None = None,
+    fewest_rollouts: int = 2,
 ) -> list[Rollout]:
-    group_judge = GroupJudge(GivenRewards(rewards, accepts), completion_filter, waste)
+    group_judge = GroupJudge(
+        GivenRewards(rewards, accepts), completion_filter, waste, fewest_rollouts
+    )
     return asyncio.run(group_judge.judge(PROMPT, generations))
 
 
@@ -69,6 +72,12 @@ def test_two_rollouts_with_a_reward_are_enough():
 def test_one_completion_is_too_few():
     assert reason_of([generation()], [1.0]) == "failed"
     assert reason_of([], []) == "failed"
+
+
+def test_one_completion_is_enough_where_samples_are_compared_over_the_batch():
+    assert [r.reward for r in judge([generation()], [1.0], fewest_rollouts=1)] == [1.0]
+    with pytest.raises(Unusable):
+        judge([], [], fewest_rollouts=1)
 
 
 def test_one_completion_that_passes_the_filter_is_too_few():
@@ -90,3 +99,4 @@ def test_equal_rewards_are_dropped_until_the_budget_is_spent():
     equal, waste = [1.0, 1.0, 1.0], WasteBudget(1)
     assert reason_of([generation()] * 3, equal, waste=waste) == "filtered"
     assert len(judge([generation()] * 3, equal, waste=waste)) == 3
+    assert waste.num_dropped == 1

@@ -374,6 +374,7 @@ def test_groups_without_an_advantage_are_refilled_within_the_budget(run_world, t
         assert [group.prompt_text for group in first.groups] == ["1", "13"]
         assert first.closed == {1: "filtered", 2: "filtered"}
         assert first.metrics["rollout/filtered_groups"] == 2
+        assert first.metrics["rollout/equal_groups_dropped"] == 2
         world.push(world.servers[0], 1)
         second = await asyncio.wait_for(world.producer.batch(1), 60)
         # Of four equal ones two were left out, and the others are taken as they are.
@@ -777,3 +778,25 @@ def test_a_group_is_kept_with_a_checkpoint_whatever_there_is_of_its_completions(
         assert kept == [(0, [finished], []), (1, [], [begun])]
 
     run_world(body, prompts=list("123456789"), max_staleness=2, segment_tokens=2)
+
+
+def test_time_without_prompts_counts_as_waiting_for_the_trainer_only_while_it_is_busy(run_world):
+    """With a bound of 0, no group may start between two batches before the next weights come."""
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        await world.producer.batch(0)
+        await asyncio.sleep(0.4)  # the trainer trains
+        world.push(world.servers[0], 1)
+        second = await world.producer.batch(1)
+        held_back = second.metrics["rollout/wait_trainer_fraction"]
+        assert 0.3 < held_back <= 1
+        assert second.metrics["rollout/idle_fraction"] >= held_back - 0.1
+        waiting = asyncio.create_task(world.producer.batch(2))
+        await asyncio.sleep(0.6)  # the trainer waits for the batch, and the push takes its time
+        world.push(world.servers[0], 2)
+        third = await waiting
+        assert third.metrics["rollout/wait_trainer_fraction"] < 0.3
+        assert third.metrics["rollout/idle_fraction"] > 0.3
+
+    run_world(body, prompts=list("123456789"), max_staleness=0)

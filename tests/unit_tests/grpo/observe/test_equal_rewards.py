@@ -1,0 +1,106 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The notice that nothing is learned, and the causes that it names."""
+
+import dataclasses
+
+import pytest
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch, likely_causes
+
+
+def config(**observe) -> JobConfig:
+    made = JobConfig()
+    made.reward.functions = ["rewards.py:short_and_right"]
+    made.observe = dataclasses.replace(made.observe, **observe)
+    return made
+
+
+def step(fraction: float = 1.0, mean: float = 0.0, std: float = 0.0, cut: float = 0.0):
+    return {
+        "reward/equal_groups_fraction": fraction,
+        "reward/mean": mean,
+        "reward/std": std,
+        "rollout/length_fraction": cut,
+    }
+
+
+def notices(watch: EqualRewardsWatch, fractions: list[float]) -> list[int]:
+    """Returns the steps after which a notice came, counted from 1."""
+    return [
+        number
+        for number, fraction in enumerate(fractions, start=1)
+        if watch.update(step(fraction), None) is not None
+    ]
+
+
+def test_notices_come_after_five_steps_and_then_at_doubling_distances():
+    assert notices(EqualRewardsWatch(config()), [1.0] * 50) == [5, 10, 20, 40]
+
+
+def test_one_group_with_two_rewards_starts_the_count_again():
+    fractions = [1.0] * 4 + [0.9] + [1.0] * 6
+    assert notices(EqualRewardsWatch(config()), fractions) == [10]
+
+
+def test_the_number_of_steps_can_be_set_and_the_notice_turned_off():
+    assert notices(EqualRewardsWatch(config(equal_rewards_steps=2)), [1.0] * 9) == [2, 4, 8]
+    off = EqualRewardsWatch(config(equal_rewards_steps=0))
+    assert notices(off, [1.0] * 9) == []
+    assert off.end(None) is None
+
+
+def test_a_run_that_was_too_short_for_a_notice_gets_it_at_its_end():
+    watch = EqualRewardsWatch(config())
+    assert notices(watch, [1.0] * 3) == []
+    notice = watch.end(None)
+    assert notice is not None
+    assert "No group of the last 3 steps had two different rewards; nothing is learned" in notice
+    good = EqualRewardsWatch(config())
+    notices(good, [0.5] * 3)
+    assert good.end(None) is None
+
+
+def test_the_notice_names_metrics_settings_and_where_to_look():
+    watch = EqualRewardsWatch(config(equal_rewards_steps=1))
+    notice = watch.update(step(), None)
+    assert notice is not None
+    for part in (
+        "reward/equal_groups_fraction", "reward.functions", "short_and_right", "reward/mean",
+        "rollout.max_new_tokens", "rollout/length_fraction", 'completion[-1]["content"]',
+        "rollout.temperature", "grpo.group_size", "samples.jsonl", "observe.print_samples",
+    ):  # fmt: skip
+        assert part in notice, part
+
+
+def test_a_run_that_learns_from_something_else_is_not_said_to_learn_nothing():
+    made = config(equal_rewards_steps=1)
+    made.grpo = dataclasses.replace(made.grpo, entropy_coef=0.01)
+    notice = EqualRewardsWatch(made).update(step(), None)
+    assert notice is not None
+    assert "nothing is learned" not in notice
+
+
+def test_single_samples_are_compared_over_the_batch():
+    made = config(equal_rewards_steps=1)
+    made.grpo = dataclasses.replace(made.grpo, group_size=1, advantage="batch_norm")
+    notice = EqualRewardsWatch(made).update(step(), None)
+    assert notice is not None
+    assert notice.startswith("No batch of the last step had two different rewards")
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_chat", "first"),
+    [
+        ([step(mean=-0.2)] * 5, True, "lists of messages, not strings"),
+        ([step(mean=-0.2)] * 5, False, "may not depend on the completion"),
+        ([step(cut=0.99)] * 5, None, "rollout.max_new_tokens"),
+        ([step(mean=0.9 + i / 100, std=0.1) for i in range(5)], False, "too easy or too hard"),
+    ],
+)
+def test_the_cause_that_the_numbers_support_comes_first(steps, is_chat, first):
+    causes = likely_causes(config(), steps, is_chat)
+    assert first in causes[0]
+    assert any("lists of messages" in cause for cause in causes) == (is_chat is not False)

@@ -1,0 +1,99 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Samples as the model saw them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.observe.sample_log import SampleLog, sample_text, turns
+from torchtitan.grpo.rollout.sample_columns import brief_columns
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+
+
+@pytest.fixture(scope="module")
+def codec(repository: Path) -> TextCodec:
+    return TextCodec(str(repository / "assets/reverse_digits/model"), [1])
+
+
+def rollout(codec: TextCodec, prompt: str, completion: str, sampled=None, **kwargs) -> Rollout:
+    ids = np.array([*codec.encode_continuation(completion), 1], np.int32)
+    return Rollout(
+        prompt_ids=np.array(codec.encode_continuation(prompt), np.int32),
+        completion_ids=ids,
+        generator_logprobs=np.zeros(len(ids), np.float32),
+        segments=(VersionSegment(4, 0, 1), VersionSegment(5, 1, len(ids))),
+        finish_reason="stop",
+        completion=completion,
+        reward=0.5,
+        reward_components={"exact_match": 1.0, "short": -0.5},
+        sampled=None if sampled is None else np.array(sampled, np.bool_),
+        **kwargs,
+    )
+
+
+def group(index: int, one: Rollout) -> RolloutGroup:
+    columns = {"answer": "größer", "numbers": [1, 2]}
+    return RolloutGroup(index, f"prompt {index}", (one, one), "http://s:1", columns, True)
+
+
+def test_the_file_holds_rollouts_of_different_prompts_with_all_that_was_scored(tmp_path, codec):
+    log = SampleLog(tmp_path / "samples.jsonl", 2, 0, codec)
+    groups = [group(i, rollout(codec, "12->", "21")) for i in range(4)]
+    log.write(5, groups, {0: [1.5, -1.5], 1: [None, None]})
+    log.close()
+    text = (tmp_path / "samples.jsonl").read_text()
+    assert "größer" in text
+    records = [json.loads(line) for line in text.splitlines()]
+    assert records == log.latest
+    assert [r["prompt"] for r in records] == ["prompt 0", "prompt 1"]
+    assert [r["advantage"] for r in records] == [1.5, None]
+    first = records[0]
+    assert first["versions"] == [[4, 0, 1], [5, 1, 3]]
+    assert first["reward_components"] == {"exact_match": 1.0, "short": -0.5}
+    assert first["columns"] == {"answer": "größer", "numbers": [1, 2]}
+    assert first["is_chat"] is True
+    # With the end token, which the completion for reward functions lacks.
+    assert first["completion"] == "21"
+    assert [turn["text"] for turn in first["context"]] == ["12->", "21<eos>"]
+
+
+def test_each_turn_says_who_wrote_it_and_whether_it_is_trained(codec):
+    written = rollout(codec, "3*4->", "3*4=12", sampled=[1, 1, 1, 1, 0, 0, 1])
+    assert turns(written, codec) == [
+        {"role": "prompt", "trained": False, "num_tokens": 5, "text": "3*4->"},
+        {"role": "model", "trained": True, "num_tokens": 4, "text": "3*4="},
+        {"role": "environment", "trained": False, "num_tokens": 2, "text": "12"},
+        {"role": "model", "trained": True, "num_tokens": 1, "text": "<eos>"},
+    ]
+
+
+def test_tokens_of_a_policy_that_is_too_old_are_not_the_environments(codec):
+    resumed = rollout(codec, "12->", "21", sampled=[0, 1, 1], num_context=1)
+    assert [turn["role"] for turn in turns(resumed, codec)] == ["prompt", "older model", "model"]
+
+
+def test_a_sample_is_printed_with_turns_and_what_it_earned(tmp_path, codec):
+    log = SampleLog(tmp_path / "samples.jsonl", 1, 0, codec)
+    log.write(3, [group(7, rollout(codec, "12->", "21"))], {7: [1.5, -1.5]})
+    log.close()
+    text = sample_text(log.latest[0])
+    for part in (
+        "step 3, group 7", "reward 0.5 (exact_match 1, short -0.5)", "advantage +1.5",
+        "column answer: 'größer'", "[prompt, 4 tokens, not trained]\n    12->",
+        "[model, 3 tokens, trained]\n    21<eos>",
+    ):  # fmt: skip
+        assert part in text, text
+
+
+def test_long_columns_are_cut_and_unusual_ones_become_text():
+    columns = {"test": "x" * 3000, "cases": [["y" * 3000]], "n": 3, "none": None, "odd": {1, 2}}
+    brief = brief_columns(columns)
+    assert brief["test"].endswith("... (1000 more characters)")
+    assert isinstance(brief["cases"], str) and len(brief["cases"]) < 2100
+    assert (brief["n"], brief["none"]) == (3, None)
+    json.dumps(brief)

@@ -1,0 +1,85 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The line of a step: its fields, and its width whatever the numbers are."""
+
+import random
+
+import pytest
+
+from torchtitan.grpo.observe.step_line import dropped, long_line, number, short_line
+
+METRICS = {
+    "reward/mean": 0.51234,
+    "policy/entropy": 0.5123,
+    "rollout/completion_tokens_mean": 11.21,
+    "staleness/mean_steps": 0.75,
+    "staleness/max_steps": 2.0,
+    "rollout/tokens_per_second": 12345.6,
+    "time/trained_tokens_per_second": 9876.5,
+    "time/wait_data_fraction": 0.45,
+    "rollout/wait_trainer_fraction": 0.1,
+}
+
+
+def test_the_short_line_names_each_field_once():
+    assert short_line(12, 150, METRICS) == (
+        "12/150 rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9876 trn waits 45%"
+    )
+
+
+def test_the_long_line_has_the_same_fields_in_words():
+    line = long_line(12, 150, METRICS)
+    for part in (
+        "step  12/150", "reward 0.512", "entropy 0.512", "length 11.21", "staleness 0.75 (max 2)",
+        "generated 12346 tok/s", "trained 9876 tok/s", "trainer waits 45%",
+    ):  # fmt: skip
+        assert part in line, (part, line)
+
+
+def test_the_one_that_waits_longer_is_named():
+    held_back = METRICS | {"rollout/wait_trainer_fraction": 0.8}
+    assert short_line(1, 2, held_back).endswith("gen waits 80%")
+    assert long_line(1, 2, held_back).endswith("rollouts wait 80%")
+
+
+def test_a_replayed_run_shows_no_server():
+    replayed = {k: v for k, v in METRICS.items() if not k.startswith("rollout/tok")}
+    assert short_line(1, 2, replayed).endswith("trn 9876/s")
+    assert "generated" not in long_line(1, 2, replayed)
+
+
+EXTREMES = (0.0, 1e-9, 0.00049, 0.0005, 0.9996, 9.9996, 99.96, 999.6, 9999.6, 123456.7, 99949.9,
+            999949.9, 9.9996e8, 1.23e11, 9.99e14, 1e15, float("nan"), float("inf"))  # fmt: skip
+
+
+def test_the_short_line_fits_into_80_columns_with_any_number():
+    rng = random.Random(0)
+    for _ in range(3000):
+        metrics = {key: rng.choice(EXTREMES) for key in METRICS}
+        metrics["reward/mean"] = rng.choice((*EXTREMES, 9.9e99)) * rng.choice((1, -1))
+        metrics["time/wait_data_fraction"] = rng.choice((0.0, 0.999, 1.0))
+        metrics["rollout/wait_trainer_fraction"] = rng.choice((0.0, 0.999, 1.0))
+        steps = rng.choice((1, 9999, 123456, 9999999))
+        line = short_line(rng.randint(1, steps), steps, metrics)
+        assert len(line) < 80, line
+
+
+@pytest.mark.parametrize(
+    ("value", "width", "text"),
+    [
+        (0.51234, 6, "0.512"), (-0.51234, 6, "-0.512"), (0.5123, 4, "0.51"), (1234.0, 4, "1234"),
+        (12345.0, 4, "12k"), (1_234_567.0, 4, "1.2M"), (0.00012, 6, "1e-4"), (0.0, 4, "0.00"),
+        (-1e16, 6, "-1e16"), (9.9996, 5, "10.00"),
+    ],
+)  # fmt: skip
+def test_a_number_keeps_as_many_digits_as_fit(value, width, text):
+    assert number(value, width) == text
+
+
+def test_only_counts_that_are_not_zero_are_shown():
+    assert dropped(METRICS) == ""
+    counts = {"rollout/prompts_too_long": 2.0, "rollout/unscored_groups": 1.0}
+    assert dropped(METRICS | counts | {"rollout/failed_groups": 0.0}) == (
+        "dropped: 2 prompts too long, 1 groups unscored"
+    )

@@ -1,0 +1,113 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Notices that nothing is learned because the rewards of each group are all equal."""
+
+from collections.abc import Mapping
+
+from torchtitan.grpo.job_config import JobConfig
+
+_OFTEN_CUT = 0.9
+"""Share of cut completions from which on the limit is a likely cause."""
+
+
+class EqualRewardsWatch:
+    """Counts the latest steps in which no group had two different rewards.
+
+    The first notice comes after ``observe.equal_rewards_steps`` such steps in a row, the next
+    ones after twice as many steps each. A step with two different rewards in a group starts the
+    count again. Groups that ``rollout.dynamic_sampling`` replaced are not in a batch and do not
+    count; once its budget is spent, equal groups are in the batch again.
+
+    Args:
+        config: Configuration of the run.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._first = self._due = config.observe.equal_rewards_steps
+        self._steps: list[Mapping[str, float]] = []
+
+    def update(self, metrics: Mapping[str, float], is_chat: bool | None) -> str | None:
+        """Adds a step, and returns a notice if one is due.
+
+        Args:
+            metrics: Metrics of the step.
+            is_chat: Whether the prompts are lists of chat messages. ``None`` if it is unknown.
+        """
+        if not self._first:
+            return None
+        if metrics["reward/equal_groups_fraction"] < 1:
+            self._steps, self._due = [], self._first
+            return None
+        self._steps.append(metrics)
+        if len(self._steps) < self._due:
+            return None
+        self._due *= 2
+        return self._notice(is_chat)
+
+    def end(self, is_chat: bool | None) -> str | None:
+        """Returns a notice if a run ends that was too short for the first one."""
+        is_early = self._due == self._first
+        return self._notice(is_chat) if self._first and self._steps and is_early else None
+
+    def _notice(self, is_chat: bool | None) -> str:
+        count = len(self._steps)
+        steps = "step" if count == 1 else f"{count} steps"
+        unit = "group" if self._config.grpo.group_size > 1 else "batch"
+        lost = "nothing is learned" if self._has_rewards_alone() else "rewards teach nothing"
+        causes = likely_causes(self._config, self._steps[-self._first :], is_chat)
+        return "\n".join(
+            [
+                f"No {unit} of the last {steps} had two different rewards; {lost} "
+                "(reward/equal_groups_fraction is 1). Likely causes, the likeliest first:",
+                *(f"  - {cause}" for cause in causes),
+                "  samples.jsonl shows what was scored (observe.print_samples prints it); "
+                "docs/how-to/first-reward.md tries a reward without a run.",
+            ]
+        )
+
+    def _has_rewards_alone(self) -> bool:
+        """Returns whether the rewards are all that the run learns from."""
+        grpo = self._config.grpo
+        return grpo.kl_coef == 0 and grpo.entropy_coef == 0 and grpo.ptx_path is None
+
+
+def likely_causes(
+    config: JobConfig, steps: list[Mapping[str, float]], is_chat: bool | None
+) -> list[str]:
+    """Returns the possible causes in the order of what the metrics of the steps support."""
+    lowest = min(step["reward/mean"] for step in steps)
+    highest = max(step["reward/mean"] for step in steps)
+    is_constant = highest - lowest < 1e-9 and all(step["reward/std"] < 1e-9 for step in steps)
+    cut = sum(step["rollout/length_fraction"] for step in steps) / len(steps)
+    functions = ", ".join(config.reward.functions) or "none"
+    value = f"{lowest:.4g}" if is_constant else f"{lowest:.4g} to {highest:.4g}"
+    messages = (
+        "reward.functions: completions are lists of messages, not strings, where prompts are chat "
+        "messages"
+        + (", as they are here" if is_chat else "")
+        + ': the text is completion[-1]["content"].'
+    )
+    constant = (
+        f"reward.functions ({functions}): the reward may not depend on the completion; reward/mean "
+        f"is {value}" + (" for every sample." if is_constant else ".")
+    )
+    limit = (
+        f"rollout.max_new_tokens ({config.rollout.max_new_tokens}): {100 * cut:.0f}% of the "
+        "completions are cut off there (rollout/length_fraction), perhaps before their answer."
+    )
+    task = (
+        f"The task may be too easy or too hard: reward/mean is {value}. Choose other prompts, give "
+        "partial credit, raise grpo.group_size or rollout.temperature "
+        f"({config.rollout.temperature:g}), or use rollout.dynamic_sampling."
+    )
+    ranked = [
+        (3.0 if is_chat and is_constant else 1.5, messages),
+        (2.0 if is_constant else 0.5, constant),
+        (4.0 if cut >= _OFTEN_CUT else 0.1, limit),
+        (0.2 if is_constant and lowest not in (0.0, 1.0) else 1.8, task),
+    ]
+    if is_chat is False:
+        ranked.pop(0)
+    return [cause for _, cause in sorted(ranked, key=lambda entry: -entry[0])]
