@@ -151,6 +151,16 @@ class FaultRig:
         """Waits until the server is declared lost."""
         return self.loop.wait_for("lost", since, _PATIENCE_SECONDS, url=self.url)
 
+    def is_lost_or_serves(self, version: int, since: int) -> str:
+        """Waits until the server is lost or serves a version or a newer one; returns which."""
+        return self.loop.wait_for(
+            ("lost", "version"),
+            since,
+            _PATIENCE_SECONDS,
+            url=self.url,
+            holds=lambda e: e["event"] == "lost" or e["version"] >= version,
+        )["event"]
+
     def wait_for_others(self, count: int = 3) -> None:
         """Waits until the loop publishes further versions that reach the healthy server."""
         for _ in range(count):

@@ -114,17 +114,18 @@ class PublishingLoop:
 
     def wait_for(
         self,
-        event: str,
+        event: str | tuple[str, ...],
         since: int = 0,
         timeout_seconds: float = 240.0,
         holds: Callable[[Event], bool] = lambda event: True,
         **fields: Any,
     ) -> Event:
-        """Returns the first event with this kind and these fields; fails if none comes."""
+        """Returns the first event of this kind, or these, with these fields; fails if none comes."""
+        kinds = (event,) if isinstance(event, str) else event
 
         def find() -> Event | None:
             for told in self.events[since:]:
-                if told["event"] == event and fields.items() <= told.items() and holds(told):
+                if told["event"] in kinds and fields.items() <= told.items() and holds(told):
                     return told
             return None
 

@@ -174,7 +174,9 @@ class Trainer:
         self._close_publisher()
         for thread in threading.enumerate():
             if thread.name.startswith("weight"):
-                thread.join(2.0)  # told to end, and perhaps without a core; one that hangs stays
+                # A broadcast that was given up lasts until the group's timeout, which tests set
+                # to a few seconds.
+                thread.join(15.0)
         self.listener.tell("ended", threads=[t.name for t in threading.enumerate()])
 
     def _publish_next(self) -> bool:
