@@ -69,13 +69,19 @@ def test_equal_within_the_tolerance_passes():
     compare([-1.0, -2.0], [-1.1, -2.0], 0.051)
 
 
-def test_a_difference_is_told_with_its_size_place_and_setting():
+@pytest.mark.parametrize("served", [-2.4, -1.6])
+def test_a_difference_is_told_with_its_size_place_and_setting(served: float):
     message = (
         r"within 0\.05 .* differ by 0\.2, at most by 0\.4 at position 1 "
-        r"\(trainer -2\.00000, server -2\.40000\).*weight_sync\.attest_tolerance"
+        rf"\(trainer -2\.00000, server {served:.5f}\).*weight_sync\.attest_tolerance"
     )
     with pytest.raises(ServerError, match=message):
-        compare([-1.0, -2.0], [-1.0, -2.4], 0.05)
+        compare([-1.0, -2.0], [-1.0, served], 0.05)
+
+
+def test_differences_of_both_signs_do_not_cancel():
+    with pytest.raises(ServerError, match=r"differ by 0\.4, at most by 0\.4 at position 0"):
+        compare([-1.0, -2.0], [-1.4, -1.6], 0.05)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -63,7 +63,7 @@ def test_what_the_file_gets_wrong_is_named_with_its_key(load, toml, message):
         (["--grpo.group_size=1"], r"grpo\.group_size must be at least 2 .*grpo\.advantage"),
         (["--grpo.clip_low=1"], r"grpo\.clip_low must be at least 0 and below 1, got 1"),
         (["--rollout.temperature=0"], r"rollout\.temperature must be above 0"),
-        (["--rollout.max_concurrent_rollouts=4"], r"at least grpo\.group_size \(8\).*got 4"),
+        (["--rollout.max_concurrent_rollouts=7"], r"at least grpo\.group_size \(8\).*got 7"),
         (["--rollout.max_new_tokens=4096"], r"training\.seq_len \(2048\)"),
         (
             ["--inference.urls=http://a:1"],

@@ -47,6 +47,12 @@ def test_what_cannot_work_is_refused(arguments, message):
         load_config([*LIVE, *arguments])
 
 
+def test_servers_may_fit_the_longest_sequence_exactly():
+    longest = ["--prompts.max_prompt_tokens=100", "--rollout.max_new_tokens=256"]
+    config = load_config([*LIVE, *longest, "--inference.max_model_len=356"])
+    assert config.inference.max_model_len == 356
+
+
 def test_recording_a_replay_is_refused(rollouts):
     with pytest.raises(ConfigError, match=r"rollout\.record or rollout\.replay, not both"):
         load_config([*LIVE, f"--rollout.replay={rollouts}", f"--rollout.record={rollouts}"])
