@@ -39,7 +39,9 @@ as well, are relative to the folder in which the command is started.
 `[optimizer]`, `[lr_scheduler]`, `[parallelism]`, `[checkpoint]`, `[metrics]`,
 `[activation_checkpoint]`, `[compile]`, `[comm]`, `[profiling]`, `[debug]`.
 
-`--dry-run` prints the resolved configuration and the planned layout, and exits.
+`--dry-run` prints the resolved configuration, the planned layout, and where the run would begin (anew,
+or from which checkpoint and with which changes), and exits. Each start of a run keeps its resolved
+configuration in `<dump_folder>/starts/N/config.toml` ([how to resume](how-to/resume.md)).
 `torchtitan-grpo check-config X.toml` does the same without torchrun. A misspelt key is refused with
 the nearest valid one, a name of TRL, verl, prime-rl, slime or AReaL with the one that it has here, a value
 outside of its valid range with the range, and settings that contradict each other with the keys of both, all
@@ -82,12 +84,17 @@ def changed_tables() -> str:
         bounds, docs, upstream = bounds_of(cls), field_docs(cls), cls.__base__()
         lines += [
             f"| `{table.name}.{f.name}` | `{in_markdown(type_name(f.type))}` | `{default_of(f)}` "
-            f"| `{getattr(upstream, f.name)!r}` | {in_markdown(str(bounds.get(f.name, '')))} "
+            f"| {_of_upstream(upstream, f.name)} | {in_markdown(str(bounds.get(f.name, '')))} "
             f"| {in_markdown(docs[f.name])} |"
             for f in fields(cls)
             if f.name in cls.__annotations__
         ]
     return "\n".join(lines) + "\n"
+
+
+def _of_upstream(upstream: Any, name: str) -> str:
+    """Returns torchtitan's default of a key; nothing for a key that only this project has."""
+    return f"`{getattr(upstream, name)!r}`" if hasattr(upstream, name) else ""
 
 
 def section(table: Any) -> str:

@@ -50,6 +50,8 @@ from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
 from torchtitan.grpo.observe.report import RunOutcome
+from torchtitan.grpo.resume.resumption import plan_start
+from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.learned import Learned
@@ -87,7 +89,8 @@ class GRPOTrainer(Trainer):
         self.begin = time.perf_counter()
         self.progress = PromptProgress()
         self.stopped = False
-        register_hf_model(hf_model, job_config)
+        self.begins = plan_start(job_config, hf_model)
+        register_hf_model(hf_model, job_config, self.begins.record.schedule_steps)
         super().__init__(job_config)
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
@@ -109,8 +112,6 @@ class GRPOTrainer(Trainer):
         )
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
 
-    # -- the run -----------------------------------------------------------------------
-
     def train(self) -> None:
         """Runs everything: start, steps and end."""
         self._load_weights()
@@ -131,7 +132,7 @@ class GRPOTrainer(Trainer):
 
     def _load_weights(self) -> None:
         """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
-        if not checkpoint.load_newest(self.checkpointer, self.config.checkpoint.load_step):
+        if not checkpoint.load(self, self.begins):
             load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
 
     def _start(self) -> None:
@@ -299,14 +300,14 @@ class GRPOTrainer(Trainer):
         """Saves a checkpoint when due, and the rollouts in flight beside it."""
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
-        if config.enable and self._is_due(config.interval) and self.source:
+        if config.enable and (is_last or self._is_due(config.interval)) and self.source:
             with self.rank_zero.releasing_others():
                 self.source.save(self.step)
 
     def _finish(self) -> None:
         """Ends the run: as stopped with a checkpoint, or as finished with export and report."""
         if self.stopped:
-            checkpoint.save_stopped(self.checkpointer, self.step, self.first_step)
+            checkpoint.save_stopped(self, self.source, self.first_step)
         else:
             self._conclude()
         if hasattr(self, "publisher"):
@@ -329,8 +330,6 @@ class GRPOTrainer(Trainer):
         if not self.stop.requested:
             self._report(hf_checkpoint)
 
-    # -- parts -------------------------------------------------------------------------
-
     def _start_rollouts(self) -> None:
         # Assigned before it is started: what has been started by then must be closed.
         self.source = open_step_source(
@@ -340,8 +339,10 @@ class GRPOTrainer(Trainer):
             progress=self.progress,
             should_stop=self._should_stop,
             on_hangup=self.stop.on_hangup,
+            uses_kept_rollouts=not self.begins.unusable_because,
         )
         self.source.start()
+        record_start(self.config, self.step, sys.argv[1:], self.source.servers)
 
     def _should_stop(self) -> bool:
         """Whether waiting for rollouts is pointless: on a stop request or a failed publisher."""
@@ -418,8 +419,6 @@ class GRPOTrainer(Trainer):
             hf_checkpoint=hf_checkpoint,
         )
         self.metrics_processor.report(outcome)
-
-    # -- checkpoint and end ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | checkpoint.progress_state(self.progress)

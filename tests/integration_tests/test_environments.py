@@ -78,8 +78,7 @@ def test_what_the_environment_put_in_is_read_and_not_trained(make_run, task, seg
 
 def test_a_run_resumes_amid_episodes(make_run, task):
     checkpoint = (
-        "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only",
-        "--rollout.segment_tokens=4",
+        "--checkpoint.enable", "--checkpoint.interval=2", "--rollout.segment_tokens=4",
     )  # fmt: skip
     first = make_run(*arguments(task), *checkpoint, config="calculator").succeed()
     assert list((first.folder / "rollouts").glob("step-4.msgpack"))

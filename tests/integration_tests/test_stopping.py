@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.rollout.saved import file_of, read_saved
+
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4", "--training.steps=1000")
 CHECKPOINT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
 # A run of its own needs less than 10 s; tests share their machine with others. Left alone it
@@ -93,7 +95,12 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     assert not first.has_traceback(), first.console[-6000:]
     last = first.metrics[-1]["step"]
     assert (first.folder / "checkpoint" / "step-2").is_dir()
-    assert (first.folder / "checkpoint" / f"step-{last}").is_dir(), "the stopped step is kept"
+    checkpoint = first.folder / "checkpoint" / f"step-{last}"
+    assert checkpoint.is_dir(), "the stopped step is kept"
+    assert f"Stopped after step {last}. The checkpoint is {checkpoint}; " in first.console
+    saved = read_saved(file_of(str(first.folder), last), last)
+    assert f"{saved.num_rollouts} rollouts in flight are kept with it. To go on:" in first.console
+    assert saved.num_rollouts > 0
 
     scorer = tmp_path / "scorer.py"
     scorer.write_text(SLOW_SCORE)

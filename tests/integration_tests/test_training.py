@@ -73,12 +73,16 @@ def test_a_kl_penalty_starts_at_zero_and_grows_with_the_distance(make_run):
 
 
 def test_a_run_resumes_from_its_checkpoint(make_run):
-    checkpoint = (
-        "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no-last_save_model_only",
-    )  # fmt: skip
+    """The last checkpoint of a finished run is whole, though no interval ends there."""
+    checkpoint = ("--checkpoint.enable", "--checkpoint.interval=3")
     first = make_run(*SMALL, *checkpoint).succeed()
-    second = make_run(*SMALL, *checkpoint, "--training.steps=6").succeed()
+    assert (first.folder / "rollouts/step-4.msgpack").is_file()
+    changes = ("--training.steps=6", "--optimizer.lr=1e-4", "--lr_scheduler.warmup_steps=0")
+    second = make_run(*SMALL, *checkpoint, *changes).succeed()
     assert second.folder == first.folder
+    assert [record["lr"] for record in second.metrics[4:]] == pytest.approx([1e-4 / 3, 1e-4 / 6])
+    assert "optimizer.lr: 0.0007 -> 0.0001, takes effect from step 5" in second.console
+    assert [path.name for path in sorted((second.folder / "starts").iterdir())] == ["1", "2"]
     assert [record["step"] for record in second.metrics] == [1, 2, 3, 4, 5, 6]
     assert second.summary["server_version"] == 6
     samples = [json.loads(x) for x in (second.folder / "samples.jsonl").read_text().splitlines()]

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 import torchtitan.protocols.train_spec as train_specs
 
-from torchtitan.grpo.checkpoint import CheckpointError
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.resume.resumption import CheckpointError
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 from torchtitan.grpo_train import GRPOTrainer
@@ -83,22 +83,21 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     check_model(config, hf_model)
     # A run registers its model once; this process has several runs.
     train_specs._extra_train_specs.clear()
-    trainer = RecordedTrainer(config, hf_model, StopRequest(60.0))
-    error = ""
+    try:
+        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0))
+    except CheckpointError as refusal:
+        return {"error": str(refusal)}
     try:
         trainer.train()
-    except CheckpointError as refusal:
-        error = str(refusal)
     finally:
         trainer.close()
     exported = Path(config.job.dump_folder) / "hf" / f"step-{trainer.step}"
-    if dist.get_rank() == 0 and not error:
+    if dist.get_rank() == 0:
         file = next(exported.glob("*.safetensors"))
         shutil.copy(file, folder / f"{case['name']}.safetensors")
         shutil.copy(exported / "config.json", folder / f"{case['name']}.json")
     dist.barrier()  # the next run may write into the same folder
     return {
-        "error": error,
         "events": trainer.events,
         "progress_at_start": trainer.progress_at_start,
         "progress": progress_of(trainer),

@@ -1,72 +1,68 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Which checkpoints a run can resume from, and what it saves. The rest is upstream's."""
+"""What a run loads from its checkpoint, and what it saves. The rest is upstream's.
 
-from pathlib import Path
+`resume/` decides which checkpoint that is, and whether the run can resume from it.
+"""
+
+import math
+import sys
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-from torch.distributed.checkpoint import FileSystemReader
+import torch.distributed as dist
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.tools.logging import logger
+from torchtitan.train import Trainer
 
+from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.resume.kept_record import STATE_KEY, RecordState
+from torchtitan.grpo.resume.resumption import Start, describe_start
+from torchtitan.grpo.resume.stopped import describe_stop
+from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 
-
-class CheckpointError(ValueError):
-    """A run cannot be resumed from a checkpoint; the message names the remedy."""
-
-
-def check_resumable(checkpointer: CheckpointManager, load_step: int) -> None:
-    """Refuses a checkpoint that holds the model alone, as the last one of a finished run does.
-
-    Args:
-        checkpointer: Checkpoint manager of the run.
-        load_step: ``checkpoint.load_step``; -1 stands for the newest checkpoint.
-
-    Raises:
-        CheckpointError: If the checkpoint lacks the optimizer and the progress of the run, or
-            the reference model that the run needs.
-    """
-    if not checkpointer.enable or not Path(checkpointer.folder).is_dir():
-        return
-    step = checkpointer._find_load_step() if load_step == -1 else load_step
-    folder = Path(checkpointer._create_checkpoint_id(step))
-    if step == -1 or not folder.is_dir():
-        return
-    if not (folder / ".metadata").exists():
-        held = set()  # a Hugging Face directory
-    else:
-        metadata = FileSystemReader(folder).read_metadata()
-        held = {key.partition(".")[0] for key in metadata.state_dict_metadata}
-    if "train_state" not in held:
-        raise CheckpointError(
-            f"A run must resume from a whole checkpoint, got {folder}, which holds the model "
-            "alone. The last checkpoint of a finished run holds no more "
-            "(checkpoint.last_save_model_only). Set checkpoint.load_step to an earlier step in "
-            "that folder, or choose another job.dump_folder to start a new run."
-        )
-    if "reference" in checkpointer.states and "reference" not in held:
-        raise CheckpointError(
-            "A run with grpo.ref_model_ema above 0 must resume from a checkpoint that holds its "
-            f"reference model, got {folder}, which was written without one. Set "
-            "grpo.ref_model_ema = 0, or choose another job.dump_folder to start a new run."
-        )
+# Maximum time that a stopped run waits for its rollouts in flight to be written.
+_ROLLOUTS_SECONDS = 3.0
 
 
-def load_newest(checkpointer: CheckpointManager, load_step: int) -> bool:
+def load(trainer: Trainer, start: Start) -> bool:
     """Loads the checkpoint that the run resumes from; returns False if there is none.
 
-    Args:
-        checkpointer: Checkpoint manager of the run.
-        load_step: ``checkpoint.load_step``; -1 stands for the newest checkpoint.
+    The settings of this start take effect: what a checkpoint brings of the optimizer's and the
+    schedule's is put aside.
 
-    Raises:
-        CheckpointError: If :func:`check_resumable` refuses the checkpoint.
+    Args:
+        trainer: The trainer that is filled.
+        start: How the run starts.
     """
-    check_resumable(checkpointer, load_step)
-    return checkpointer.load(step=load_step)
+    checkpointer, config = trainer.checkpointer, trainer.job_config
+    assert isinstance(config, JobConfig)
+    settings = settings_of(trainer.optimizers)
+    if checkpointer.enable:
+        checkpointer.states[STATE_KEY] = RecordState(start.record)
+        checkpointer.exclude_from_loading = [*checkpointer.exclude_from_loading, STATE_KEY]
+    is_loaded = checkpointer.load(step=config.checkpoint.load_step)
+    if is_loaded and start.folder is not None:
+        rate, brought = renew_settings(trainer.optimizers, trainer.lr_schedulers, settings)
+        if dist.get_rank() == 0:
+            _log_start(config, start, rate, brought)
+    return is_loaded
+
+
+def _log_start(config: JobConfig, start: Start, rate: float, brought: float) -> None:
+    lines = list(describe_start(config, start))
+    if not math.isclose(rate, brought, rel_tol=1e-6, abs_tol=1e-12):
+        lines.append(
+            f"  The learning rate of step {start.step + 1} is {rate:.6g}; under the settings of "
+            f"the run that wrote the checkpoint it would be {brought:.6g}."
+        )
+    # What differs is shown whatever observe.log_level hides.
+    (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
 
 
 def save_whole(checkpointer: CheckpointManager, step: int) -> None:
@@ -80,20 +76,32 @@ def save_whole(checkpointer: CheckpointManager, step: int) -> None:
         checkpointer.save(step, last_step=True)
 
 
-def save_stopped(checkpointer: CheckpointManager, step: int, first_step: int) -> None:
-    """Saves a checkpoint from which a stopped run can be resumed, and logs where it stopped.
+def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -> None:
+    """Saves everything from which a stopped run can go on, and prints how.
 
     Args:
-        checkpointer: Checkpoint manager of the run.
-        step: Number of steps that the run has taken.
-        first_step: Value of ``step`` when this process began. Nothing is saved if no step was
-            taken since.
+        trainer: The trainer that was stopped.
+        source: Where its steps came from; None on ranks other than 0.
+        first_step: Value of ``trainer.step`` when this process began. The checkpoint is not saved
+            again if no step was taken since.
     """
-    message = f"Stopped at step {step}"
+    config, checkpointer, step = trainer.job_config, trainer.checkpointer, trainer.step
+    assert isinstance(config, JobConfig)
+    if not checkpointer.enable or step == 0:
+        source = None  # without a checkpoint nothing can go on with rollouts
+    if source is not None:
+        # Written by the rollout process while the ranks write the checkpoint.
+        with suppress(RolloutFailed):
+            source.save(step)
     if checkpointer.enable and step > first_step:
         save_whole(checkpointer, step)
-        message += ", which is checkpointed"
-    logger.info(f"{message}.")
+        checkpointer._async_wait()  # one that is written in the background, at its interval
+    num_rollouts: int | None = 0
+    if source is not None:
+        seconds = min(_ROLLOUTS_SECONDS, config.grpo.stop_timeout_seconds / 2)
+        num_rollouts = source.wait_saved(step, seconds)
+    if dist.get_rank() == 0:
+        print(describe_stop(config, step, num_rollouts, sys.argv[1:]), flush=True)
 
 
 def progress_state(progress: PromptProgress) -> dict[str, str]:

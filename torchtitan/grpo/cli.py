@@ -66,6 +66,7 @@ def _check_config(arguments: list[str]) -> int:
     from torchtitan.grpo.config_manager import load_config
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
     from torchtitan.grpo.models.hub import locate_models
+    from torchtitan.grpo.resume.resumption import CheckpointError, describe_start, plan_start
 
     try:
         config = load_config(arguments)
@@ -76,6 +77,11 @@ def _check_config(arguments: list[str]) -> int:
         raise ConfigError(str(error)) from error
     print(describe(config))
     print("\n".join([f"  model: {model.architecture} at {model.path}", *notes]))
+    try:
+        lines = list(describe_start(config, plan_start(config, model)))
+    except CheckpointError as error:  # the configuration is right, but not for this folder
+        lines = [f"would be refused: {error}"]
+    print("\n".join(["Start", *(f"  {line}" for line in lines)]))
     return 0
 
 

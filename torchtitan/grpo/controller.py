@@ -24,7 +24,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
-from torchtitan.grpo.rollout.link import RolloutKilled, RolloutLink
+from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
 from torchtitan.grpo.system.device import gpus_for_servers
@@ -45,6 +45,7 @@ def open_step_source(
     progress: PromptProgress,
     should_stop: Callable[[], bool],
     on_hangup: Callable[[Callable[[], None]], None],
+    uses_kept_rollouts: bool = True,
 ) -> StepSource:
     """Constructs the source of the run's steps, which is not started yet.
 
@@ -56,6 +57,7 @@ def open_step_source(
         should_stop: Polled during every wait; the wait ends once it returns True.
         on_hangup: Registers what SIGHUP calls. With ``inference.urls_file`` it reads that file
             again.
+        uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
 
     Raises:
         DataError: If ``grpo.ptx_path``, ``rollout.record`` or ``rollout.replay`` is unusable.
@@ -67,7 +69,9 @@ def open_step_source(
     }
     if config.rollout.replay is not None:
         return ReplaySource(config, model, **arguments)
-    controller = RolloutController(config, model, **arguments)
+    controller = RolloutController(
+        config, model, **arguments, uses_kept_rollouts=uses_kept_rollouts
+    )
     if config.inference.urls_file:
         on_hangup(controller.link.reread_urls)
     return controller
@@ -82,6 +86,7 @@ class RolloutController(StepSource):
         start_version: Number of batches that the run has been trained on so far.
         progress: Progress through the prompts so far.
         should_stop: Polled during every wait; the wait ends once it returns True.
+        uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
 
     Raises:
         DataError: If ``grpo.ptx_path`` or ``rollout.record`` is unusable.
@@ -102,9 +107,11 @@ class RolloutController(StepSource):
         start_version: int,
         progress: PromptProgress,
         should_stop: Callable[[], bool],
+        uses_kept_rollouts: bool = True,
     ) -> None:
         self.config = config
         self.progress = progress
+        self._unused_version = -1 if uses_kept_rollouts else start_version
         self._should_stop = should_stop
         self._planner = StepPlanner(config, model)
         self._recorder: RolloutRecorder | None = None
@@ -175,7 +182,14 @@ class RolloutController(StepSource):
         """Requests that rollouts in flight are saved beside the checkpoint of ``step``."""
         # If the process was killed, the request for the next batch will notice and restart it.
         with suppress(RolloutKilled):
-            self.link.save(step, checkpointed_steps(self.config))
+            if self._is_ready:
+                self.link.save(step, checkpointed_steps(self.config))
+
+    def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
+        """Waits until the rollouts are written; see :meth:`StepSource.wait_saved`."""
+        with suppress(RolloutFailed):
+            return self.link.wait_saved(step, timeout_seconds)
+        return None
 
     def _despite_kills(self, version: int, ask: Callable[[], _Answer]) -> _Answer | None:
         """Calls ``ask``; restarts the rollout process and calls again if the process is killed."""
@@ -193,7 +207,10 @@ class RolloutController(StepSource):
 
     def _process_config(self, version: int) -> RolloutProcessConfig:
         """Returns the configuration of a rollout process that starts after ``version`` batches."""
-        return process_config(self.config, self._model, version, self.progress, self._fetch_secret)
+        config = process_config(
+            self.config, self._model, version, self.progress, self._fetch_secret
+        )
+        return replace(config, saved_rollouts=None) if version == self._unused_version else config
 
     def _wait_ready(self) -> None:
         timeout = self.config.inference.startup_timeout_seconds + 60

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from torchtitan.grpo.checkpoint import CheckpointError
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
 from torchtitan.grpo.config_checks.description import describe
@@ -33,7 +32,15 @@ from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.resume.resumption import (
+    CheckpointError,
+    describe_finished,
+    describe_start,
+    is_finished,
+    plan_start,
+)
 from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.run_folder.contents import remove_run
 from torchtitan.grpo.system.device import keep_gloo_on_loopback
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
@@ -89,7 +96,8 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         check_model(config, hf_model)
         if config.grpo.kl_coef > 0:
             check_reference(config)
-    except (ConfigError, ModelError) as error:
+        start = plan_start(config, hf_model)
+    except (CheckpointError, ConfigError, ModelError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
@@ -98,7 +106,14 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
             device = "CUDA" if torch.cuda.is_available() else "CPU"
             print(describe(config))
             print(f"  model: {hf_model.architecture} at {hf_model.path}, on {device}")
+            print("\n".join(["Start", *(f"  {line}" for line in describe_start(config, start))]))
         return 0
+    if is_finished(config, start):
+        if is_rank_zero:
+            print(describe_finished(config, start))
+        return 0
+    if config.job.overwrite and is_rank_zero:
+        remove_run(config)
     return _train(make_trainer, config, hf_model, is_rank_zero)
 
 

@@ -13,6 +13,25 @@ from torchtitan.grpo.config.bounds import above, at_least
 
 
 @dataclass
+class Job(job_config.Job):
+    """``[job]``: torchtitan's table."""
+
+    overwrite: bool = False
+    """Begin a new run in a ``dump_folder`` that holds an earlier one: what that run wrote, its
+    checkpoints and exports included, is removed first. Other files stay. Without it such a run is
+    refused, unless it resumes from a checkpoint in the folder."""
+
+
+@dataclass
+class Checkpoint(job_config.Checkpoint):
+    """``[checkpoint]``: torchtitan's table."""
+
+    last_save_model_only: bool = False
+    """Save the model alone at the last step. With False, the default here, the last checkpoint is
+    whole, so that a finished run can go on with more ``training.steps``."""
+
+
+@dataclass
 class Model(job_config.Model):
     """``[model]``: torchtitan's table. A Hugging Face directory determines the model."""
 
@@ -94,11 +113,13 @@ class Metrics(job_config.Metrics):
 class JobConfig(job_config.JobConfig):
     """Torchtitan's tables and those of `torchtitan/grpo/config/`."""
 
+    job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     metrics: Metrics = field(default_factory=Metrics)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
     prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)

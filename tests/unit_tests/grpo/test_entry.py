@@ -91,12 +91,16 @@ def test_an_error_is_reported_by_rank_zero_or_by_a_rank_that_fails_alone(capsys)
 
 
 RUNS = """
-import contextlib, io, json, signal, sys
+import contextlib, io, json, pathlib, signal, sys, tempfile
 import torch.distributed as dist
 from torchtitan.grpo import entry
 from torchtitan.grpo.data.feed import RankZeroFailed
 entry._RANK_ZERO_PATIENCE_SECONDS = entry._AGENT_PATIENCE_SECONDS = 0.01
-config = ["--job.config_file=train_configs/quickstart.toml", "--grpo.stop_timeout_seconds=600"]
+folder = tempfile.mkdtemp()
+config = [
+    "--job.config_file=train_configs/quickstart.toml", "--grpo.stop_timeout_seconds=600",
+    f"--job.dump_folder={folder}/run",
+]
 found = {}
 
 def run(name, outcome, *args):
@@ -130,6 +134,11 @@ run("mistake", lambda: fail(KeyError("x")))
 run("stopped", lambda: signal.raise_signal(signal.SIGTERM))
 run("refused", None, "--grpo.group_size=0")
 run("dry", None, "--dry-run")
+pathlib.Path(folder, "run/hf/step-4").mkdir(parents=True)
+run("used", None)
+run("used and dry", None, "--dry-run")
+run("overwritten", lambda: fail(TimeoutError("late")), "--job.overwrite")
+found["left"] = [path.name for path in pathlib.Path(folder, "run").iterdir()]
 json.dump(found, sys.stdout)
 sys.stdout.flush()
 import os
@@ -153,7 +162,12 @@ def test_each_way_to_end_has_its_exit_status_and_closes_the_trainer(
     refused = found.pop("refused")
     assert refused[:2] == [2, []]
     assert refused[2][0].startswith("error: grpo.group_size must be at least 1, got 0.")
+    for used in (found.pop("used"), found.pop("used and dry")):
+        assert used[:2] == [2, []]
+        assert used[2][0].startswith("error: job.dump_folder must not hold an earlier run, got")
     assert found == {
+        "overwritten": [1, ran, ["error: late"]],
+        "left": [],
         "whole": [0, ran, []],
         "outside": [1, ran, ["error: the server is late"]],
         "rank zero": [1, ran, []],

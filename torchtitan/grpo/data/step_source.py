@@ -62,6 +62,14 @@ class StepSource(ABC):
     def save(self, step: int) -> None:
         """Saves the rollouts in flight beside the checkpoint of ``step``, without waiting."""
 
+    def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
+        """Waits until what :meth:`save` requested for ``step`` is written.
+
+        Returns:
+            Number of rollouts that are kept, or None if they were not written in time.
+        """
+        return 0
+
     @abstractmethod
     def evaluate(self, version: int) -> "EvaluationResult | None":
         """Scores the held-out prompts under ``version``.

@@ -240,13 +240,17 @@ class _ShardWriter:
             weight_map |= dict.fromkeys(names, file)
         index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2))
+        # The safetensors library lets the owner alone read its files; umask decides about others.
+        ordinary = (self.folder / INDEX_FILE).stat().st_mode
+        for file in self.folder.glob("*.safetensors"):
+            file.chmod(ordinary)
 
 
 def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
     for pattern in _ASSETS:
         for file in source.glob(pattern):
             if file.name != INDEX_FILE:
-                shutil.copy(file, target / file.name)
+                shutil.copyfile(file, target / file.name)  # without the source's permissions
     config = json.loads((target / "config.json").read_text())
     # transformers 5 writes `dtype`; version 4 wrote `torch_dtype`. A loader reads either.
     for key in ("dtype", "torch_dtype"):

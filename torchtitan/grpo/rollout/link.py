@@ -86,6 +86,7 @@ class RolloutLink:
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
         self._progress = ""
+        self._saved: dict[int, int | None] = {}
         # Answers that arrived while a different answer was expected.
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
 
@@ -216,7 +217,19 @@ class RolloutLink:
             version: Step of the checkpoint: the number of batches trained on so far.
             kept_steps: Steps whose checkpoints still exist.
         """
+        self._saved.pop(version, None)
         self._send(link_messages.Save(version, list(kept_steps)))
+
+    def wait_saved(self, version: int, timeout_seconds: float) -> int | None:
+        """Waits until the rollouts are written that :meth:`save` of ``version`` requested.
+
+        Returns:
+            Number of rollouts, or ``None`` if they were not written in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while version not in self._saved and time.monotonic() < deadline:
+            self._receive()
+        return self._saved.get(version)
 
     def raise_if_ended(self) -> None:
         """Raises :class:`RolloutFailed`, with the process's own message, if it has ended."""
@@ -339,6 +352,8 @@ class RolloutLink:
             raise RolloutFailed(answer.message)
         if isinstance(answer, link_messages.Progress):
             self._progress = answer.message
+        elif isinstance(answer, link_messages.Saved):
+            self._saved[answer.version] = answer.num_rollouts
         else:
             self._unclaimed.append((answer, frames))
         return True

@@ -90,6 +90,16 @@ class Progress(msgspec.Struct, tag=True):
     message: str
 
 
+class Saved(msgspec.Struct, tag=True):
+    """Answer to the :class:`Save` command of ``version``.
+
+    ``num_rollouts`` counts completions, finished or begun. It is None if they could not be written.
+    """
+
+    version: int
+    num_rollouts: int | None
+
+
 class EvaluationDone(msgspec.Struct, tag=True):
     """Answer to the :class:`Evaluate` command that has the same ``request_id``."""
 
@@ -114,7 +124,7 @@ class Batch(msgspec.Struct, tag=True):
 
 Command = NextBatch | Evaluate | Save | Stop
 Notice = VersionServed | ServerLost | RereadUrls
-Answer = Ready | Fatal | Progress | Batch | EvaluationDone
+Answer = Ready | Fatal | Progress | Batch | Saved | EvaluationDone
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

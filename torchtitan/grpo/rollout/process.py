@@ -132,7 +132,7 @@ class RolloutProcess:
                 tasks.create_task(self._send_evaluation(self._opened(), command))
             elif isinstance(command, link_messages.Save):
                 # Taken now, because later changes belong to a later checkpoint.
-                saved = self._opened().producer.save()
+                saved = self._opened().producer.save(command.version)
                 self._saving = tasks.create_task(self._save(saved, command))
             else:
                 self.stop()
@@ -191,6 +191,7 @@ class RolloutProcess:
         rollouts again.
         """
         folder = self._config.dump_folder
+        num_rollouts: int | None = saved.num_rollouts
         try:
             async with self._writing:  # one at a time: two commands may be for the same step
                 await asyncio.to_thread(write_saved, file_of(folder, command.version), saved)
@@ -199,6 +200,8 @@ class RolloutProcess:
             logger.error(
                 "The rollouts in flight could not be saved with step %d: %s", command.version, error
             )
+            num_rollouts = None
+        await self._send(link_messages.Saved(command.version, num_rollouts))
 
     async def _say_progress(
         self, waiting: "asyncio.Future[Any]", describe: Callable[[], str]

@@ -12,6 +12,7 @@ groups, by new versions on servers, and by batches that the trainer takes. The l
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from torchtitan.grpo.rollout.admission import Admission, part_size
@@ -89,6 +90,7 @@ class Producer:
         self._order = LongestFirst(window, predict, longest_first=ranker is not None)
         self._finished: dict[int, RolloutGroup] = {}
         self._taken: list[RolloutGroup] = []  # earlier parts of an incomplete batch
+        self._delivered: RolloutBatch | None = None  # the last whole batch, perhaps not trained
         self._unfinished: dict[int, UnfinishedGroup] = {}
         self._resumed: list[
             tuple[Prompt, tuple[Generation, ...]]
@@ -118,19 +120,33 @@ class Producer:
             self._admission.start(unfinished.group_id, unfinished.start_version)
             self._unfinished[unfinished.group_id] = unfinished
 
-    def save(self) -> SavedRollouts:
-        """Returns everything that the producer holds now, for a checkpoint."""
+    def save(self, version: int) -> SavedRollouts:
+        """Returns everything that is not trained on, for the checkpoint of ``version``.
+
+        A run that is stopped may not have trained on the batch that was delivered last, or on the
+        parts of a batch. These groups count as finished, and are open.
+
+        Args:
+            version: Number of batches trained on.
+        """
         unfinished = dict(self._unfinished)  # restored groups that have not continued yet
         for group_id, running in self._running.items():
             done, begun = running.done(), running.begun()
             if done or begun:
                 start = self._admission.start_version(group_id)
                 unfinished[group_id] = UnfinishedGroup(group_id, start, done, begun)
+        finished = self._finished | {group.group_id: group for group in self._taken}
+        progress, closed = self._ledger.progress, self._ledger.closed
+        if version < self._admission.next_batch and self._delivered is not None:
+            untrained = {group.group_id: group for group in self._delivered.groups}
+            finished |= untrained
+            progress = replace(progress, open=tuple(sorted({*progress.open, *untrained})))
+            closed = self._delivered.closed | closed
         return SavedRollouts(
-            version=self._admission.next_batch,
-            progress=self._ledger.progress,
-            closed=self._ledger.closed,
-            finished=tuple(self._finished[i] for i in sorted(self._finished)),
+            version=version,
+            progress=progress,
+            closed=closed,
+            finished=tuple(finished[i] for i in sorted(finished)),
             unfinished=tuple(unfinished[i] for i in sorted(unfinished)),
         )
 
@@ -198,6 +214,7 @@ class Producer:
         self._ledger.train([group.group_id for group in batch])
         metrics = self._batch_metrics(batch)
         progress, closed = self._ledger.progress, self._ledger.take_closed()
+        self._delivered = RolloutBatch(batch, progress, closed, {}, BatchPart.WHOLE)
         part = BatchPart.at(begins_batch=begins_batch, ends_batch=True)
         return RolloutBatch(groups, progress, closed, metrics, part)
 

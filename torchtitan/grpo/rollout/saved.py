@@ -67,6 +67,12 @@ class SavedRollouts:
     unfinished: tuple[UnfinishedGroup, ...] = ()
 
     @property
+    def num_rollouts(self) -> int:
+        """Number of completions, finished or begun, that need not be generated again."""
+        finished = sum(len(group.rollouts) for group in self.finished)
+        return finished + sum(len(g.generations) + len(g.begun) for g in self.unfinished)
+
+    @property
     def group_ids(self) -> set[int]:
         """IDs of all saved groups."""
         return {group.group_id for group in (*self.finished, *self.unfinished)}

@@ -3,34 +3,65 @@
 
 """Builds the learning-rate schedule of ``[lr_scheduler]`` with upstream's function."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from torchtitan.components.lr_scheduler import (
-    LRSchedulersContainer,
-)
-from torchtitan.components.lr_scheduler import (
-    build_lr_schedulers as build_upstream,
-)
+import torch
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.lr_scheduler import build_lr_schedulers as build_upstream
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.job_config import LRScheduler
 
+Factor = Callable[[int], float]
+"""Maps the number of steps taken to the factor of ``optimizer.lr`` in the next step."""
+
 
 def build_lr_schedulers(
-    optimizers: OptimizersContainer, config: LRScheduler, training_steps: int
+    optimizers: OptimizersContainer,
+    config: LRScheduler,
+    training_steps: int,
+    *,
+    num_steps: int | None = None,
 ) -> LRSchedulersContainer:
     """Builds the schedules of the optimizers.
 
     The warm-up takes precedence, and the decay takes of ``decay_ratio`` what the warm-up leaves.
     Upstream does the same, but warns, although ``decay_ratio = 1`` with a warm-up means just that.
+    After its end, a schedule holds its last rate; upstream's falls to 0 and then below.
 
     Args:
         optimizers: Optimizers of all model parts.
         config: ``[lr_scheduler]``.
         training_steps: ``training.steps``.
+        num_steps: Number of steps over which the schedule is laid. None takes
+            ``lr_scheduler.total_steps`` or, if it is not set, ``training_steps``.
     """
     total = config.total_steps if config.total_steps is not None else training_steps
+    total = total if num_steps is None else num_steps
     warmup = min(config.warmup_steps, total)
     ratio = 1.0 if config.decay_ratio is None else config.decay_ratio
     decay = min(round(total * ratio), total - warmup)
-    fitting = replace(config, warmup_steps=warmup, decay_ratio=decay / total)
-    return build_upstream(optimizers, fitting, training_steps)
+    fitting = replace(config, warmup_steps=warmup, decay_ratio=decay / total, total_steps=total)
+    container = build_upstream(optimizers, fitting, training_steps)
+    for scheduler in container.schedulers:
+        held = [partial(_held, factor=f, last=total - 1) for f in factors_of(scheduler)]
+        scheduler.lr_lambdas = held  # pyright: ignore[reportAttributeAccessIssue]
+    return container
+
+
+def _held(num_taken: int, factor: Factor, last: int) -> float:
+    return factor(min(num_taken, last))
+
+
+def factors_of(scheduler: Any) -> list[Factor]:
+    """Returns the schedule of each group of an optimizer."""
+    return scheduler.lr_lambdas
+
+
+def schedule_of(config: LRScheduler, num_steps: int) -> Factor:
+    """Returns the schedule of ``[lr_scheduler]``, laid over ``num_steps`` steps."""
+    nothing: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
+    container = build_lr_schedulers(nothing, config, num_steps, num_steps=num_steps)
+    return factors_of(container.schedulers[0])[0]

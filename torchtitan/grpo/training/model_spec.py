@@ -34,7 +34,7 @@ from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 
 
-def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
+def hf_train_spec(model: HFModel, config: JobConfig, schedule_steps: int) -> TrainSpec:
     """Returns upstream's spec of the model family, changed for this directory and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
@@ -45,8 +45,8 @@ def hf_train_spec(model: HFModel, config: JobConfig) -> TrainSpec:
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
         model_args={config.model.flavor: model.model_args},
-        build_lr_schedulers_fn=build_lr_schedulers,
         build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
+        build_lr_schedulers_fn=partial(build_lr_schedulers, num_steps=schedule_steps),
         # Rollouts are the data, and their text is never tokenized again.
         build_dataloader_fn=None,
         build_tokenizer_fn=None,
@@ -69,11 +69,19 @@ def scoring_settings(config: JobConfig) -> ScoringSettings:
     )
 
 
-def register_hf_model(model: HFModel, config: JobConfig) -> None:
-    """Registers the directory under the name and flavor of ``[model]``."""
+def register_hf_model(model: HFModel, config: JobConfig, schedule_steps: int | None = None) -> None:
+    """Registers the directory under the name and flavor of ``[model]``.
+
+    Args:
+        model: The directory.
+        config: Configuration of the run.
+        schedule_steps: Number of steps over which the learning rate's schedule is laid. None
+            takes ``training.steps``.
+    """
     # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
-    train_specs.register_train_spec(config.model.name, hf_train_spec(model, config))
+    steps = config.training.steps if schedule_steps is None else schedule_steps
+    train_specs.register_train_spec(config.model.name, hf_train_spec(model, config, steps))
 
 
 def _pipeline(

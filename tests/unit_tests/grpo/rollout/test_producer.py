@@ -418,7 +418,7 @@ def test_rollouts_kept_with_a_checkpoint_continue_and_none_is_lost_or_generated_
         world.push(world.servers[0], 0)
         batch = await asyncio.wait_for(world.producer.batch(0), 60)
         trained.extend(group.group_id for group in batch.groups)
-        while not (saved := world.producer.save()).finished:
+        while not (saved := world.producer.save(1)).finished:
             await asyncio.sleep(0.01)
         kept.append(saved)
 
@@ -703,7 +703,7 @@ def test_completions_in_flight_are_kept_with_a_checkpoint_and_completed_after_it
         world.push(server, 0)
         async with asyncio.timeout(60):
             while True:
-                saved = world.producer.save()
+                saved = world.producer.save(0)
                 groups = {group.group_id: group for group in saved.unfinished}
                 if 0 in groups and groups[0].generations and groups[0].begun:
                     break
@@ -767,7 +767,7 @@ def test_a_group_is_kept_with_a_checkpoint_whatever_there_is_of_its_completions(
         server.generate = write_one_part_each  # pyright: ignore[reportAttributeAccessIssue]
         world.push(server, 0)
         async with asyncio.timeout(60):
-            while len(saved := world.producer.save().unfinished) < 2:
+            while len(saved := world.producer.save(0).unfinished) < 2:
                 await asyncio.sleep(0.01)
         kept = [
             (

@@ -72,7 +72,7 @@ def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
         )
         try:
             await session.open()
-            held = session.producer.save()
+            held = session.producer.save(1)
             assert (held.version, held.progress, held.closed) == (1, saved.progress, saved.closed)
             assert [g.group_id for g in held.unfinished] == [2, 4]
             drawn = [await session.producer._next_prompt() for _ in range(2)]

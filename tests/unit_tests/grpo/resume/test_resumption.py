@@ -1,0 +1,221 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""How a run starts, decided from the files: anew, refused, or from a checkpoint with changes."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.resume.kept_record import STATE_KEY, RecordState, RunRecord
+from torchtitan.grpo.resume.resumption import (
+    CheckpointError,
+    Start,
+    describe_finished,
+    describe_start,
+    is_finished,
+    plan_start,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class World:
+    """One folder, configurations for it, and checkpoints in it that hold no model."""
+
+    def __init__(self, folder: Path, repository: Path) -> None:
+        self.folder, self.repository = folder, repository
+
+    def config(self, *arguments: str) -> JobConfig:
+        return load_config(
+            [
+                f"--job.config_file={self.repository / 'train_configs/quickstart.toml'}",
+                f"--job.dump_folder={self.folder / 'run'}", "--checkpoint.enable",
+                *arguments,
+            ]
+        )  # fmt: skip
+
+    def plan(self, *arguments: str) -> Start:
+        config = self.config(*arguments)
+        return plan_start(config, read_hf_model(config.model.hf_assets_path))
+
+    def describe(self, *arguments: str) -> str:
+        return "\n".join(describe_start(self.config(*arguments), self.plan(*arguments)))
+
+    def checkpoint(self, step: int, record: RunRecord | None, **states: Any) -> None:
+        states |= {"train_state": {"step": step}}
+        if record is not None:
+            states[STATE_KEY] = RecordState(record)
+        dcp.save(
+            states, checkpoint_id=str(self.folder / f"run/checkpoint/step-{step}"), no_dist=True
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path, repository: Path, monkeypatch) -> World:
+    monkeypatch.chdir(repository)
+    return World(tmp_path, repository)
+
+
+def test_a_run_over_an_earlier_one_is_refused_with_the_next_free_folder(world):
+    assert world.plan().folder is None
+    run = world.folder / "run"
+    (run / "hf/step-40").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(CheckpointError) as refused:
+        world.plan("--checkpoint.no-enable")
+    message = str(refused.value)
+    assert f"got {run}, with metrics of 1 step and exports (hf) of step 40" in message
+    assert f"--job.dump_folder {run}-2" in message and "--job.overwrite" in message
+    assert "will be removed (job.overwrite)" in world.describe("--job.overwrite")
+    world.checkpoint(40, world.plan("--job.overwrite").record)
+    assert world.plan().step == 40, "a run that resumes writes over nothing"
+    assert world.plan("--job.overwrite").folder is None
+    with pytest.raises(CheckpointError, match=r"Add --checkpoint\.enable to go on from"):
+        world.plan("--checkpoint.no-enable")
+
+
+def test_each_setting_that_differs_is_named_with_what_becomes_of_it(world):
+    world.checkpoint(40, world.plan().record)
+    assert world.describe() == f"Resumes after step 40 from {world.folder}/run/checkpoint/step-40."
+    lines = world.describe(
+        "--optimizer.lr=5e-6", "--lr_scheduler.warmup_steps=3", "--training.seq_len=128",
+        "--rollout.temperature=0.5", "--prompts.balance_cost=tokens", "--observe.progress=none",
+    ).splitlines()[1:]  # fmt: skip
+    assert [line.strip() for line in lines] == [
+        "optimizer.lr: 0.0007 -> 5e-06, takes effect from step 41",
+        "lr_scheduler.warmup_steps: 20 -> 3, takes effect from step 41",
+        "training.seq_len: 256 -> 128, takes effect from step 41",
+        'prompts.balance_cost: "flops" -> "tokens", takes effect from step 41',
+        "rollout.temperature: 1.0 -> 0.5, takes effect from step 41",
+        "Rollouts kept beside the checkpoint were made under the old training.seq_len and "
+        "rollout.temperature. They are not used; their prompts are sampled again.",
+    ]
+
+
+def test_another_layout_takes_effect_and_keeps_the_rollouts(world, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    world.checkpoint(4, world.plan().record)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    text = world.describe("--parallelism.tensor_parallel_degree=2")
+    assert "number of ranks: 2 -> 4, takes effect: the checkpoint is laid out anew" in text
+    assert "tensor_parallel_degree: 1 -> 2, takes effect: the checkpoint is laid out" in text
+    assert not world.plan("--parallelism.tensor_parallel_degree=2").unusable_because
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--optimizer.name=Adam", 'optimizer.name must stay "AdamW" .* got "Adam": the checkpoint'),
+        ("--debug.seed=7", "debug.seed must stay 0 .* got 7: it orders the prompts"),
+        ("--prompts.path=assets/reverse_digits/heldout.jsonl", "prompts.path must stay .*train.jsonl"),
+        ("--prompts.no-shuffle", "prompts.shuffle must stay true .* got false"),
+        ("--checkpoint.load_step=7", r"load_step must be .* got 7\. There is step 40\."),
+    ],
+)  # fmt: skip
+def test_what_the_state_depends_on_cannot_be_changed(world, argument, message):
+    world.checkpoint(40, world.plan().record)
+    with pytest.raises(CheckpointError, match=message):
+        world.plan(argument)
+
+
+def copy_of_model(world: World) -> Path:
+    folder = world.folder / "model"
+    shutil.copytree(world.repository / "assets/reverse_digits/model", folder)
+    return folder
+
+
+def test_a_model_that_has_moved_is_known_and_one_with_other_weights_is_refused(world):
+    world.checkpoint(40, world.plan().record)
+    folder = copy_of_model(world)
+    argument = f"--model.hf_assets_path={folder}"
+    assert [change.key for change in world.plan(argument).changes] == ["model.hf_assets_path"]
+    (file,) = folder.glob("*.safetensors")
+    weights = {name: tensor + 1e-3 for name, tensor in load_file(file).items()}
+    save_file(weights, file)
+    with pytest.raises(CheckpointError, match="which holds other weights: a resumed run has the"):
+        world.plan(argument)
+
+
+def test_a_model_of_other_sizes_is_refused_with_both_values(world):
+    record = world.plan().record
+    world.checkpoint(40, replace_size(record, "n_layers", "28"))
+    with pytest.raises(CheckpointError, match=r"with n_layers = 28 \(.*\), got n_layers = 4"):
+        world.plan()
+
+
+def replace_size(record: RunRecord, name: str, size: str) -> RunRecord:
+    import msgspec
+
+    return msgspec.structs.replace(record, model_sizes=record.model_sizes | {name: size})
+
+
+def test_more_steps_do_not_make_the_learning_rate_jump(world):
+    decaying = "--lr_scheduler.decay_ratio=1.0"
+    world.checkpoint(150, world.plan(decaying).record)
+    assert world.plan(decaying).record.schedule_steps == 150
+    longer = world.plan(decaying, "--training.steps=300")
+    assert longer.record.schedule_steps == 150
+    text = world.describe(decaying, "--training.steps=300")
+    assert "training.steps: 150 -> 300, takes effect: the run ends after step 300" in text
+    assert "The learning rate goes on without a jump (5.38e-06 in step 151): its schedule" in text
+    assert "Add --lr_scheduler.total_steps 300" in text
+    world.checkpoint(200, longer.record)
+    assert world.plan(decaying, "--training.steps=300").record.schedule_steps == 150
+    # Whoever sets the schedule or the rate anew gets it over the whole run.
+    for asked in ("--lr_scheduler.total_steps=300", "--optimizer.lr=1e-5"):
+        assert world.plan(decaying, "--training.steps=300", asked).record.schedule_steps == 300
+
+
+def test_a_constant_learning_rate_needs_no_words(world):
+    constant = "--lr_scheduler.decay_ratio=0.0"
+    world.checkpoint(150, world.plan(constant).record)
+    assert "learning rate" not in world.describe(constant, "--training.steps=300")
+
+
+def test_a_checkpoint_without_a_record_is_resumed_with_the_settings_of_the_start(world):
+    world.checkpoint(40, None)
+    start = world.plan("--optimizer.lr=1e-5")
+    assert (start.step, start.kept, start.changes) == (40, None, [])
+    assert "written without a record" in world.describe()
+
+
+def test_a_checkpoint_of_the_model_alone_or_without_the_reference_is_refused(world):
+    record = world.plan().record
+    folder = world.folder / "run/checkpoint/step-40"
+    dcp.save({"weight": torch.ones(1)}, checkpoint_id=str(folder), no_dist=True)
+    with pytest.raises(CheckpointError, match="must resume from a whole checkpoint"):
+        world.plan()
+    shutil.rmtree(folder)
+    world.checkpoint(40, record)
+    with pytest.raises(CheckpointError, match="must resume from a checkpoint that holds its ref"):
+        world.plan("--grpo.kl_coef=0.1", "--grpo.ref_model_ema=0.9")
+
+
+def test_newer_checkpoints_that_a_run_goes_back_behind_are_named(world):
+    for step in (20, 40, 60):
+        world.checkpoint(step, world.plan("--job.overwrite").record)
+    assert world.plan().step == 60
+    text = world.describe("--checkpoint.load_step=20")
+    assert "Newer checkpoints stay in that folder (step 40, step 60)" in text
+
+
+def test_a_run_is_finished_when_its_steps_its_export_and_its_summary_are_there(world):
+    world.checkpoint(150, world.plan().record)
+    config, start = world.config(), world.plan()
+    assert not is_finished(config, start), "it was killed before its end"
+    (world.folder / "run/hf/step-150").mkdir(parents=True)
+    (world.folder / "run/summary.json").write_text("{}")
+    assert is_finished(config, start)
+    assert "is finished: it has taken 150 steps" in describe_finished(config, start)
+    assert not is_finished(world.config("--training.steps=200"), start)
+    assert not is_finished(config, replace(start, folder=None))

@@ -1,0 +1,259 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""How a run starts: anew, or from a checkpoint, and what then differs.
+
+:func:`plan_start` only reads, and needs no process group: every rank, and a dry run, comes to the
+same plan from the files.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.resume.changes import (
+    Change,
+    asks_for_another_rate,
+    changes,
+    invalidates_rollouts,
+    model_refusal,
+    refusal,
+)
+from torchtitan.grpo.resume.kept_record import RunRecord, read_kept, record_of, states_in
+from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
+from torchtitan.grpo.training.lr_schedule import schedule_of
+
+
+class CheckpointError(ValueError):
+    """A run cannot start as asked from a checkpoint or in its folder; the message says why."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts.
+
+    Attributes:
+        record: The record of this run, which its checkpoints will hold.
+        step: Number of steps that the run has taken.
+        folder: The checkpoint from which it resumes; None if it begins anew.
+        kept: The record in that checkpoint; None if it has none.
+        changes: Settings that differ from it.
+        newer_steps: Steps of newer checkpoints in the same folder.
+    """
+
+    record: RunRecord
+    step: int = 0
+    folder: Path | None = None
+    kept: RunRecord | None = None
+    changes: list[Change] = field(default_factory=list)
+    newer_steps: list[int] = field(default_factory=list)
+
+    @property
+    def unusable_because(self) -> list[str]:
+        """The changed settings because of which rollouts beside the checkpoint are not used."""
+        return invalidates_rollouts(self.changes)
+
+
+def plan_start(config: JobConfig, model: HFModel) -> Start:
+    """Decides from the files how a run starts.
+
+    Raises:
+        CheckpointError: If the dump folder holds a run that this one would write over, or if the
+            checkpoint, or a setting that differs from its run's, makes it impossible to resume.
+    """
+    folder = None if config.job.overwrite else checkpoint_folder(config)
+    if folder is None:
+        check_new_run(config)
+        return Start(record_of(config, model, _own_schedule_steps(config)))
+    states = states_in(folder)
+    check_whole(folder, states, needs_reference=_moves_reference(config))
+    step, kept = read_kept(folder, states)
+    record = record_of(config, model, _own_schedule_steps(config))
+    newer = [n for n in _steps_beside(folder) if n > step]
+    if kept is None:
+        return Start(record, step, folder, newer_steps=newer)
+    found = changes(kept, config, record.num_ranks)
+    _refuse(found, kept, record, config, model.path)
+    if config.lr_scheduler.total_steps is None and not asks_for_another_rate(found):
+        record = msgspec.structs.replace(record, schedule_steps=kept.schedule_steps)
+    # The directory may have moved; the digest of the weights with which the run began stays.
+    record = msgspec.structs.replace(record, weights=kept.weights or record.weights)
+    return Start(record, step, folder, kept, found, newer)
+
+
+def _own_schedule_steps(config: JobConfig) -> int:
+    total = config.lr_scheduler.total_steps
+    return config.training.steps if total is None else total
+
+
+def _moves_reference(config: JobConfig) -> bool:
+    return config.grpo.kl_coef > 0 and config.grpo.ref_model_ema > 0
+
+
+def _refuse(
+    found: list[Change], kept: RunRecord, record: RunRecord, config: JobConfig, path: Path
+) -> None:
+    if problem := model_refusal(kept, record, path):
+        raise CheckpointError(problem)
+    for change in found:
+        if problem := refusal(change, kept, config):
+            raise CheckpointError(problem)
+
+
+def checkpoint_folder(config: JobConfig) -> Path | None:
+    """Returns the checkpoint from which a run resumes, or None if it begins anew.
+
+    As in torchtitan, that is the one of ``checkpoint.load_step`` or the newest in the folder;
+    without a folder, it is ``checkpoint.initial_load_path`` if that is to be loaded whole.
+
+    Raises:
+        CheckpointError: If there is no checkpoint of ``checkpoint.load_step``.
+    """
+    settings = config.checkpoint
+    if not settings.enable:
+        return None
+    folder = Path(config.job.dump_folder) / settings.folder
+    if not folder.is_dir():
+        path, whole = settings.initial_load_path, not settings.initial_load_model_only
+        return Path(path) if path and whole and Path(path).is_dir() else None
+    steps = _complete_steps(folder)
+    if settings.load_step == -1:
+        return folder / f"step-{steps[-1]}" if steps else None
+    if settings.load_step not in steps:
+        raise CheckpointError(
+            f"checkpoint.load_step must be the step of a checkpoint in {folder}, got "
+            f"{settings.load_step}. There is {_listed(steps)}."
+        )
+    return folder / f"step-{settings.load_step}"
+
+
+def _complete_steps(folder: Path) -> list[int]:
+    marks = (".metadata", "model.safetensors.index.json")
+    return [
+        step
+        for step in steps_in(folder)
+        if any((folder / f"step-{step}" / mark).is_file() for mark in marks)
+    ]
+
+
+def _steps_beside(folder: Path) -> list[int]:
+    return _complete_steps(folder.parent)
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(f"step {step}" for step in steps) or "none"
+
+
+def check_whole(folder: Path, states: set[str], *, needs_reference: bool) -> None:
+    """Refuses a checkpoint that lacks what a resumed run needs.
+
+    Args:
+        folder: The checkpoint.
+        states: Names of the states that it holds.
+        needs_reference: Whether the run has a reference model that moves.
+
+    Raises:
+        CheckpointError: If the checkpoint lacks the optimizer and the progress of the run, or
+            the reference model that the run needs.
+    """
+    if "train_state" not in states:
+        raise CheckpointError(
+            f"A run must resume from a whole checkpoint, got {folder}, which holds the model "
+            "alone, as the last checkpoint of a run with checkpoint.last_save_model_only does. Set "
+            "checkpoint.load_step to an earlier step in that folder, or choose another "
+            "job.dump_folder to start a new run."
+        )
+    if needs_reference and "reference" not in states:
+        raise CheckpointError(
+            "A run with grpo.ref_model_ema above 0 must resume from a checkpoint that holds its "
+            f"reference model, got {folder}, which was written without one. Set "
+            "grpo.ref_model_ema = 0, or choose another job.dump_folder to start a new run."
+        )
+
+
+def check_new_run(config: JobConfig) -> None:
+    """Refuses to begin a new run over an earlier one.
+
+    Raises:
+        CheckpointError: If the dump folder holds a run and ``job.overwrite`` is not set.
+    """
+    earlier = None if config.job.overwrite else describe_run(config)
+    if earlier is None:
+        return
+    folder = Path(config.job.dump_folder)
+    resumes = ""
+    if not config.checkpoint.enable and _complete_steps(folder / config.checkpoint.folder):
+        resumes = "--checkpoint.enable to go on from its newest checkpoint, "
+    raise CheckpointError(
+        f"job.dump_folder must not hold an earlier run, got {folder}, with {earlier}, which this "
+        f"run would write over. Add {resumes}--job.dump_folder "
+        f"{next_free_folder(config.job.dump_folder)} to keep it, or --job.overwrite to remove it "
+        "first."
+    )
+
+
+def is_finished(config: JobConfig, start: Start) -> bool:
+    """Whether a run has nothing left to do: all steps, the export, and the summary are there."""
+    folder = Path(config.job.dump_folder)
+    export = folder / "hf" / f"step-{start.step}"
+    ended = export.is_dir() and (folder / "summary.json").is_file()
+    return start.folder is not None and start.step >= config.training.steps and ended
+
+
+def describe_finished(config: JobConfig, start: Start) -> str:
+    """Returns one line for a finished run whose ``training.steps`` were not raised."""
+    return (
+        f"The run in {config.job.dump_folder} is finished: it has taken {start.step} steps, and "
+        f"training.steps is {config.training.steps}. To go on, add --training.steps "
+        f"{2 * start.step}."
+    )
+
+
+def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
+    """Yields lines that say where a run begins, and what differs from the checkpoint's run."""
+    if start.folder is None:
+        earlier = describe_run(config)
+        removed = f", where {earlier} will be removed (job.overwrite)" if earlier else ""
+        yield f"A new run in {config.job.dump_folder}{removed}."
+        return
+    yield f"Resumes after step {start.step} from {start.folder}."
+    if start.newer_steps:
+        yield (
+            f"Newer checkpoints stay in that folder ({_listed(start.newer_steps)}): they belong to "
+            "steps that this run takes again. Remove them, or name checkpoint.load_step whenever "
+            "you resume."
+        )
+    if start.kept is None:
+        yield (
+            "The checkpoint was written without a record of its run's settings, so that changes "
+            "cannot be listed. All settings are those of this start."
+        )
+    for change in start.changes:
+        yield f"  {change.describe(start.step + 1)}"
+    if keys := start.unusable_because:
+        yield (
+            "  Rollouts kept beside the checkpoint were made under the old "
+            f"{' and '.join(keys)}. They are not used; their prompts are sampled again."
+        )
+    yield from _describe_rate(config, start)
+
+
+def _describe_rate(config: JobConfig, start: Start) -> Iterator[str]:
+    """Yields what a changed ``training.steps`` does to the learning rate: nothing by itself."""
+    kept, steps, rate = start.record.schedule_steps, config.training.steps, config.optimizer.lr
+    if config.lr_scheduler.total_steps is not None or kept == steps or start.step >= steps:
+        return
+    held, anew = (schedule_of(config.lr_scheduler, n) for n in (kept, steps))
+    if all(held(n) == anew(n) for n in range(start.step, steps)):
+        return
+    end = f" and holds {rate * held(steps):.3g} after it" if steps > kept else ""
+    yield (
+        f"  The learning rate goes on without a jump ({rate * held(start.step):.3g} in step "
+        f"{start.step + 1}): its schedule stays laid over {kept} steps{end}. Add "
+        f"--lr_scheduler.total_steps {steps} to lay it over all steps "
+        f"({rate * anew(start.step):.3g} in step {start.step + 1})."
+    )
