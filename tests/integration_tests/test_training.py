@@ -1,9 +1,11 @@
 """Whole runs with the embedded server: what they compute and which files they write."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training.steps=4")
@@ -110,3 +112,38 @@ def test_an_export_loaded_into_a_new_run_is_what_the_new_run_serves(make_run):
 def test_one_rank_runs_without_fsdp(make_run):
     run = make_run(*SMALL, num_ranks=1).succeed()
     assert run.summary["server_version"] == 4
+
+
+def test_a_reward_that_takes_chat_messages_for_strings_is_noticed(make_run, repository, tmp_path):
+    """The run says that nothing is learned, and why; TensorBoard has every step."""
+    model = tmp_path / "model"
+    shutil.copytree(repository / "assets/reverse_digits/model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}->"}], "answer": str(n)[::-1]}
+        for n in range(100, 140)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(
+        "def right(prompts, completions, answer, **kwargs):\n"
+        "    return [float(a in c) for c, a in zip(completions, answer)]\n"
+    )
+    run = make_run(
+        f"--model.hf_assets_path={model}", f"--prompts.path={tmp_path / 'chat.jsonl'}",
+        f"--reward.functions={tmp_path / 'mine.py'}:right", "--training.steps=3",
+        f"--evaluation.path={tmp_path / 'chat.jsonl'}", "--evaluation.num_prompts=4",
+        "--grpo.prompts_per_step=4", "--observe.equal_rewards_steps=2", "--metrics.enable_tensorboard",
+        num_ranks=1,
+    ).succeed()  # fmt: skip
+    assert [record["reward/equal_groups_fraction"] for record in run.metrics] == [1, 1, 1]
+    assert run.console.count("had two different rewards") == 1
+    notice = run.console.partition("No group of the last 2 steps")[2]
+    assert notice.splitlines()[1].startswith(
+        "  - reward.functions: completions are lists of messages"
+    )
+    (file,) = run.folder.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
