@@ -45,9 +45,9 @@ from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
     start_server,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.system.child import start_child
 
 TIMEOUT_SECONDS = 900

@@ -310,13 +310,13 @@ def rollout_config(
 
 
 @pytest.fixture
-def open_link() -> Iterator[Callable[[RolloutProcessConfig], RolloutLink]]:
+def open_link() -> Iterator[Callable[..., RolloutLink]]:
     """Starts links, and checks at the end that none of their processes is left."""
     links: list[RolloutLink] = []
     processes: list[psutil.Process] = []
 
-    def open_(config: RolloutProcessConfig) -> RolloutLink:
-        link = RolloutLink(config)
+    def open_(config: RolloutProcessConfig, announce: Callable[[str], None] = print) -> RolloutLink:
+        link = RolloutLink(config, announce)
         links.append(link)
         link.start()
         return link

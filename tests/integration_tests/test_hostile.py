@@ -29,9 +29,9 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
@@ -211,7 +211,16 @@ def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
     assert 0.5 * proxy.spoiled.total() < sum_of(run, "rollout/failed_requests")
     assert sum_of(run, "rollout/failed_requests") <= proxy.spoiled.total()
     assert run.metrics[-1]["weight_sync/server_version"] >= num_steps - 2
+    assert_dropped_is_told(run, "answers that cannot be used", "groups without enough completions")
     run.wait_for_nobody()
+
+
+def assert_dropped_is_told(run, *kinds: str) -> None:
+    """Checks that the console names the first of each kind once, and counts them."""
+    for kind in kinds:
+        assert 1 <= run.console.count(f"First of the {kind}: ") <= 3, run.console
+    assert " dropped: " in run.console
+    assert run.console.count("Dropped in this run: ") == 1
 
 
 REWARDS = '''
@@ -312,6 +321,8 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     # All but those after the last batch.
     assert num_bad - 16 <= reasons["unscored"] == sum_of(run, "rollout/unscored_groups")
     assert 13 <= reasons["unscored"] <= num_bad
+    assert_dropped_is_told(run, "rewards that raised", "rewards that took too long")
+    assert "raised KeyError: 'no such key' (at " in run.console
     # Five of the behaviours end the worker; another one takes its place.
     workers = {int(pid) for _, pid in calls}
     assert len(workers) >= 2 + 5
@@ -328,4 +339,6 @@ def test_a_reward_that_always_fails_ends_the_run_with_the_reason(make_run, rewar
     message = run.fail()
     assert "groups in a row could not be scored (reward.max_consecutive_failures = 5)" in message
     assert "always_nan' must return finite numbers, got nan" in message
+    assert "Dropped in this run: " in run.console
+    assert "rewards unusable" in run.console
     assert not run.metrics

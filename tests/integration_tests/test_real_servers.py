@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ sys.path.append(str(REPOSITORY / "tests" / "programs"))
 from bare_trainer import (
     KEYS,
     PROBE,
+    VOCAB_SIZE,
     RunningServer,
     Trainer,
     assert_serves,
@@ -40,9 +42,11 @@ from bare_trainer import (
 )
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import free_ports, start_server, wait_until_up
+from torchtitan.grpo.inference.local_servers import free_ports, start_server
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 
@@ -267,6 +271,44 @@ def test_the_wrong_key_is_refused(server: RunningServer) -> None:
                 await client.generate(sampled("unwanted", [5], 8))
         finally:
             await client.close()
+
+    run(test)
+
+
+def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    """The server was started with --max-model-len 1024."""
+    spec = server.launched.spec
+    needs = ServerNeeds(server.kind, spec.model_path, 1024, "training.seq_len = 1024", TEMPERATURE)
+    config = json.loads((Path(spec.model_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 512}))
+
+    async def refusal(**changes) -> str:
+        changed = replace(needs, **changes)
+        client = make_client(changed.kind, server.launched.url, **KEYS)
+        try:
+            with pytest.raises(WrongServer) as caught:
+                await check_server(client, changed)
+        finally:
+            await client.close()
+        return str(caught.value)
+
+    async def test() -> None:
+        client = server.client()
+        try:
+            assert await check_server(client, needs) == []
+            facts = await client.describe(TEMPERATURE)
+        finally:
+            await client.close()
+        assert (facts.vocab_size, facts.max_model_len, facts.problems) == (VOCAB_SIZE, 1024, ())
+        assert facts.architecture == (None if server.kind == "vllm" else "Qwen3ForCausalLM")
+        assert "but this run needs 1025" in await refusal(num_tokens=1025)
+        assert "vocab_size of the model that it serves is 320" in await refusal(
+            model_path=str(tmp_path)
+        )
+        for other in {"embedded", "sglang", "vllm"} - {server.kind}:
+            assert f'or set inference.kind = "{server.kind}"' in await refusal(kind=other)
 
     run(test)
 

@@ -233,6 +233,78 @@ def test_dead_server_ends_the_run_by_name(config: RolloutProcessConfig, open_lin
         link.next_batch(0, BATCH_SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "sglang"}, "the embedded server answers there"),
+        ({"kind": "vllm"}, "bash scripts/serve_vllm.sh"),
+    ],
+)
+def test_a_server_of_the_wrong_kind_ends_the_start_within_seconds(
+    settings: dict[str, str], message: str, config: RolloutProcessConfig, open_link, serve
+):
+    server = serve()
+    inference = replace(config.inference, launch=False, urls=[server.url])
+    open_link(replace(config, inference=inference)).wait_ready(READY_SECONDS)  # it is up
+    began = time.monotonic()
+    link = open_link(replace(config, inference=replace(inference, **settings)))
+    with pytest.raises(RolloutFailed, match=message):
+        link.wait_ready(READY_SECONDS)
+    assert time.monotonic() - began < 60 < config.inference.startup_timeout_seconds
+
+
+def test_a_server_that_is_too_short_ends_the_start_with_the_length_that_is_needed(
+    config: RolloutProcessConfig, open_link, serve
+):
+    config.inference.launch, config.inference.urls = False, [serve().url]
+    config.seq_len = 400
+    with pytest.raises(RolloutFailed, match=r"at most 256 tokens .* this run needs 400"):
+        open_link(config).wait_ready(READY_SECONDS)
+
+
+MOODY = """
+calls = 0
+
+def moody(completions, **kw):
+    global calls
+    calls += 1
+    if calls % 2 == 0:
+        return [1.0 / (calls % 2)]
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_what_is_dropped_is_told_at_once_and_counted(
+    config: RolloutProcessConfig, open_link, serve_version, tmp_path: Path
+):
+    rows = Path(config.prompts.path).read_text().splitlines()[:12]
+    rows += [row.replace('"prompt": "', '"prompt": "' + 60 * "1") for row in rows]
+    config.prompts.path = str(tmp_path / "prompts.jsonl")
+    Path(config.prompts.path).write_text("\n".join(rows) + "\n")
+    (tmp_path / "mine.py").write_text(MOODY)
+    config.reward.functions = [f"{tmp_path / 'mine.py'}:moody"]
+    told: list[str] = []
+    link = open_link(config, told.append)
+    (server,) = link.wait_ready(READY_SECONDS)
+    serve_version(link, server.url, 0)
+    raised = 0.0
+    for version in range(2):
+        batch = link.next_batch(version, BATCH_SECONDS)
+        assert batch is not None
+        raised += batch.metrics["rollout/rewards_raised"]
+        serve_version(link, server.url, version + 1)
+    link.close()
+    (reward,) = [text for text in told if text.startswith("First of the rewards that raised")]
+    assert "moody' raised ZeroDivisionError" in reward
+    assert "mine.py:8, in moody: return [1.0 / (calls % 2)]" in reward
+    (group,) = [text for text in told if text.startswith("First of the groups without")]
+    assert "is not trained on" in group
+    (prompt,) = [text for text in told if text.startswith("First of the prompts that are too long")]
+    assert "prompts.max_prompt_tokens" in prompt and "prompts.jsonl" in prompt
+    assert 2 <= raised <= link.dropped["reward raised"] == link.dropped["unscored"]
+    assert link.dropped["too long"] >= 1
+
+
 def use(table: str, **values) -> Callable[[RolloutProcessConfig, Path], None]:
     def change(config: RolloutProcessConfig, folder: Path) -> None:
         for name, value in values.items():

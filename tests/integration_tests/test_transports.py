@@ -39,9 +39,9 @@ from torchtitan.grpo.inference.kinds import make_client  # noqa: E402
 from torchtitan.grpo.inference.local_servers import (  # noqa: E402
     LaunchedServer,
     free_ports,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec  # noqa: E402
+from torchtitan.grpo.inference.waiting import wait_until_up  # noqa: E402
 from torchtitan.grpo.models.hf_config import read_hf_model  # noqa: E402
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, load_hf_weights  # noqa: E402
 from torchtitan.grpo.training.model_spec import hf_train_spec  # noqa: E402

@@ -21,9 +21,9 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import ServerKind
 
 TIMEOUT_SECONDS = 6.0

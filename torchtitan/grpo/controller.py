@@ -24,6 +24,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
+from torchtitan.grpo.rollout.drops import run_summary
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
@@ -124,9 +125,9 @@ class RolloutController(StepSource):
         # Rollouts saved with later checkpoints belong to steps that this run takes again.
         discard_after(config.job.dump_folder, start_version)
         self._model, self._start_version = model, start_version
-        self._is_ready = False
+        self._is_ready = self._is_closed = False
         self._fetch_secret = secrets.token_hex(16)
-        self.link: RolloutLink = RolloutLink(self._process_config(start_version))
+        self.link: RolloutLink = RolloutLink(self._process_config(start_version), logger.warning)
         self.servers: list[ServerInfo] = []
 
     def start(self) -> None:
@@ -245,6 +246,9 @@ class RolloutController(StepSource):
 
     def close(self) -> None:
         self.link.close()
+        if not self._is_closed and (summary := run_summary(self.link.dropped)):
+            logger.warning(summary)
+        self._is_closed = True
         self.samples.close()
         self._ledger.close()
         if self._recorder is not None:

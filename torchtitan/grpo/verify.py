@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import KINDS, make_client
-from torchtitan.grpo.inference.local_servers import wait_until_up
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 

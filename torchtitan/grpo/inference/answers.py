@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import excerpt
 from torchtitan.grpo.types import FinishReason, GenerateRequest, Generation, VersionSegment
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
@@ -151,7 +151,7 @@ def checked_generation(
         )
     ids = _as_ids(token_ids, source)
     if [token for _, token in logprobs] != list(token_ids):
-        raise ServerError(f"{source}: the logprobs do not belong to the sampled tokens.")
+        raise LogprobsError(f"{source}: the logprobs do not belong to the sampled tokens.")
     values = [value for value, _ in logprobs]
     _require_logprobs(values, f"{source}: logprobs")
     return Generation(
@@ -243,4 +243,4 @@ def _as_ids(token_ids: Sequence[int], source: str) -> np.ndarray:
 def _require_logprobs(values: Sequence[Any], what: str) -> None:
     # Python compares integers of any size, and the comparison is false for NaN.
     if not all(type(v) in (float, int) and _LOWEST_LOGPROB <= v <= _ROUNDING for v in values):
-        raise ServerError(f"{what} must be finite and not above 0, got {values!s:.300}.")
+        raise LogprobsError(f"{what} must be finite and not above 0, got {values!s:.300}.")

@@ -22,6 +22,39 @@ class ServerError(RuntimeError):
     The message names the server's URL and route, what was expected, and what was received.
     """
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether the server answered, and did not do what it was asked."""
+        return True
+
+
+class LogprobsError(ServerError):
+    """A completion came without usable log-probabilities of its tokens."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server tells about itself and its model; ``None`` stands for what it does not tell.
+
+    Attributes:
+        software: Name and release, such as ``vLLM 0.32.0``, for messages.
+        release: Release number alone.
+        model_path: Directory or name that the server loaded the model from.
+        architecture: Name of the model's class in config.json, such as ``Qwen3ForCausalLM``.
+        vocab_size: Number of tokens in the model's vocabulary.
+        max_model_len: Longest prompt and completion together, in tokens.
+        problems: Each reason why this project cannot use the server as it was started: a missing
+            option, or a wrong one.
+    """
+
+    software: str
+    release: str | None = None
+    model_path: str | None = None
+    architecture: str | None = None
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    problems: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class ServerLoad:
@@ -95,6 +128,18 @@ class InferenceClient(ABC):
     @abstractmethod
     async def abort(self, request_id: str | None) -> None:
         """Aborts one request, or all requests if ``request_id`` is ``None``."""
+
+    async def describe(self, temperature: float) -> ServerFacts:
+        """Returns what the server tells about itself. Nothing is changed on it.
+
+        Args:
+            temperature: ``rollout.temperature``. A server may report suitable log-probabilities
+                at some temperatures only.
+
+        Raises:
+            WrongKind: If the URL is not that of a server of this kind.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not describe its server")
 
     @abstractmethod
     async def health(self) -> None:

@@ -33,6 +33,15 @@ class RouteError(ServerError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def was_answered(self) -> bool:
+        return self.status is not None
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server refused the request as such, so that repeating it is of no use."""
+        return self.status is not None and 400 <= self.status < 500
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -36,6 +36,8 @@ class KindRow:
             ``None`` if it runs in the trainer's. `scripts/install_<name>.sh` makes the folder.
         key_options: Command-line options of the server whose value is a secret key. The value
             is hidden where a command line is printed.
+        known_releases: Beginnings of the release numbers of servers that this project is tested
+            with; empty if the server belongs to this project.
     """
 
     name: ServerKind
@@ -44,6 +46,7 @@ class KindRow:
     capabilities: Capabilities
     environment: str | None = None
     key_options: tuple[str, ...] = ("--api-key",)
+    known_releases: tuple[str, ...] = ()
 
     @property
     def install_script(self) -> str | None:
@@ -76,6 +79,7 @@ _ROWS = (
         ),
         environment=".venv-sglang",
         key_options=("--api-key", "--admin-api-key"),
+        known_releases=("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
     ),
     KindRow(
         name="vllm",
@@ -84,6 +88,7 @@ _ROWS = (
         # With room for a second copy of the weights; the client finds out when it joins a group.
         capabilities=Capabilities(stops_for="commit", verifies_checksums=True, takes_deltas=True),
         environment=".venv-vllm",
+        known_releases=("0.32",),
     ),
 )
 

@@ -3,18 +3,15 @@
 
 """Starts inference servers on this machine, as child processes that end with the run."""
 
-import asyncio
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
@@ -24,8 +21,8 @@ from torchtitan.grpo.types import ServerKind
 if TYPE_CHECKING:
     from torchtitan.grpo.config import RolloutProcessConfig
 
-_POLL_SECONDS = 0.25
 _LOG_TAIL_BYTES = 4000
+_LINE_CHARS = 200
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,11 @@ class LaunchedServer:
             f"The {self.kind} server {self.url} ended with exit status "
             f"{self.process.returncode}. The end of its log {self.log_file}:\n{self.log_tail()}"
         )
+
+    def last_line(self) -> str:
+        """Returns the last line of the log that is not empty."""
+        lines = [line.strip() for line in self.log_tail().splitlines() if line.strip()]
+        return lines[-1][-_LINE_CHARS:] if lines else "(nothing yet)"
 
     def log_tail(self) -> str:
         """Returns the end of the log, for an error message."""
@@ -197,79 +199,6 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
             f"{spec.python!r}: {error}.{remedy}"
         ) from error
     return LaunchedServer(spec, process, log_file)
-
-
-async def wait_until_up(
-    clients: Sequence[InferenceClient],
-    servers: Sequence[LaunchedServer],
-    timeout_seconds: float,
-) -> None:
-    """Returns when every server answers that it is up.
-
-    Args:
-        clients: Clients of all servers, launched or not.
-        servers: The launched servers among them, which are matched by their URLs.
-        timeout_seconds: ``inference.startup_timeout_seconds``.
-
-    Raises:
-        RuntimeError: If a launched server has ended. The message holds the end of its log.
-        TimeoutError: If a server is not up within ``timeout_seconds``.
-    """
-    launched = {server.url: server for server in servers}
-    deadline = time.monotonic() + timeout_seconds
-    async with asyncio.TaskGroup() as tasks:
-        waits = [
-            tasks.create_task(
-                _settle(_wait_for_one(c, launched.get(c.url), deadline, timeout_seconds))
-            )
-            for c in clients
-        ]
-        # The first failure ends the other waits and is raised by itself, not in a group.
-        for wait in asyncio.as_completed(waits):
-            error = await wait
-            if error is not None:
-                for other in waits:
-                    other.cancel()
-                break
-    for wait in waits:
-        if not wait.cancelled() and (error := wait.result()) is not None:
-            raise error
-
-
-async def _settle(wait) -> Exception | None:
-    try:
-        await wait
-    except (RuntimeError, TimeoutError) as error:
-        return error
-    return None
-
-
-async def _wait_for_one(
-    client: InferenceClient, server: LaunchedServer | None, deadline: float, timeout_seconds: float
-) -> None:
-    last = "none"
-    while True:
-        try:
-            async with asyncio.timeout_at(
-                asyncio.get_running_loop().time() + deadline - time.monotonic()
-            ):
-                await client.health()
-            return
-        except (ServerError, TimeoutError) as error:
-            last = f"{type(error).__name__}: {error}" if str(error) else "none in time"
-        if server is not None and server.process.poll() is not None:
-            raise RuntimeError(
-                f"A server must stay up, but it ended early. {server.describe_end()}"
-            )
-        if time.monotonic() >= deadline:
-            log = f" The end of its log:\n{server.log_tail()}" if server is not None else ""
-            raise TimeoutError(
-                f"The server {client.url} must be up within inference.startup_timeout_seconds "
-                f"({timeout_seconds:g} s). Last answer: {last}. Start the server first, correct "
-                "its URL in inference.urls or inference.urls_file, or raise "
-                f"inference.startup_timeout_seconds.{log}"
-            )
-        await asyncio.sleep(_POLL_SECONDS)
 
 
 def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:

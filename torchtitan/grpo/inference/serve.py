@@ -1,44 +1,62 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Replaces this process with an inference server that is started as a run would launch it.
+"""Starts one inference server by hand, with the options that a run needs.
 
-    python .../torchtitan/grpo/system/light_start.py torchtitan.grpo.inference.serve \\
-        vllm MODEL_DIR [--host H] [--port P] [--device D] [further server arguments]
+    torchtitan-grpo serve KIND MODEL_DIR [--host H] [--port P] [--device D] [further server arguments]
 
-`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind.
+`scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind. What
+can be found wrong before the server loads ends it at once, with one line.
 """
 
 import argparse
+import json
 import os
 import shlex
+import socket
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.local_servers import default_device, mask_keys, server_command
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.types import ServerKind
+
+_REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
 
 
 def parse_arguments(arguments: list[str]) -> ServerSpec:
     """Returns the server of a command line. Unknown arguments are passed to the server."""
-    parser = argparse.ArgumentParser(prog="serve", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="torchtitan-grpo serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("model_path", help="Hugging Face directory")
-    parser.add_argument("--python", default=sys.executable, help="the server's interpreter")
+    parser.add_argument("--python", help="the server's interpreter")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, help="0 is the model's own, from its config.json"
+    )
     parser.add_argument("--max-running-requests", type=int, default=64)
     options, extra = parser.parse_known_args(arguments)
-    if not (Path(options.model_path) / "config.json").is_file():
-        parser.error(
-            f"MODEL_DIR must be a Hugging Face directory with a config.json, got {options.model_path}"
-        )
-    device = default_device(os.environ) if options.device == "auto" else options.device
+    try:
+        config = model_config(options.model_path)
+        check_length(options.max_model_len, config, options.model_path)
+        check_port(options.host, options.port)
+        device = choose_device(options.device)
+        python = options.python or interpreter_of(options.kind)
+    except ValueError as error:
+        parser.error(str(error))
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
@@ -51,18 +69,113 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
         dtype=dtype,
         max_model_len=options.max_model_len,
         max_running_requests=options.max_running_requests,
-        python=options.python,
+        python=python,
         api_key=os.environ.get(API_KEY_VARIABLE),
         admin_key=os.environ.get(ADMIN_KEY_VARIABLE),
         extra_args=tuple(extra),
     )
 
 
+def model_config(model_path: str) -> dict[str, Any]:
+    """Reads config.json of a model.
+
+    Raises:
+        ValueError: If there is none, or it cannot be read.
+    """
+    folder = Path(model_path)
+    wanted = "MODEL_DIR must be a Hugging Face directory with a config.json"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{wanted}, but there is no directory {folder}. Fetch the model with `hf download NAME "
+            "--local-dir DIR`, or correct the path."
+        )
+    file = folder / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{wanted}, but {file} cannot be read: {error}.") from error
+
+
+def check_length(max_model_len: int, config: dict[str, Any], model_path: str) -> None:
+    """Refuses sequences that are longer than the model's own limit.
+
+    Raises:
+        ValueError: If they are.
+    """
+    own = config.get("max_position_embeddings")
+    # With rope scaling, a server may allow more than the number in config.json.
+    is_scaled = (config.get("rope_scaling") or {}).get("rope_type", "default") != "default"
+    if isinstance(own, int) and max_model_len > own and not is_scaled:
+        raise ValueError(
+            f"--max-model-len must be at most {own} (max_position_embeddings in "
+            f"{model_path}/config.json), got {max_model_len}. Lower it, or leave it out for the "
+            "model's own."
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuses a port on which another program listens.
+
+    Raises:
+        ValueError: If the server could not listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"--host {host} --port {port} must be free to listen on: {error}. End the program "
+                "that listens there, or choose another port with --port."
+            ) from error
+
+
+def choose_device(device: str) -> str:
+    """Returns ``cpu`` or ``cuda``, and says so if no GPU is visible.
+
+    Raises:
+        ValueError: If CUDA is asked for, and no GPU is visible.
+    """
+    visible = default_device(os.environ)
+    if device == "cuda" and visible != "cuda":
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ValueError(
+            "--device cuda needs a GPU, but none is visible (CUDA_VISIBLE_DEVICES is "
+            f"{hidden!r}). Check nvidia-smi, or serve on the CPU with --device cpu."
+        )
+    if device == "auto" and visible == "cpu":
+        print("No GPU is visible: the server runs on the CPU.", flush=True)
+    return visible if device == "auto" else device
+
+
+def interpreter_of(kind: ServerKind) -> str:
+    """Returns the interpreter that runs servers of a kind.
+
+    Raises:
+        ValueError: If the environment of the kind does not exist.
+    """
+    row = KINDS[kind]
+    if row.environment is None:
+        return sys.executable
+    named = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON")
+    python = Path(named) if named else _REPOSITORY / row.environment / "bin" / "python"
+    if not python.is_file():
+        raise ValueError(
+            f"A {kind} server needs an environment of its own, but {python} does not exist. Run "
+            f"`bash {row.install_script}`, or name the interpreter with --python."
+        )
+    return str(python)
+
+
 def main() -> None:
     """Replaces this process with the server."""
     command, environ = server_command(parse_arguments(sys.argv[1:]), os.environ)
     print(f"+ {shlex.join(mask_keys(command))}", flush=True)
-    os.execve(command[0], command, environ)
+    try:
+        os.execve(command[0], command, environ)
+    except OSError as error:
+        sys.exit(f"error: the interpreter {command[0]} cannot be run: {error}.")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ class ServerSpec:
         port: Port to listen on.
         device: ``cpu`` or ``cuda``.
         dtype: ``float32`` or ``bfloat16``.
-        max_model_len: Longest prompt plus completion, in tokens.
+        max_model_len: Longest prompt plus completion, in tokens; 0 is the model's own limit, or
+            less if the server has no memory for as much.
         max_running_requests: Maximum number of completions that are sampled at once.
         python: Interpreter of the server's environment; ``None`` is the current interpreter.
         host: Address to listen on.

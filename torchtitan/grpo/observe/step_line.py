@@ -16,17 +16,13 @@ wait for the trainer. The larger of the two is shown.
 import math
 from collections.abc import Mapping
 
+from torchtitan.grpo.rollout.drops import KINDS
+
 WIDE_COLUMNS = 150
 """Number of columns from which on a terminal shows the long form."""
 
 _DROPPED = (
-    ("rollout/prompts_too_long", "prompts too long"),
-    ("rollout/failed_groups", "groups failed"),
-    ("rollout/unscored_groups", "groups unscored"),
-    ("rollout/filtered_groups", "groups filtered"),
-    ("rollout/expired_groups", "groups expired"),
-    ("rollout/overdue_groups", "groups overdue"),
-    ("rollout/failed_requests", "requests failed"),
+    *((kind.metric, kind.words) for kind in KINDS.values()),
     ("rollout/cut_rollouts", "answers cut"),
 )
 """Counts of a step that are shown if they are not zero."""

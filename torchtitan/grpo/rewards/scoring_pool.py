@@ -10,7 +10,7 @@ worker replaces the killed one.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchtitan.grpo.rewards.scoring_messages import (
@@ -52,6 +52,8 @@ class RewardPool:
         timeout_seconds: ``reward.timeout_seconds``, the time limit for scoring one group.
             Importing the functions may take ten times as long.
         max_consecutive_failures: ``reward.max_consecutive_failures``.
+        on_failure: Called with each group that could not be scored. By default the first of each
+            kind is logged.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RewardPool:
         num_workers: int,
         timeout_seconds: float,
         max_consecutive_failures: int,
+        on_failure: Callable[[CallFailed], None] | None = None,
     ) -> None:
         self.functions = list(functions)
         self._num_workers = num_workers
@@ -70,6 +73,7 @@ class RewardPool:
             "reward.max_consecutive_failures",
             "groups in a row could not be scored",
             RewardError,
+            on_failure,
         )
         self._owner = WorkerOwner(
             WorkerProgram(

@@ -7,6 +7,7 @@ The pool kills this process when a function exceeds the time limit. It therefore
 but that of the functions themselves.
 """
 
+import inspect
 import math
 import sys
 import traceback
@@ -74,9 +75,18 @@ def _score(request: Score, paths: list[str], functions: list[RewardFunction]) ->
             return Refused(
                 f"{path} raised {type(error).__name__}",
                 f"Reward function {path!r} raised {type(error).__name__}: "
-                f"{str(error)[:_MESSAGE_CHARS]}",
+                f"{str(error)[:_MESSAGE_CHARS]}{user_line(error, functions[position])}",
             )
     return Scored(values)
+
+
+def user_line(error: BaseException, function: RewardFunction) -> str:
+    """Returns where a reward function raised: the last line of its own file on the way there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
 
 
 def _call(function: RewardFunction, path: str, request: Score) -> Values:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
 from torchtitan.grpo.rollout.results import EvaluationResult, EvaluationSample
 from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text
@@ -35,6 +36,7 @@ class Evaluator:
         writer: Generates completions. The evaluator always decodes greedily, whatever the
             sampling settings of this writer are.
         max_in_flight: ``rollout.max_concurrent_rollouts``. Rollouts in flight count as well.
+        drops: Counts and announces prompts that get no score.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Evaluator:
         codec: TextCodec,
         writer: TrajectoryWriter,
         max_in_flight: int,
+        drops: DropLog | None = None,
     ) -> None:
         self._prompts = prompts
         self._dispatcher = dispatcher
@@ -54,6 +57,7 @@ class Evaluator:
         self._codec = codec
         self._writer = writer.greedy()
         self._max_in_flight = max_in_flight
+        self._drops = drops or DropLog()
         self._room = asyncio.Event()
         dispatcher.listeners.append(self._room.set)
 
@@ -119,7 +123,7 @@ class Evaluator:
             columns = environment_columns([generation]) if self._writer.has_environment else None
             values = await self._pool.score(prompt, [text], [ids], [self._function], columns)
         except (ServerError, EnvironmentFailed, ScoringFailed) as error:
-            logger.warning("Held-out prompt %d got no score: %s", prompt.index, error)
+            self._drops.record("held-out prompt", f"prompt {prompt.index}: {error}")
             return None
         score = values[0][0]
         if score is None:

@@ -13,10 +13,13 @@ from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
 class Unusable(Exception):
-    """Raised for a group that is not trained on. The ledger records ``reason``."""
+    """Raised for a group that is not trained on. The ledger records ``reason``.
 
-    def __init__(self, reason: CloseReason) -> None:
-        super().__init__(reason)
+    The message says more about the reason.
+    """
+
+    def __init__(self, reason: CloseReason, detail: str) -> None:
+        super().__init__(detail)
         self.reason: CloseReason = reason
 
 
@@ -57,23 +60,34 @@ class GroupJudge:
             RewardError: If the reward functions cannot be used any more. The run must stop.
         """
         if len(generations) < self._fewest:
-            raise Unusable("failed")
+            detail = self._too_few(
+                len(generations), "came back whole from servers and environments"
+            )
+            raise Unusable("failed", detail)
         kept = self._filter.keep(generations)
         if len(kept) < self._fewest:
-            raise Unusable("filtered")
+            filters = "passed rollout.min_completion_tokens and rollout.drop_truncated"
+            raise Unusable("filtered", self._too_few(len(kept), filters))
         try:
             rollouts = await self._scorer.score(prompt, kept)
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
             if len(scored) < self._fewest:
-                raise Unusable("unscored")
+                detail = self._too_few(len(scored), "got a reward that is not None")
+                raise Unusable("unscored", detail)
             accepted = await self._scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool
-            raise Unusable("unscored") from error
+            raise Unusable("unscored", str(error)) from error
         if len(accepted) < self._fewest:
-            raise Unusable("filtered")
+            detail = self._too_few(len(accepted), "passed rollout.should_accept")
+            raise Unusable("filtered", detail)
         if self._waste is not None and not is_informative(accepted) and self._waste.spend():
-            raise Unusable("filtered")
+            raise Unusable(
+                "filtered", "All its rewards are equal (rollout.dynamic_sampling is on)."
+            )
         return accepted
+
+    def _too_few(self, number: int, what: str) -> str:
+        return f"At least {self._fewest} completions are needed, but {number} {what}."
 
     def next_batch(self) -> None:
         """Resets the budget of dynamic sampling, because a batch was taken."""

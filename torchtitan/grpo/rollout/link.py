@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.types import ServerInfo
 
 _Answer = TypeVar("_Answer")
@@ -59,16 +61,25 @@ class RolloutLink:
     and :meth:`reread_urls`, which any thread may call. Every method except :meth:`reread_urls` and
     :meth:`close` raises :class:`RolloutFailed` after the process has ended.
 
+    Args:
+        config: Settings of the rollout process.
+        announce: Called with sentences that the user should read now, while a method waits for the
+            process.
+
     Attributes:
         watch: The current servers, for any thread. It exists once the process is started.
         fetch_endpoint: Where ranks fetch rollouts, once the process is ready. ``None`` if rank 0
             receives all rollouts.
         warnings: Findings at the first start of the process that the user should know about.
+        dropped: What was dropped in the run so far, by kind; see :mod:`.drops`.
     """
 
     watch: ServerWatch
 
-    def __init__(self, config: RolloutProcessConfig) -> None:
+    def __init__(
+        self, config: RolloutProcessConfig, announce: Callable[[str], None] = print
+    ) -> None:
+        self._announce = announce
         self._config = config
         self._restarts_left = config.rollout.max_process_restarts
         self._child: subprocess.Popen | None = None
@@ -85,10 +96,16 @@ class RolloutLink:
         self._evaluation_id = 0
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
-        self._progress = ""
+        self._progress = link_messages.Progress("")
+        self._dropped_before: Counter[str] = Counter()  # by processes that were killed
+        self._dropped: Counter[str] = Counter()
         self._saved: dict[int, int | None] = {}
         # Answers that arrived while a different answer was expected.
         self._unclaimed: list[tuple[link_messages.Answer, list[bytes]]] = []
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._dropped_before + self._dropped
 
     def start(self) -> None:
         """Starts the rollout process. The calling thread must live as long as the run."""
@@ -118,7 +135,8 @@ class RolloutLink:
         self._restarts_left -= 1
         self._close_sockets()
         self._config = replace(config, incarnation=self._config.incarnation + 1)
-        self._failure, self._asked_version, self._progress = None, None, ""
+        self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
+        self._dropped_before, self._dropped = self.dropped, Counter()
         self._unclaimed = []
         self._launch()
         with self._notices_lock:
@@ -264,6 +282,9 @@ class RolloutLink:
             self._messages.send(link_messages.encode(link_messages.Stop()))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(timeout=_ORDERLY_STOP_SECONDS)
+            # Its last words: what was dropped since it spoke last.
+            with contextlib.suppress(RolloutFailed):
+                self.raise_if_ended()
         if self._child is not None:
             stop_children([self._child], grace_seconds=_KILL_GRACE_SECONDS)
             self._failure = self._failure or "The rollout process is closed."
@@ -317,7 +338,8 @@ class RolloutLink:
 
         Returns ``None`` if ``should_stop`` returned true before the answer arrived.
         """
-        deadline = time.monotonic() + timeout_seconds
+        began = time.monotonic()
+        reminders = Reminders()
         while True:
             for position, (message, frames) in enumerate(self._unclaimed):
                 if isinstance(message, kind):
@@ -327,8 +349,14 @@ class RolloutLink:
                 continue
             if should_stop is not None and should_stop():
                 return None
-            if time.monotonic() > deadline:
-                state = self._progress or "it has not reported what it waits for"
+            waited = time.monotonic() - began
+            if self._progress.is_stuck and reminders.is_due(waited):
+                self._announce(
+                    f"Waiting since {waited:.0f} s (at most {timeout_seconds:g} s) for the rollout "
+                    f"process to {what}: {self._progress.message}"
+                )
+            if waited > timeout_seconds:
+                state = self._progress.message or "it has not reported what it waits for"
                 raise RolloutFailed(
                     f"The rollout process did not {what} within {timeout_seconds:g} s: {state}. "
                     f"Its log is {self._log}."
@@ -351,7 +379,11 @@ class RolloutLink:
             self._failure, self._has_spoken = answer.message, True
             raise RolloutFailed(answer.message)
         if isinstance(answer, link_messages.Progress):
-            self._progress = answer.message
+            self._progress = answer
+        elif isinstance(answer, link_messages.Announcement):
+            self._announce(answer.text)
+        elif isinstance(answer, link_messages.Dropped):
+            self._dropped = Counter(answer.counts)
         elif isinstance(answer, link_messages.Saved):
             self._saved[answer.version] = answer.num_rollouts
         else:

@@ -85,9 +85,25 @@ class Fatal(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """Describes what a requested batch or evaluation still waits for."""
+    """Describes what a requested batch or evaluation still waits for.
+
+    ``is_stuck`` tells that nothing happens, because no server is ready.
+    """
 
     message: str
+    is_stuck: bool = False
+
+
+class Announcement(msgspec.Struct, tag=True):
+    """A sentence that the user should read now."""
+
+    text: str
+
+
+class Dropped(msgspec.Struct, tag=True):
+    """What this process has dropped so far, by kind; see :mod:`.drops`."""
+
+    counts: dict[str, int]
 
 
 class Saved(msgspec.Struct, tag=True):
@@ -124,7 +140,7 @@ class Batch(msgspec.Struct, tag=True):
 
 Command = NextBatch | Evaluate | Save | Stop
 Notice = VersionServed | ServerLost | RereadUrls
-Answer = Ready | Fatal | Progress | Batch | Saved | EvaluationDone
+Answer = Ready | Fatal | Progress | Announcement | Dropped | Batch | Saved | EvaluationDone
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -25,9 +25,11 @@ import zmq.asyncio
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import group_frames, link_messages
+from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.loop_lag import LoopLag
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.types import ServerInfo
 
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _PARENT_POLL_SECONDS = 1.0
 _PROGRESS_SECONDS = 2.0
+_COUNT_SECONDS = 1.0
 _CANCEL_SECONDS = 0.5
 _SAVE_SECONDS = 1.5
 _LINGER_MILLISECONDS = 2000
@@ -56,6 +59,8 @@ class RolloutProcess:
         self._notices = self._bind(zmq.PULL, directory / link_messages.NOTICES_SOCKET)
         self._servers = self._bind(zmq.PUSH, directory / link_messages.SERVERS_SOCKET)
         self._stop = asyncio.Event()
+        self._announcer = Announcer()
+        self._told_counts: dict[str, int] = {}
         self._lag = LoopLag()
         self._session: RolloutSession | None = None
         self._saving: asyncio.Task[None] | None = None
@@ -85,6 +90,7 @@ class RolloutProcess:
             failed = work in done and not work.cancelled()
             return await self._report(work.exception() if failed else None)
         finally:
+            self._announcer.close()
             if self._session is not None:
                 await self._session.close()
             self._messages.close(linger=_LINGER_MILLISECONDS)
@@ -98,7 +104,8 @@ class RolloutProcess:
         async with asyncio.TaskGroup() as tasks:
             # Started first, so that a stop is received while servers come up.
             tasks.create_task(self._listen(tasks))
-            self._session = session = RolloutSession(self._config)
+            tasks.create_task(self._speak())
+            self._session = session = RolloutSession(self._config, self._announcer.announce)
             await session.open()
             endpoint = self._holder.endpoint if self._holder is not None else None
             await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
@@ -113,6 +120,7 @@ class RolloutProcess:
             tasks.create_task(session.dispatcher.watch_loads())
 
     async def _report(self, error: BaseException | None) -> int:
+        await self._speak_once()
         if error is None or isinstance(error, asyncio.CancelledError):
             return 0
         cause = first_cause(error)
@@ -122,6 +130,22 @@ class RolloutProcess:
             text = f"{type(cause).__name__}: {text}"
         await self._send(link_messages.Fatal(text))
         return 1
+
+    async def _speak(self) -> None:
+        """Tells rank 0 what the user should know, as soon as it is known."""
+        while True:
+            await self._announcer.wait(_COUNT_SECONDS)
+            if self._session is not None and hasattr(self._session, "producer"):
+                self._session.producer.count_prompts()
+            await self._speak_once()
+
+    async def _speak_once(self) -> None:
+        for text in self._announcer.take():
+            await self._send(link_messages.Announcement(text))
+        counts = dict(self._session.drops.counts) if self._session is not None else {}
+        if counts != self._told_counts:
+            self._told_counts = counts
+            await self._send(link_messages.Dropped(counts))
 
     async def _listen(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -152,7 +176,7 @@ class RolloutProcess:
 
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:
         waiting = asyncio.ensure_future(session.producer.batch(command.version))
-        await self._say_progress(waiting, session.producer.describe)
+        await self._say_progress(waiting, session.producer.describe, session.dispatcher)
         batch = await waiting
         headers, frames = group_frames.pack_groups(batch.groups)
         if self._holder is not None:
@@ -180,7 +204,7 @@ class RolloutProcess:
         if evaluator is None:
             raise RuntimeError("Rank 0 requested an evaluation, but evaluation.path is not set.")
         waiting = asyncio.ensure_future(evaluator.evaluate(command.version))
-        await self._say_progress(waiting, evaluator.describe)
+        await self._say_progress(waiting, evaluator.describe, session.dispatcher)
         result = await waiting
         await self._send(link_messages.EvaluationDone(command.request_id, result))
 
@@ -204,12 +228,16 @@ class RolloutProcess:
         await self._send(link_messages.Saved(command.version, num_rollouts))
 
     async def _say_progress(
-        self, waiting: "asyncio.Future[Any]", describe: Callable[[], str]
+        self,
+        waiting: "asyncio.Future[Any]",
+        describe: Callable[[], str],
+        dispatcher: Dispatcher,
     ) -> None:
         """Tells rank 0 what the result still waits for, so that a timeout there can name it."""
         try:
             while not (await asyncio.wait({waiting}, timeout=_PROGRESS_SECONDS))[0]:
-                await self._send(link_messages.Progress(describe()))
+                is_stuck = not any(server.is_ready() for server in dispatcher.servers.values())
+                await self._send(link_messages.Progress(describe(), is_stuck))
         except asyncio.CancelledError:
             waiting.cancel()
             raise

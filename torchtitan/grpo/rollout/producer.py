@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Literal
 
 from torchtitan.grpo.rollout.admission import Admission, part_size
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.idle_shares import IdleShares
 from torchtitan.grpo.rollout.joining import as_context
 from torchtitan.grpo.rollout.judging import GroupJudge, Unusable
@@ -55,6 +56,7 @@ class Producer:
         num_parts: Number of parts in which a batch is delivered (``rollout.stream_parts``).
         overdue: ``rollout.overdue``.
         saved: Groups restored from an earlier process. ``prompts`` must not return them again.
+        drops: Counts and announces what is dropped.
         ranker: Predicts the length of answers. ``None`` starts prompts in stream order.
         window: Number of consecutive prompts that are sorted by predicted length. Use the number
             of prompts in a batch.
@@ -73,6 +75,7 @@ class Producer:
         num_parts: int = 1,
         overdue: OverduePolicy = "wait",
         saved: SavedRollouts | None = None,
+        drops: DropLog | None = None,
         ranker: LengthRanker | None = None,
         window: int = 1,
     ) -> None:
@@ -82,6 +85,7 @@ class Producer:
         self._judge = judge
         self._ledger = ledger
         self._writer = writer
+        self._drops = drops or DropLog()
         self._group_size = group_size
         self._num_parts = num_parts
         self._overdue: OverduePolicy = overdue
@@ -325,7 +329,7 @@ class Producer:
         except Unusable as verdict:
             # The servers did not fail if the group was cut before it had two completions.
             is_early = is_cut and verdict.reason == "failed"
-            self._close(prompt.index, "overdue" if is_early else verdict.reason)
+            self._close(prompt.index, "overdue" if is_early else verdict.reason, str(verdict))
         else:
             self._finish(
                 RolloutGroup(
@@ -338,10 +342,11 @@ class Producer:
         self._group_done.set()
         self._room.set()
 
-    def _close(self, group_id: int, reason: CloseReason) -> None:
+    def _close(self, group_id: int, reason: CloseReason, detail: str) -> None:
         self._admission.close(group_id)
         self._ledger.close(group_id, reason)
         self._counts.closed[reason] += 1
+        self._drops.record_closed(group_id, reason, detail)
 
     def _relieve_overdue(self) -> bool:
         """Applies ``rollout.overdue`` to the groups that hold up the next batch.
@@ -364,7 +369,9 @@ class Producer:
             del self._running[group_id]
             made_room = True
             if self._overdue == "drop":
-                self._close(group_id, "overdue")
+                self._close(
+                    group_id, "overdue", 'Its batch did not wait (rollout.overdue = "drop").'
+                )
             else:
                 # The prompt stays open in the ledger. Its new deadline counts from its restart.
                 self._admission.close(group_id)
@@ -379,18 +386,24 @@ class Producer:
             return
         self._ledger.close(group.group_id, "expired")
         self._counts.closed["expired"] += 1
-        logger.warning(
-            "Group %d contains tokens of version %d, which is older than the version that %s was "
-            "attested to serve when the group started. The group is dropped.",
+        self._drops.record_closed(
             group.group_id,
-            oldest,
-            group.server_url,
+            "expired",
+            f"It contains tokens of version {oldest}, which is older than the version that "
+            f"{group.server_url} was attested to serve when the group started.",
         )
+
+    def count_prompts(self) -> None:
+        """Counts prompts that were left out, which may happen in a long row."""
+        number = self._prompts.num_too_long - self._counts.closed["too long"]
+        if number:
+            self._counts.closed["too long"] += number
+            self._drops.record("too long", self._prompts.first_too_long, number=number)
 
     def _batch_metrics(self, groups: list[RolloutGroup]) -> dict[str, float]:
         self._counts.failed_requests = self._dispatcher.num_failed_requests
         self._counts.tokens = self._dispatcher.num_tokens
-        self._counts.closed["too long"] = self._prompts.num_too_long
+        self.count_prompts()
         self._counts.equal = self._judge.num_equal_dropped
         metrics = self._metrics.of_batch(
             groups,
@@ -398,5 +411,5 @@ class Producer:
             buffered=len(self._finished),
             in_flight=self._dispatcher.in_flight,
         )
-        metrics |= self._shares.take_metrics()
+        metrics |= self._shares.take_metrics() | self._drops.take_metrics()
         return metrics | self._writer.metrics() | self._dispatcher.metrics()

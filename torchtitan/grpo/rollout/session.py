@@ -5,13 +5,14 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, prose_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.ledger import Ledger
@@ -43,6 +44,14 @@ logger = logging.getLogger(__name__)
 class RolloutSession:
     """Owns the servers, reward workers, prompts and the producer of one run.
 
+    Args:
+        config: Settings of the rollout process.
+        announce: Called with sentences that the user should read now. By default they are logged.
+
+    Attributes:
+        drops: What was dropped so far.
+        warnings: Findings at the start that the user should know about.
+
     :meth:`close` may be called at any time, including before :meth:`open` and after an
     :meth:`open` that failed.
     """
@@ -51,14 +60,17 @@ class RolloutSession:
     producer: Producer
     evaluator: Evaluator | None = None
 
-    def __init__(self, config: RolloutProcessConfig) -> None:
+    def __init__(
+        self, config: RolloutProcessConfig, announce: Callable[[str], None] | None = None
+    ) -> None:
+        self.drops = DropLog(announce)
         self._saved: SavedRollouts | None = None
         if config.saved_rollouts is not None:
             # This progress is newer than the checkpoint's: it also covers work done since then.
             self._saved = read_saved(Path(config.saved_rollouts), config.start_version)
             config = replace(config, progress=self._saved.progress)
         self._config = config
-        self._fleet = ServerFleet(config)
+        self._fleet = ServerFleet(config, announce)
         self._pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
         self._stream: PromptStream | None = None
@@ -93,6 +105,7 @@ class RolloutSession:
             max_concurrent_rollouts=config.rollout.max_concurrent_rollouts,
             adaptive_concurrency=config.rollout.adaptive_concurrency,
             hedge_seconds=config.rollout.hedge_seconds,
+            drops=self.drops,
         )
         sampling = make_sampling(config)
         if self._environments is not None:
@@ -120,6 +133,7 @@ class RolloutSession:
             num_parts=config.rollout.stream_parts if config.rollout.stream else 1,
             overdue=config.rollout.overdue,
             saved=saved,
+            drops=self.drops,
             ranker=ranker,
             window=config.grpo.prompts_per_step,
         )
@@ -136,6 +150,7 @@ class RolloutSession:
             codec=codec,
             writer=self._make_writer(sampling, codec),
             max_in_flight=self._config.rollout.max_concurrent_rollouts,
+            drops=self.drops,
         )
 
     def _make_writer(self, sampling: Sampling, codec: TextCodec) -> TrajectoryWriter:
@@ -186,12 +201,12 @@ class RolloutSession:
         pending = [index for index in config.progress.open if index not in saved]
         stream, examples = await asyncio.to_thread(open_prompts, config, codec, pending)
         self._stream = stream
-        held_out = await asyncio.to_thread(open_held_out, config, codec)
-        self._pool = pool = make_reward_pool(config)
+        held_out = await asyncio.to_thread(open_held_out, config, codec, self.drops)
+        self._pool = pool = make_reward_pool(config, self.drops)
         await pool.start()
         columns = {}
         if config.rollout.environment is not None:
-            self._environments = environments = make_environment_pool(config)
+            self._environments = environments = make_environment_pool(config, self.drops)
             await environments.start()
             columns = {"environment_reward": [0.0]}
         key = "prompts.paths" if config.prompts.paths else "prompts.path"

@@ -12,6 +12,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.prompts import (
@@ -63,7 +64,7 @@ def _examples(prompts: PromptSet) -> list[Example]:
     ]
 
 
-def open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Prompt]:
+def open_held_out(config: RolloutProcessConfig, codec: TextCodec, drops: DropLog) -> list[Prompt]:
     """Reads the held-out prompts; none without ``evaluation.path``."""
     settings = config.evaluation
     if settings.path is None:
@@ -76,11 +77,11 @@ def open_held_out(config: RolloutProcessConfig, codec: TextCodec) -> list[Prompt
     ) as prompts:
         usable, num_too_long = first_prompts(prompts, settings.num_prompts)
     if num_too_long:
-        logger.warning("%d held-out prompts are too long and are left out", num_too_long)
+        drops.record("held-out prompt", prompts.too_long_reason, number=num_too_long)
     return usable
 
 
-def make_reward_pool(config: RolloutProcessConfig) -> RewardPool:
+def make_reward_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool:
     reward = config.reward
     if not reward.functions:
         raise ValueError("reward.functions must name at least one reward function, got [].")
@@ -93,10 +94,11 @@ def make_reward_pool(config: RolloutProcessConfig) -> RewardPool:
         num_workers=reward.num_workers,
         timeout_seconds=reward.timeout_seconds,
         max_consecutive_failures=reward.max_consecutive_failures,
+        on_failure=drops.record_scoring,
     )
 
 
-def make_environment_pool(config: RolloutProcessConfig) -> EnvironmentPool:
+def make_environment_pool(config: RolloutProcessConfig, drops: DropLog) -> EnvironmentPool:
     rollout = config.rollout
     assert rollout.environment is not None, "rollout.environment must be set"
     return EnvironmentPool(
@@ -105,6 +107,7 @@ def make_environment_pool(config: RolloutProcessConfig) -> EnvironmentPool:
         num_workers=rollout.environment_workers,
         timeout_seconds=rollout.environment_timeout_seconds,
         max_consecutive_failures=rollout.max_consecutive_failures,
+        on_failure=drops.record_episode,
     )
 
 

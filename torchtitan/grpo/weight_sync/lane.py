@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torchtitan.grpo.attestation import Attestation, AttestationFailed
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.weight_sync.first_join import FirstJoin
 from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
 from torchtitan.grpo.weight_sync.transports.interface import (
     Connection,
@@ -62,6 +63,7 @@ class Lane:
         sync: The table ``[weight_sync]``.
         attestation: What servers must prove after a push.
         listeners: Callbacks of all lanes.
+        is_initial: Whether the server was there at the start of the run.
 
     Attributes:
         url: Address of the server.
@@ -82,6 +84,8 @@ class Lane:
         sync: WeightSync,
         attestation: Attestation,
         listeners: Listeners,
+        *,
+        is_initial: bool = False,
     ) -> None:
         self.url = connection.client.url
         self.state = LaneState.JOINING
@@ -94,6 +98,7 @@ class Lane:
         self._sync, self._attestation = sync, attestation
         self._backoff = Backoff(sync.retry_seconds, sync.max_retry_seconds)
         self._server = versions.add_server()
+        self._first_join = FirstJoin(self.url, is_initial=is_initial)
 
     @property
     def version(self) -> int:
@@ -117,6 +122,8 @@ class Lane:
             except _LOSSES as error:
                 # Reported first, since recovering may take as long as its timeouts allow.
                 self._lose(error)
+                if not isinstance(error, VersionMismatch):
+                    self._first_join.fail(error)
                 await self._connection.recover()
                 await asyncio.sleep(self._backoff.seconds_after_failure())
                 self._take(LaneEvent.RETRY_DUE)
@@ -209,6 +216,7 @@ class Lane:
 
     def _confirm(self, report: PushReport) -> None:
         self.num_pushes += 1
+        self._first_join.succeed()
         self._server.confirmed, self.last_push = report.version, report
         self._backoff.reset()
         self._listeners.on_version(self.url, report.version)

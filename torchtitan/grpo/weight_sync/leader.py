@@ -91,6 +91,7 @@ class Leader:
         self._sync, self._attestation, self._listeners = sync, attestation, listeners
         self._servers, self._changed_servers = servers, changed_servers
         self._versions = Versions(slots, max_alive(sync, len(servers)), self._drop)
+        self._was_started = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
 
@@ -152,6 +153,8 @@ class Leader:
         A server that went and came back since the last call has kept its lane, but the rollout
         process no longer knows its version, so the lane announces the version again.
         """
+        is_start = not self._was_started
+        self._was_started = True
         former, self._servers = self._servers, servers
         wanted = {server.url for server in servers}
         for lane in [lane for lane in self.lanes if lane.url not in wanted]:
@@ -167,7 +170,12 @@ class Leader:
             elif server.url not in known:
                 connection = self._parts.transport.connect(self._parts.make_client(server))
                 lane = Lane(
-                    connection, self._versions, self._sync, self._attestation, self._listeners
+                    connection,
+                    self._versions,
+                    self._sync,
+                    self._attestation,
+                    self._listeners,
+                    is_initial=is_start,
                 )
                 self.lanes = [*self.lanes, lane]
                 running = _run_after(self._closing.get(lane.url), lane)

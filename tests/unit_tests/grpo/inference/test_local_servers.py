@@ -25,9 +25,9 @@ from torchtitan.grpo.inference.local_servers import (
     server_command,
     server_specs,
     start_server,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import PromptProgress
 
 SPEC = ServerSpec(
@@ -246,6 +246,32 @@ def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path:
         server.stop()
     assert server.process.returncode is not None
     assert time.monotonic() - started < 60
+
+
+def test_a_server_that_loads_is_described_with_the_last_line_of_its_log(tmp_path: Path) -> None:
+    server = start_script(tmp_path, "echo reading; echo loading shard 3; echo; exec sleep 600")
+    told: list[str] = []
+
+    async def wait_until_told() -> None:
+        client = make_client("vllm", server.url)
+        waiting = asyncio.create_task(
+            wait_until_up([client], [server], 300, tell=told.append, kind="vllm")
+        )
+        async with asyncio.timeout(120):
+            while not told:
+                await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await client.close()
+
+    try:
+        asyncio.run(wait_until_told())
+    finally:
+        server.stop()
+    (text,) = told
+    assert text.startswith(f"Waiting for the vllm server {server.url} since 5 s (at most 300 s")
+    assert "ClientConnectorError" in text
+    assert text.endswith("vllm-0.log: loading shard 3")
 
 
 @pytest.mark.parametrize(

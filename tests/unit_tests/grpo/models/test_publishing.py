@@ -10,9 +10,9 @@ from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ import pytest
 from torchtitan.grpo.attestation import Attestation, Probes
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.weight_sync import lane as lane_module
+from torchtitan.grpo.weight_sync.first_join import WeightsRefused
 from torchtitan.grpo.weight_sync.lane import Lane, Listeners
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.transports.interface import PushReport
@@ -168,7 +170,7 @@ class ScriptedWay:
 class LaneRig:
     """A lane over a scripted way, and what its listeners heard."""
 
-    def __init__(self, delta: bool = False, max_alive: int = 4) -> None:
+    def __init__(self, delta: bool = False, max_alive: int = 4, is_initial: bool = False) -> None:
         self.dropped, self.may_drop = list[int](), asyncio.Event()
         self.may_drop.set()
         self.server = Scripted()
@@ -189,6 +191,7 @@ class LaneRig:
                 on_version=lambda url, version: self.heard.put_nowait(("version", version)),
                 on_lost=lambda url, reason: self.heard.put_nowait(("lost", reason)),
             ),
+            is_initial=is_initial,
         )
         self.running = asyncio.create_task(self.lane.run())
 
@@ -300,3 +303,48 @@ def test_a_delta_is_against_what_the_server_has_confirmed_and_that_is_kept_meanw
         assert rig.way.asked == ["join", (1, None), (2, 1), (3, 2)]
 
     run_rig(body, delta=True, max_alive=2)
+
+
+def test_a_server_that_refuses_the_first_weights_again_and_again_ends_the_run():
+    async def body(rig: LaneRig) -> None:
+        rig.way.error = RouteError("/update_weights answered 400: no parameter named x", 400)
+        await rig.versions.begin(1)
+        with pytest.raises(
+            WeightsRefused, match=r"http://a .*never taken any.* no parameter named"
+        ):
+            await asyncio.wait_for(asyncio.shield(rig.running), PATIENCE)
+        assert rig.lane.num_failures == 3
+
+    run_rig(body, is_initial=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_initial"),
+    [
+        (RouteError("no connection"), True),
+        (RuntimeError("the group broke"), True),
+        (RouteError("answered 400", 400), False),
+    ],
+)
+def test_no_other_loss_of_a_server_ends_the_run(error: Exception, is_initial: bool):
+    async def body(rig: LaneRig) -> None:
+        rig.way.error = error
+        await rig.versions.begin(1)
+        for _ in range(5):
+            assert (await rig.hears())[0] == "lost"
+        assert not rig.running.done()
+
+    run_rig(body, is_initial=is_initial)
+
+
+def test_a_server_that_has_taken_weights_before_may_refuse_them_later():
+    async def body(rig: LaneRig) -> None:
+        await rig.versions.begin(1)
+        assert await rig.hears() == ("version", 1)
+        rig.way.error = RouteError("answered 400", 400)
+        await rig.versions.begin(2)
+        for _ in range(5):
+            assert (await rig.hears())[0] == "lost"
+        assert not rig.running.done()
+
+    run_rig(body, is_initial=True)

@@ -111,7 +111,9 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
         table,
         ModelFacts(runner.vocab_size, max_model_len, read_eos_ids(path), load_tokenizer(path)),
         {
+            "embedded": True,
             "model_path": path,
+            "architectures": model.config.architectures,
             "tokenizer_path": path,
             "is_generation": True,
             "vocab_size": runner.vocab_size,

@@ -20,6 +20,8 @@ class EmbeddedClient(SGLangClient):
     be paused, and it always serves either the old or the new version.
     """
 
+    _KIND = "embedded"
+
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
     ) -> None:

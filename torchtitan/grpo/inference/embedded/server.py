@@ -90,6 +90,7 @@ class EmbeddedServer:
             ("GET", "/get_model_info", self._model_info, normal),
             ("GET", "/server_info", self._server_info, normal),
             ("GET", "/get_server_info", self._server_info, normal),
+            ("GET", "/v1/models", self._models, normal),
             ("GET", "/v1/loads", self._loads, normal),
             ("POST", "/generate", self._generate, normal),
             ("POST", "/abort_request", self._abort_request, control),
@@ -248,7 +249,6 @@ class EmbeddedServer:
             {
                 **self._info,
                 "version": DIALECT_VERSION,
-                "embedded": True,
                 "tp_size": 1,
                 "pp_size": 1,
                 "dp_size": 1,
@@ -263,6 +263,11 @@ class EmbeddedServer:
                 "weight_groups": self.updater.group_names,
             }
         )
+
+    async def _models(self, http: web.Request) -> web.Response:
+        path, length = self._info["model_path"], self._info["max_model_len"]
+        card = {"id": path, "object": "model", "owned_by": "embedded", "max_model_len": length}
+        return web.json_response({"object": "list", "data": [card]})
 
     async def _loads(self, http: web.Request) -> web.Response:
         load = self.engine.load()

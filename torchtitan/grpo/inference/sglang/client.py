@@ -24,19 +24,26 @@ from torchtitan.grpo.inference.answers import (
 from torchtitan.grpo.inference.client import (
     Capabilities,
     InferenceClient,
+    LogprobsError,
     ServerError,
+    ServerFacts,
     ServerLoad,
 )
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.identify import require_kind
+from torchtitan.grpo.inference.model_cards import card_of, first_architecture, smallest
 from torchtitan.grpo.inference.sglang.load import parse_loads
 from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
-from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
 
 # From this release on, an update is a session with a begin and an end request.
 _FIRST_VERSION_WITH_SESSIONS = (0, 5, 21)
+_OUTSIDE_VOCABULARY = 2**31 - 1
+# In the message that refuses a logit bias of a token that is not in the vocabulary.
+_LAST_TOKEN = re.compile(r"keys in \[0, (\d+)\]")
 
 
 class SGLangClient(InferenceClient):
@@ -50,6 +57,8 @@ class SGLangClient(InferenceClient):
         capabilities: Those of the row in `kinds.py`.
         request_timeout_seconds: Maximum duration of one completion.
     """
+
+    _KIND: ServerKind = "sglang"
 
     def __init__(
         self, http: HttpConnection, capabilities: Capabilities, *, request_timeout_seconds: float
@@ -93,6 +102,33 @@ class SGLangClient(InferenceClient):
         except ServerError as error:
             # Only logged, because the caller raises the error that led here.
             logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    async def describe(self, temperature: float) -> ServerFacts:
+        identity = await require_kind(self._http, self._KIND)
+        info, server = await self._model_info(), await self._server_info()
+        answer = await self._http.get("/v1/models", scope="generation")
+        card = card_of(answer.body, f"{self.url}/v1/models")
+        return ServerFacts(
+            software=identity.software,
+            release=server.get("version"),
+            model_path=info.get("model_path"),
+            architecture=first_architecture(info),
+            vocab_size=info.get("vocab_size") or await self._vocab_size(),
+            # SGLang's KV cache may have room for less than the model's own length.
+            max_model_len=smallest(
+                card.get("max_model_len"),
+                server.get("max_model_len"),
+                server.get("max_total_num_tokens"),
+            ),
+        )
+
+    async def _vocab_size(self) -> int | None:
+        """Returns the size of the vocabulary, which a request that must be refused reveals."""
+        outside = {"max_new_tokens": 1, "logit_bias": {str(_OUTSIDE_VOCABULARY): 0.0}}
+        body = {"input_ids": [0], "sampling_params": outside}
+        answer = await self._http.post("/generate", body, scope="generation", accept=(400,))
+        found = _LAST_TOKEN.search(excerpt(answer.body))
+        return None if answer.status != 400 or found is None else int(found[1]) + 1
 
     async def health(self) -> None:
         # `/health` generates a token, which takes a second and fails while the server is paused.
@@ -321,6 +357,10 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
     try:
         meta = body["meta_info"]
         token_ids = body["output_ids"]
+        if meta.get("output_token_logprobs") is None:
+            raise LogprobsError(
+                f"{source}: the answer holds no logprobs of its tokens, got {excerpt(body)}"
+            )
         spans = meta.get("weight_versions")
         if spans is None:
             # Older releases report one version, that of the end of the completion.

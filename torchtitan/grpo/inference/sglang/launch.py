@@ -22,12 +22,12 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command = [python, "-m", "sglang.launch_server"]
     if spec.device == "cpu":
         command = [python, str(_CPU_MAIN), "--attention-backend", "torch_native"]
-        wanted = spec.max_running_requests * spec.max_model_len
+        wanted = spec.max_running_requests * spec.max_model_len or _CPU_MAX_TOKENS
         max_tokens = max(spec.max_model_len, min(wanted, _CPU_MAX_TOKENS))
         command += ["--max-total-tokens", str(max_tokens)]
     command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
     command += ["--device", spec.device, "--dtype", spec.dtype]
-    command += ["--context-length", str(spec.max_model_len)]
+    command += ["--context-length", str(spec.max_model_len)] if spec.max_model_len else []
     command += ["--max-running-requests", str(spec.max_running_requests)]
     command += seed_option("--random-seed", spec)
     for option, key in (("--api-key", spec.api_key), ("--admin-api-key", spec.admin_key)):

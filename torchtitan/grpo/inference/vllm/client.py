@@ -29,20 +29,21 @@ from torchtitan.grpo.inference.answers import (
 from torchtitan.grpo.inference.client import (
     Capabilities,
     InferenceClient,
+    LogprobsError,
     ServerError,
+    ServerFacts,
     ServerLoad,
 )
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
+from torchtitan.grpo.inference.identify import require_kind
+from torchtitan.grpo.inference.model_cards import card_of, smallest
+from torchtitan.grpo.inference.vllm.examine import GENERATE_ROUTE, NO_ROOM, WRONG_LOGPROBS, examine
 from torchtitan.grpo.inference.vllm.load import parse_metrics
 from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
 
-NO_ROOM = "no room to stage"
-"""Part of the error message of a worker that has no memory for a second copy of the weights."""
-
-GENERATE_ROUTE = "/inference/v1/generate"
 # The server prepends this to the id of a request, and aborts by the whole id.
 _REQUEST_ID_PREFIX = "generate-tokens-"
 _PROBE_TOKENS = (0, 1)  # in every vocabulary
@@ -128,7 +129,7 @@ class VLLMClient(InferenceClient):
             source = f"{self.url}{GENERATE_ROUTE}"
             logprobs = parse_logprobs(source, answer.body)
             if not all(abs(logprob) <= _PROBE_TOLERANCE for logprob in logprobs):  # nor NaN
-                raise ServerError(
+                raise LogprobsError(
                     f"{self.url}: with rollout.temperature other than 1, the server must return "
                     "logprobs of the distribution after temperature, but it returns those before "
                     "it. Start it with --logprobs-mode processed_logprobs."
@@ -144,6 +145,26 @@ class VLLMClient(InferenceClient):
         except ServerError as error:
             # Only logged, because the caller raises the error that led here.
             logger.warning("Request %s could not be aborted: %s", request_id, error)
+
+    async def describe(self, temperature: float) -> ServerFacts:
+        identity = await require_kind(self._http, "vllm")
+        release = identity.software.removeprefix("vLLM").strip() or None
+        answer = await self._http.get("/v1/models", scope="generation")
+        card = card_of(answer.body, f"{self.url}/v1/models")
+        found = await examine(self._http)
+        if found.can_generate and temperature not in (0.0, 1.0):
+            try:
+                await self._require_processed_logprobs([0])
+            except LogprobsError:
+                found.problems.append(WRONG_LOGPROBS)
+        return ServerFacts(
+            software=identity.software,
+            release=release,
+            model_path=card.get("root"),
+            vocab_size=found.vocab_size,
+            max_model_len=smallest(card.get("max_model_len")),
+            problems=tuple(found.problems),
+        )
 
     async def health(self) -> None:
         await self._http.get("/health")
@@ -187,9 +208,8 @@ class VLLMClient(InferenceClient):
         )
         has_room = probe.status == 200
         if not has_room and NO_ROOM not in excerpt(probe.body):
-            raise ServerError(
-                f"{self.url}{route} refused to join a weight group: {excerpt(probe.body)}"
-            )
+            message = f"{self.url}{route} refused to join a weight group: {excerpt(probe.body)}"
+            raise RouteError(message, probe.status)
         if not has_room:
             logger.warning(
                 "%s is paused while it receives weights: %s", self.url, excerpt(probe.body)
@@ -344,6 +364,10 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
     body = as_object(body, source)
     try:
         (choice,) = body["choices"]
+        if choice["logprobs"] is None:
+            raise LogprobsError(
+                f"{source}: the answer holds no logprobs of its tokens, got {excerpt(body)}"
+            )
         return checked_generation(
             source,
             request,

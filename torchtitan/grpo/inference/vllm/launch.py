@@ -14,7 +14,7 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     # The module, not the console script `vllm serve`, which fails in vLLM's CPU package.
     command = [spec.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
-    command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
+    command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len or "auto")]
     command += ["--max-num-seqs", str(spec.max_running_requests)]
     # The route that takes and returns token ids, with the weight version of each token.
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]

@@ -86,6 +86,56 @@ COUNTS = Section(
             "Raise `prompts.max_prompt_tokens` and `training.seq_len`.",
         ),
         Metric(
+            "rollout/rewards_raised", "groups", "Groups whose reward function raised an exception.", "0",
+            "The console names the function and the line of the first; mend it.",
+        ),
+        Metric(
+            "rollout/rewards_timed_out", "groups",
+            "Groups whose scoring took longer than `reward.timeout_seconds`.", "0",
+            "Raise `reward.timeout_seconds` or `reward.num_workers`.",
+        ),
+        Metric(
+            "rollout/rewards_unusable", "groups",
+            "Groups whose reward function returned no usable number, or ended its process.", "0",
+            "The console has the reason of the first.",
+        ),
+        Metric(
+            "rollout/episodes_failed", "completions",
+            "Completions whose environment raised, hung, or ended its process.", "0",
+            "The console has the reason of the first.",
+        ),
+        Metric(
+            "rollout/requests_refused", "requests",
+            "Requests that a server answered with 4xx, most often because of their length.", "0",
+            "The console has the server's text.",
+        ),
+        Metric(
+            "rollout/requests_unanswered", "requests",
+            "Requests that a server answered with 5xx, not in time, or not at all.", "0",
+            "Read the server's log; raise `rollout.request_timeout_seconds` if it is slow.",
+        ),
+        Metric(
+            "rollout/logprobs_unusable", "requests",
+            "Answers without a finite log-probability of each token.", "0",
+            "Start vLLM with `--logprobs-mode processed_logprobs`, as `scripts/serve_vllm.sh` does.",
+        ),
+        Metric(
+            "rollout/answers_unusable", "requests",
+            "Answers that contradict the request or themselves in another way.", "0",
+            "The console has the reason of the first; a proxy may change answers.",
+        ),
+        Metric(
+            "rollout/answers_cut_by_a_server", "requests",
+            "Answers that a server ended before `rollout.max_new_tokens`, because its longest sequence is too "
+            "short.", "0",
+            "Serve with a larger `--max-model-len`, or lower `prompts.max_prompt_tokens`.",
+        ),
+        Metric(
+            "rollout/heldout_unscored", "prompts",
+            "Held-out prompts that are too long or got no score in an evaluation.", "0",
+            "The console has the reason of the first.",
+        ),
+        Metric(
             "rollout/failed_groups", "groups", "Groups with too few usable completions from the servers.",
             "0", "Read `rollout_process.log` and the servers' logs.",
         ),

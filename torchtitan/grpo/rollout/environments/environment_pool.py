@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan.grpo.rollout.environments.environment_messages import (
@@ -64,6 +64,8 @@ class EnvironmentPool:
         timeout_seconds: ``rollout.environment_timeout_seconds``, the time limit of each call of
             an environment's method. Loading may take ten times as long.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
+        on_failure: Called with each episode that failed. By default the first of each kind is
+            logged.
 
     Attributes:
         stop_strings: Stop strings of the environments, known once the pool is started.
@@ -77,6 +79,7 @@ class EnvironmentPool:
         num_workers: int = 1,
         timeout_seconds: float = 30.0,
         max_consecutive_failures: int = 32,
+        on_failure: Callable[[CallFailed], None] | None = None,
     ) -> None:
         self.stop_strings: list[str] = []
         self.timeout_seconds = timeout_seconds
@@ -85,6 +88,7 @@ class EnvironmentPool:
             "rollout.max_consecutive_failures",
             "episodes of rollout.environment in a row failed",
             EnvironmentsFailing,
+            on_failure,
         )
         self._owner = WorkerOwner(
             WorkerProgram(

@@ -47,6 +47,9 @@ class PromptSet:
         key: TOML key of the table's path, for messages.
         set_name: Value of the column ``prompt_set`` that is added to each row, unless the row has
             such a column. ``None`` adds no column.
+
+    Attributes:
+        too_long_reason: Which prompt is too long, as a sentence. Empty if none was so far.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class PromptSet:
         self._set_name = set_name
         self._token_ids: dict[int, np.ndarray] = {}
         self._too_long: set[int] = set()
+        self.too_long_reason = ""
 
     @classmethod
     def open(
@@ -119,11 +123,19 @@ class PromptSet:
             token_ids = self._tokenise(text, row)
             if len(token_ids) > self._limits.max_tokens:
                 self._too_long.add(row)
+                self.too_long_reason = self.too_long_reason or self._describe_long(row, token_ids)
                 return None
             if len(self._token_ids) < _MAX_CACHED_PROMPTS:
                 self._token_ids[row] = token_ids
         columns.pop(self._settings.column)
         return Prompt(index=index, text=text, token_ids=token_ids, columns=columns)
+
+    def _describe_long(self, row: int, token_ids: np.ndarray) -> str:
+        return (
+            f"{self._table.where(row)}: the prompt has {len(token_ids)} tokens, and at most "
+            f"{self.max_tokens} are taken (prompts.max_prompt_tokens, or training.seq_len minus "
+            "rollout.max_new_tokens)."
+        )
 
     def sample(self) -> Prompt:
         """Returns the first prompt that is short enough, for checks of reward functions.

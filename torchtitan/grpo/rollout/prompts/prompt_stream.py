@@ -38,6 +38,7 @@ class PromptStream:
 
     Attributes:
         num_too_long: Number of prompts that were too long so far.
+        first_too_long: Which prompt was the first of them, as a sentence.
 
     Raises:
         ValueError: If ``pending`` are not distinct indices below ``position``.
@@ -62,6 +63,7 @@ class PromptStream:
         self._pending = deque(sorted(pending))
         self._lock = threading.Lock()
         self.num_too_long = 0
+        self.first_too_long = ""
 
     @property
     def position(self) -> int:
@@ -86,7 +88,8 @@ class PromptStream:
                 prompt = self._prompt(index)
                 if prompt is not None:
                     return prompt
-                self.num_too_long += 1
+                self.first_too_long = self.first_too_long or self._set_of(index).too_long_reason
+                self.num_too_long += 1  # last, because another thread may read both
 
     def prompt_at(self, index: int) -> Prompt:
         """Returns a prompt that was returned earlier and is not in ``pending``.
@@ -108,11 +111,14 @@ class PromptStream:
             raise ValueError(
                 f"Prompt {index} was used before this run was resumed, but it is now longer than "
                 "the maximum of "
-                f"{self._mixture.sets[self._mixture.interleaving.at(index).set].max_tokens} "
+                f"{self._set_of(index).max_tokens} "
                 "tokens (prompts.max_prompt_tokens). Resume with the same [prompts], "
                 "training.seq_len and rollout.max_new_tokens as the checkpoint."
             )
         return prompt
+
+    def _set_of(self, index: int) -> PromptSet:
+        return self._mixture.sets[self._mixture.interleaving.at(index).set]
 
     def _prompt(self, index: int) -> Prompt | None:
         number, draw = self._mixture.interleaving.at(index)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.requests import check_generation
 from torchtitan.grpo.rollout.serving.server_state import Job, Server
 from torchtitan.grpo.types import GenerateRequest, Generation
@@ -37,6 +38,7 @@ class Attempts:
         request_timeout_seconds: ``rollout.request_timeout_seconds``.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
         set_lost: Called with the URL and a reason if a server's weights must be updated again.
+        drops: Counts and announces what is dropped.
 
     Attributes:
         num_failed: Number of requests without a usable answer.
@@ -51,11 +53,13 @@ class Attempts:
         request_timeout_seconds: float,
         max_consecutive_failures: int,
         set_lost: Callable[[str, str], None],
+        drops: DropLog | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._request_timeout = request_timeout_seconds
         self._max_consecutive_failures = max_consecutive_failures
         self._set_lost = set_lost
+        self._drops = drops or DropLog()
         self._consecutive_failures = 0
         self.num_failed = 0
         self.num_tokens = 0
@@ -98,7 +102,20 @@ class Attempts:
         self._consecutive_failures = 0
         server.failures_in_a_row = 0
         self.num_tokens += len(generation.token_ids)
+        self._count_cut(server, request, generation)
         return generation
+
+    def _count_cut(self, server: Server, request: GenerateRequest, generation: Generation) -> None:
+        num_tokens = len(generation.token_ids)
+        if generation.finish_reason == "length" and num_tokens < request.max_new_tokens:
+            self._drops.record(
+                "answer cut",
+                f"{server.url} ended a completion after {num_tokens} of {request.max_new_tokens} "
+                f"tokens, behind a prompt of {len(request.prompt_ids)} tokens. Start the server "
+                "with a larger --max-model-len (--context-length), or lower "
+                "prompts.max_prompt_tokens or rollout.max_new_tokens.",
+                source=server.url,
+            )
 
     async def _request(self, server: Server, request: GenerateRequest) -> Generation:
         try:
@@ -155,6 +172,7 @@ class Attempts:
         """
         self.num_failed += 1
         self.last_error = str(error)
+        self._drops.record_request(server.url, error)
         is_news = job.started_at >= server.last_failure_at
         server.fail(job, is_news=is_news)
         if not is_news:

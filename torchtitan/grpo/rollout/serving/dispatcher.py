@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.attempts import Attempts, GivenBack, ServersFailing
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue
@@ -81,6 +82,7 @@ class Dispatcher:
         adaptive_concurrency: ``rollout.adaptive_concurrency``. It has no effect without
             ``max_concurrent_rollouts``.
         hedge_seconds: ``rollout.hedge_seconds``.
+        drops: Counts and announces requests that fail and answers that are cut.
 
     Attributes:
         servers: All servers by URL.
@@ -102,6 +104,7 @@ class Dispatcher:
         max_concurrent_rollouts: int | None = None,
         adaptive_concurrency: bool = True,
         hedge_seconds: float = 0.0,
+        drops: DropLog | None = None,
     ) -> None:
         self.in_flight = 0
         self.listeners: list[Callable[[], None]] = []
@@ -112,6 +115,7 @@ class Dispatcher:
             request_timeout_seconds=request_timeout_seconds,
             max_consecutive_failures=max_consecutive_failures,
             set_lost=self.set_lost,
+            drops=drops,
         )
         self._request_timeout = request_timeout_seconds
         self._group_size = group_size

@@ -14,16 +14,18 @@ from collections.abc import Awaitable, Callable
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.join_check import WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
     start_servers,
     stop_servers,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.urls import UrlsFile, checked_urls
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.needs import server_needs
 from torchtitan.grpo.rollout.serving.supervisor import Supervisor
 from torchtitan.grpo.types import ServerInfo
 
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 _FILE_POLL_SECONDS = 1.0
 _JOINS_OF_A_PROCESS = 1_000_000
 _CLOSE_SECONDS = 0.5
+# How long a server that joins during the run is asked for what it is.
+_LATE_SECONDS = 600.0
 _STOP_GRACE_SECONDS = 1.5
 
 Tell = Callable[[list[ServerInfo]], Awaitable[None]]
@@ -40,17 +44,27 @@ Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 class ServerFleet:
     """Holds the clients of all servers, and the processes of the launched ones.
 
+    Args:
+        config: Settings of the rollout process.
+        announce: Called with sentences that the user should read now: what is waited for, and why
+            a server is not used. By default they are logged.
+
     :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
 
-    def __init__(self, config: RolloutProcessConfig) -> None:
+    def __init__(
+        self, config: RolloutProcessConfig, announce: Callable[[str], None] | None = None
+    ) -> None:
         self._config = config
+        self._needs = server_needs(config)
+        self._announce = announce or logger.warning
         self._ports: HeldPorts | None = None
         self._launched: list[LaunchedServer] = []
         self._supervisors: list[Supervisor] = []
         self._members: dict[str, tuple[ServerInfo, InferenceClient]] = {}
         self._num_joined: dict[str, int] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._checks: dict[str, asyncio.Task[None]] = {}
         file = config.inference.urls_file
         self._file = UrlsFile(file) if file is not None else None
         self._reread = asyncio.Event()
@@ -69,6 +83,7 @@ class ServerFleet:
         Raises:
             ValueError: If a URL is invalid, or if the servers' interpreter cannot be run.
             RuntimeError: If a launched server has ended.
+            WrongServer: If a server cannot be used by this run.
             TimeoutError: If a server is not up within ``inference.startup_timeout_seconds``.
         """
         inference = self._config.inference
@@ -83,7 +98,14 @@ class ServerFleet:
             urls = checked_urls(inference.urls, "inference.urls")
         for url in urls:
             self._join(url)
-        await wait_until_up(self.clients, self._launched, inference.startup_timeout_seconds)
+        await wait_until_up(
+            self.clients,
+            self._launched,
+            inference.startup_timeout_seconds,
+            check=self._check,
+            tell=self._announce,
+            kind=inference.kind,
+        )
         self._supervisors = [
             Supervisor(server, self._members[server.url][1], inference) for server in self._launched
         ]
@@ -116,6 +138,8 @@ class ServerFleet:
             launched.pop(supervisor.client.url, None)
             if (server := supervisor.close()) is not None:
                 launched[server.url] = server
+        for check in self._checks.values():
+            check.cancel()
         members, self._members = self._members, {}
         closing = [asyncio.create_task(client.close()) for _, client in members.values()]
         closing += self._leaving
@@ -125,6 +149,24 @@ class ServerFleet:
             await asyncio.to_thread(stop_servers, list(launched.values()), _STOP_GRACE_SECONDS)
         if self._ports is not None:
             self._ports.close()
+
+    async def _check(self, client: InferenceClient) -> None:
+        for warning in await check_server(client, self._needs):
+            self._announce(warning)
+
+    async def _check_late(
+        self, client: InferenceClient, dispatcher: Dispatcher, tell: Tell
+    ) -> None:
+        """Lets a server that joined during the run leave it again if the run cannot use it."""
+        try:
+            await wait_until_up([client], [], _LATE_SECONDS, check=self._check)
+        except TimeoutError:
+            return  # it joins once it can be reached, and then takes the weights or is lost
+        except WrongServer as error:
+            self._announce(f"{error}\nThe run goes on without it.")
+            del self._checks[client.url]  # this task, which must not be cancelled
+            self._leave(client.url, dispatcher)
+            await tell(self.servers)
 
     async def _supervise(self, supervisor: Supervisor, dispatcher: Dispatcher, tell: Tell) -> None:
         end = await supervisor.run(dispatcher)
@@ -143,7 +185,7 @@ class ServerFleet:
             except ValueError as error:
                 logger.error("%s The set of servers does not change.", error)
                 continue
-            if urls is not None and self._change_to(urls, dispatcher):
+            if urls is not None and self._change_to(urls, dispatcher, tell):
                 await tell(self.servers)
             elif is_asked:
                 logger.info(
@@ -159,12 +201,16 @@ class ServerFleet:
         self._reread.clear()
         return True
 
-    def _change_to(self, urls: list[str], dispatcher: Dispatcher) -> bool:
+    def _change_to(self, urls: list[str], dispatcher: Dispatcher, tell: Tell) -> bool:
         """Makes ``urls`` the servers. Returns ``False`` if they already are."""
         new = [url for url in urls if url not in self._members]
         gone = [url for url in self._members if url not in urls]
         for url in new:
-            dispatcher.add(self._join(url))
+            client = self._join(url)
+            dispatcher.add(client)
+            self._checks[client.url] = asyncio.create_task(
+                self._check_late(client, dispatcher, tell)
+            )
             logger.info("Server %s joins (inference.urls_file) and waits for weights.", url)
         for url in gone:
             self._leave(url, dispatcher)
@@ -189,6 +235,8 @@ class ServerFleet:
 
     def _leave(self, url: str, dispatcher: Dispatcher) -> None:
         _, client = self._members.pop(url)
+        if (check := self._checks.pop(url, None)) is not None:
+            check.cancel()
         requests = dispatcher.remove(url)
 
         async def close_client() -> None:

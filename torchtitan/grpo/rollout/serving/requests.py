@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 
@@ -69,4 +69,5 @@ def check_generation(
     elif covered[:1] != [0] or covered[-1:] != [num_tokens] or covered[1:-1:2] != covered[2:-1:2]:
         problem = f"its version segments {generation.segments} do not cover {num_tokens} tokens"
     if problem is not None:
-        raise ServerError(f"{url} returned a completion that cannot be used: {problem}.")
+        kind = LogprobsError if "logprobs" in problem else ServerError
+        raise kind(f"{url} returned a completion that cannot be used: {problem}.")

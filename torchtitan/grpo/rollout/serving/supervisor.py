@@ -20,7 +20,8 @@ import logging
 
 from torchtitan.grpo.config import Inference
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.local_servers import LaunchedServer, start_server, wait_until_up
+from torchtitan.grpo.inference.local_servers import LaunchedServer, start_server
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)

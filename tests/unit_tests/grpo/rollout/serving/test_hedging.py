@@ -24,9 +24,9 @@ from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     free_ports,
     stop_servers,
-    wait_until_up,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.attempts import GivenBack
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue

@@ -1,0 +1,213 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A server that a run cannot use is found when it joins, with what to start in its place.
+
+The server is a real embedded one. What vLLM answers without its options was recorded from vLLM 0.32.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from forked import ForkServer
+
+from torchtitan.grpo.inference.client import ServerFacts
+from torchtitan.grpo.inference.join_check import (
+    ServerNeeds,
+    WrongServer,
+    check_server,
+    model_problems,
+    release_warnings,
+    serve_command,
+)
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.local_servers import free_ports
+from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
+
+LENGTH = 128
+KEY = "right-key"
+
+
+@pytest.fixture(scope="module")
+def model(repository: Path) -> str:
+    return str(repository / "assets/reverse_digits/model")
+
+
+@pytest.fixture(scope="module")
+def needs(model: str) -> ServerNeeds:
+    return ServerNeeds("embedded", model, LENGTH, "training.seq_len = 128", temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def url(model: str, fork_server: ForkServer, tmp_path_factory) -> Iterator[str]:
+    """A real embedded server that takes sequences of 128 tokens, and one key."""
+    port = free_ports(1)[0]
+    spec = ServerSpec("embedded", model, port, "cpu", "float32", LENGTH, 8, api_key=KEY)
+    server = fork_server.start_server(spec, tmp_path_factory.mktemp("server") / "server.log")
+    yield server.url
+    server.stop()
+
+
+def check(url: str, needs: ServerNeeds, key: str = KEY) -> tuple[list[str], str, float]:
+    """Returns warnings, refusal, and how many seconds passed from the server's being up."""
+
+    async def ask() -> tuple[list[str], str, float]:
+        up = make_client("embedded", url, api_key=KEY)
+        client = make_client(needs.kind, url, api_key=key)
+        began = time.monotonic()
+        warnings: list[str] = []
+
+        async def check_one(client) -> None:
+            warnings.extend(await check_server(client, needs))
+
+        try:
+            if needs.kind == "embedded":
+                await wait_until_up([up], [], 120)
+            began = time.monotonic()
+            await wait_until_up([client], [], 120, check=check_one)
+        except WrongServer as error:
+            return warnings, str(error), time.monotonic() - began
+        finally:
+            await up.close()
+            await client.close()
+        return warnings, "", time.monotonic() - began
+
+    return asyncio.run(ask())
+
+
+def test_a_suitable_server_joins(url: str, needs: ServerNeeds) -> None:
+    assert check(url, needs)[:2] == ([], "")
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_server_of_another_kind_is_named_within_seconds(
+    url: str, needs: ServerNeeds, kind
+) -> None:
+    check(url, needs)  # until it is up
+    _, refusal, seconds = check(url, replace(needs, kind=kind))
+    assert "but the embedded server answers there" in refusal
+    assert 'inference.kind = "embedded"' in refusal
+    port = url.rpartition(":")[2]
+    assert f"bash scripts/serve_{kind}.sh {needs.model_path} --port {port}" in refusal
+    assert seconds < 30
+
+
+def test_a_server_that_takes_too_short_sequences_is_refused(url: str, needs: ServerNeeds) -> None:
+    _, refusal, _ = check(url, replace(needs, num_tokens=LENGTH + 1))
+    assert "at most 128 tokens together, but this run needs 129" in refusal
+    assert "--max-model-len 129" in refusal
+    assert "rollout.max_new_tokens" in refusal
+
+
+def test_a_wrong_key_is_refused_by_its_setting(url: str, needs: ServerNeeds) -> None:
+    _, refusal, _ = check(url, needs, key="wrong-key")
+    assert "inference.api_key" in refusal
+    assert "wrong-key" not in refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("vocab_size", 256, "vocab_size of the model that it serves is 128"),
+        ("architectures", ["LlamaForCausalLM"], "serves a Qwen3ForCausalLM"),
+        ("num_hidden_layers", 28, "num_hidden_layers of the model that it serves is 4"),
+    ],
+)
+def test_a_server_of_another_model_is_refused(
+    url: str, needs: ServerNeeds, name: str, value, shown: str, tmp_path: Path
+) -> None:
+    config = json.loads((Path(needs.model_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    _, refusal, _ = check(url, replace(needs, model_path=str(tmp_path)))
+    assert shown in refusal
+
+
+def test_a_server_on_another_machine_is_compared_by_what_it_tells(needs: ServerNeeds) -> None:
+    facts = ServerFacts(
+        "SGLang 0.5.23", model_path="/elsewhere", architecture="Qwen3ForCausalLM", vocab_size=151936
+    )
+    (problem,) = model_problems(facts, needs)
+    assert "vocab_size of the model that it serves is 151936" in problem
+
+
+def test_an_unknown_release_is_a_warning_and_a_known_one_is_not() -> None:
+    known = ServerFacts("vLLM 0.32.1", release="0.32.1")
+    assert release_warnings("http://h:1", known, "vllm") == []
+    (warning,) = release_warnings("http://h:1", replace(known, release="0.41.0"), "vllm")
+    assert "tested with 0.32" in warning
+
+
+def test_a_server_for_other_hosts_listens_to_them(model: str) -> None:
+    command = serve_command("vllm", "http://10.0.0.7:8000", model)
+    assert command == f"bash scripts/serve_vllm.sh {model} --host 0.0.0.0 --port 8000"
+
+
+def vllm_without_options(missing: set[str]) -> web.Application:
+    """Answers as vLLM 0.32 does if some of its options are missing."""
+
+    async def answer(request: web.Request) -> web.Response:
+        path = request.path
+        if path == "/version":
+            return web.json_response({"version": "0.32.0"})
+        if path == "/v1/models":
+            card = {"id": "m", "owned_by": "vllm", "root": "/elsewhere", "max_model_len": 512}
+            return web.json_response({"object": "list", "data": [card]})
+        if path == "/health":
+            return web.Response()
+        if path == "/inference/v1/generate":
+            if "--enable-scale-out" in missing:
+                return refusal("Scale-out endpoints are disabled.", 403)
+            return refusal(
+                "in logit_bias contain out-of-vocab token ids. Vocabulary size: 128", 400
+            )
+        if path == "/weight_info" and "VLLM_SERVER_DEV_MODE" not in missing:
+            return web.json_response({"weight_version": "default"})
+        if path == "/init_weight_transfer_engine":
+            return refusal("Weight transfer not configured.", 500)
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    return app
+
+
+def refusal(message: str, status: int) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"VLLM_SERVER_DEV_MODE", "--enable-scale-out"},
+        {"--weight-transfer-config"},
+        {"--enable-scale-out", "--weight-transfer-config"},
+    ],
+)
+def test_all_options_that_a_vllm_server_lacks_are_named_at_once(
+    needs: ServerNeeds, missing: set[str]
+) -> None:
+    async def ask() -> str:
+        runner = web.AppRunner(vllm_without_options(missing))
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        client = make_client("vllm", f"http://127.0.0.1:{runner.addresses[0][1]}")
+        try:
+            with pytest.raises(WrongServer) as caught:
+                await check_server(client, replace(needs, kind="vllm"))
+        finally:
+            await client.close()
+            await runner.cleanup()
+        return str(caught.value)
+
+    refusal = asyncio.run(ask())
+    for option in missing:
+        assert option in refusal
+    assert "bash scripts/serve_vllm.sh" in refusal

@@ -1,0 +1,111 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A server that is started by hand takes the model's own length, or ends with one line."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.inference.local_servers import free_ports, server_command
+from torchtitan.grpo.inference.serve import parse_arguments
+from torchtitan.grpo.inference.server_spec import ServerSpec
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A directory of a model that takes 256 tokens."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    return str(tmp_path / "model")
+
+
+def spec_of(kind: str, model: str, *arguments: str) -> ServerSpec:
+    port = str(free_ports(1)[0])
+    return parse_arguments([kind, model, "--python", "/env/python", "--port", port, *arguments])
+
+
+def error_of(capsys, *arguments: str) -> str:
+    """Returns the error, which must be one line."""
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(list(arguments))
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "expected"),
+    [("vllm", "--max-model-len", "auto"), ("embedded", "--max-model-len", "0")],
+)
+def test_the_longest_sequence_is_the_models_own(model: str, kind: str, option, expected) -> None:
+    command, _ = server_command(spec_of(kind, model), {})
+    assert command[command.index(option) + 1] == expected
+
+
+def test_sglang_takes_the_models_own_length_with_a_bounded_cache(model: str) -> None:
+    command, _ = server_command(spec_of("sglang", model), {})
+    assert "--context-length" not in command
+    assert command[command.index("--max-total-tokens") + 1] == "32768"
+
+
+def test_a_length_that_is_given_is_taken(model: str) -> None:
+    assert spec_of("vllm", model, "--max-model-len", "200").max_model_len == 200
+
+
+def test_a_length_above_the_models_own_is_refused(model: str, capsys) -> None:
+    line = error_of(capsys, "vllm", model, "--max-model-len", "257")
+    assert "--max-model-len must be at most 256" in line
+
+
+def test_a_directory_that_does_not_exist_is_named(capsys) -> None:
+    line = error_of(capsys, "vllm", "no/such/model")
+    assert "no directory no/such/model" in line and "hf download" in line
+
+
+def test_a_directory_without_a_configuration_is_named(tmp_path: Path, capsys) -> None:
+    assert "config.json cannot be read" in error_of(capsys, "vllm", str(tmp_path))
+
+
+def test_a_port_that_is_taken_is_named(model: str, capsys) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        line = error_of(capsys, "embedded", model, "--port", port)
+    assert f"--port {port} must be free" in line and "another port" in line
+
+
+def test_a_gpu_that_is_not_there_is_not_replaced_in_silence(model: str, capsys) -> None:
+    port = str(free_ports(1)[0])
+    line = error_of(capsys, "embedded", model, "--device", "cuda", "--port", port)
+    assert "none is visible" in line and "--device cpu" in line
+    parse_arguments(["embedded", model, "--port", port])
+    assert "No GPU is visible" in capsys.readouterr().out
+
+
+def test_an_environment_that_does_not_exist_is_named(model: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_GRPO_VLLM_PYTHON", "/no/such/python")
+    line = error_of(capsys, "vllm", model, "--port", str(free_ports(1)[0]))
+    assert "/no/such/python does not exist" in line and "scripts/install_vllm.sh" in line
+
+
+def test_the_script_ends_at_once_with_one_line(repository: Path) -> None:
+    environment = os.environ | {"TORCHTITAN_GRPO_VLLM_PYTHON": "/no/such/python"}
+    done = subprocess.run(
+        ["bash", str(repository / "scripts/serve_vllm.sh"), "model"],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "run bash scripts/install_vllm.sh" in line

@@ -1,0 +1,98 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What is dropped is announced once for each kind, and counted."""
+
+import asyncio
+import logging
+
+import pytest
+
+from torchtitan.grpo.inference.client import LogprobsError, ServerError
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.observe.step_line import dropped
+from torchtitan.grpo.rollout.announcer import Announcer
+from torchtitan.grpo.rollout.drops import DropLog, kind_of_request, run_summary
+from torchtitan.grpo.rollout.rollout_metrics import _NAMES_OF_CLOSED
+from torchtitan.grpo.workers.failures import CallFailed
+
+
+def test_thousands_of_one_kind_are_announced_once() -> None:
+    announced: list[str] = []
+    drops = DropLog(announced.append)
+    for i in range(5000):
+        drops.record_scoring(CallFailed("mine.py:f raised KeyError", f"f raised, time {i}"))
+    assert announced == ["First of the rewards that raised: f raised, time 0"]
+    assert drops.counts == {"reward raised": 5000}
+
+
+def test_no_more_than_a_few_sources_of_one_kind_are_announced() -> None:
+    announced: list[str] = []
+    drops = DropLog(announced.append)
+    for i in range(100):
+        error = RouteError(f"server {i} answered 400: too long", 400)
+        drops.record_request(f"http://server-{i}", error)
+    assert len(announced) == 3
+    assert drops.counts["request refused"] == 100
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RouteError("answered 400", 400), "request refused"),
+        (RouteError("answered 503", 503), "request unanswered"),
+        (RouteError("no connection"), "request unanswered"),
+        (LogprobsError("null"), "logprobs unusable"),
+        (ServerError("no ids"), "answer unusable"),
+    ],
+)
+def test_requests_are_counted_by_what_became_of_them(error: ServerError, kind: str) -> None:
+    assert kind_of_request(error) == kind
+
+
+def test_a_scoring_that_times_out_is_not_one_that_raised() -> None:
+    drops = DropLog(lambda text: None)
+    drops.record_scoring(CallFailed("timeout", "took longer"))
+    drops.record_scoring(CallFailed("mine.py:f not finite", "nan"))
+    assert drops.counts == {"reward timed out": 1, "reward unusable": 1}
+
+
+def test_metrics_count_since_the_last_batch_and_the_note_holds_what_is_not_zero() -> None:
+    drops = DropLog(lambda text: None)
+    drops.record("answer cut", "after 3 tokens", number=2)
+    first = drops.take_metrics()
+    assert first["rollout/answers_cut_by_a_server"] == 2
+    assert dropped(first | {"rollout/filtered_groups": 4.0}) == (
+        "dropped: 2 answers cut by a server, 4 groups filtered"
+    )
+    assert dropped(drops.take_metrics()) == ""
+
+
+def test_every_reason_for_which_a_prompt_is_closed_can_be_recorded() -> None:
+    drops = DropLog(lambda text: None)
+    for reason in _NAMES_OF_CLOSED:
+        drops.record_closed(7, reason, "because.")
+    assert set(drops.counts) == set(_NAMES_OF_CLOSED)
+    metrics = dict.fromkeys(_NAMES_OF_CLOSED.values(), 1.0)
+    assert dropped(metrics).count("1 ") == len(_NAMES_OF_CLOSED)
+
+
+def test_a_run_that_drops_nothing_has_no_summary() -> None:
+    assert run_summary({}) == ""
+    assert run_summary({"failed": 3}).startswith("Dropped in this run: 3 groups failed")
+
+
+def test_errors_that_any_module_logs_are_announced_and_warnings_are_not() -> None:
+    async def main() -> list[str]:
+        announcer = Announcer()
+        try:
+            module = logging.getLogger("torchtitan.grpo.rollout.serving.supervisor")
+            await asyncio.to_thread(module.error, "Restart %d follows", 1)
+            module.warning("not for the user")
+            announcer.announce("first of the losses")
+            await announcer.wait(10)
+            return announcer.take()
+        finally:
+            announcer.close()
+
+    assert asyncio.run(main()) == ["Restart 1 follows", "first of the losses"]

@@ -1,0 +1,123 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Finds out which kind of server answers at a URL."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import (
+    API_KEY_VARIABLE,
+    Answer,
+    HttpConnection,
+    RouteError,
+    excerpt,
+)
+from torchtitan.grpo.types import ServerKind
+
+# Those of a route that a server does not have. A server that is starting may answer 5xx.
+_NO_SUCH_ROUTE = range(300, 500)
+_EXCERPT_CHARS = 120
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What answers at a URL.
+
+    Attributes:
+        kind: Kind of the server. ``None`` if this project cannot use it.
+        software: Name and, if known, release of the program that answers, for messages.
+    """
+
+    kind: ServerKind | None
+    software: str
+
+
+class WrongKind(ServerError):
+    """A server of another kind answers, or none that this project knows.
+
+    Attributes:
+        found: What answers.
+    """
+
+    def __init__(self, url: str, wanted: ServerKind, found: Identity) -> None:
+        super().__init__(
+            f'{url} must be a server of inference.kind = "{wanted}", but {found.software} answers '
+            "there."
+        )
+        self.found = found
+
+
+async def require_kind(http: HttpConnection, wanted: ServerKind) -> Identity:
+    """Returns what answers, which is a server of the kind that is wanted.
+
+    Raises:
+        WrongKind: If it is something else.
+        RouteError: If the key is refused, or if there is no answer.
+    """
+    found = await identify(http)
+    if found.kind != wanted:
+        raise WrongKind(http.url, wanted, found)
+    return found
+
+
+async def identify(http: HttpConnection) -> Identity:
+    """Finds out which kind of server answers, by routes that each kind alone has.
+
+    Raises:
+        RouteError: If the key is refused, or if there is no answer.
+    """
+    first = await _answer(http, "/model_info")
+    info = _object(first)
+    if "embedded" in info:
+        return Identity("embedded", "the embedded server")
+    if "model_path" in info:
+        release = _object(await _answer(http, "/server_info")).get("version")
+        return Identity("sglang", _software("SGLang", release))
+    release = _object(await _answer(http, "/version")).get("version")
+    owner = _owner(_object(await _answer(http, "/v1/models")))
+    if owner == "vllm":
+        return Identity("vllm", _software("vLLM", release))
+    if owner is not None:
+        return Identity(None, f"a server of {owner!r} with OpenAI's routes")
+    shown = excerpt(first.body)[:_EXCERPT_CHARS]
+    return Identity(
+        None,
+        "no inference server that this project knows "
+        f"(GET /model_info was answered with {first.status}: {shown})",
+    )
+
+
+def _software(name: str, release: Any) -> str:
+    return f"{name} {release}" if isinstance(release, str) else name
+
+
+def _owner(models: dict[str, Any]) -> str | None:
+    cards = models.get("data")
+    if isinstance(cards, list) and cards and isinstance(cards[0], dict):
+        return str(cards[0].get("owned_by", "an unknown owner"))
+    return None
+
+
+async def _answer(http: HttpConnection, route: str) -> Answer:
+    """Returns the answer of a route, also if the server does not have it.
+
+    Raises:
+        RouteError: If the key is refused, if the server fails, or if there is no answer.
+    """
+    answer = await http.get(route, scope="generation", accept=_NO_SUCH_ROUTE)
+    if answer.status in (401, 403):
+        raise RouteError(
+            f"{http.url}{route} answered {answer.status}: the server refuses the key. Set "
+            f"inference.api_key, or {API_KEY_VARIABLE} in the trainer's environment, to the key "
+            "that the server was started with.",
+            answer.status,
+        )
+    return answer
+
+
+def _object(answer: Answer) -> dict[str, Any]:
+    """Returns the answer if it is a JSON object, else an empty one."""
+    is_object = answer.status == 200 and isinstance(answer.body, dict)
+    return answer.body if is_object else {}

@@ -1,0 +1,177 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Compares a server with what the run needs, when the server joins.
+
+A server that cannot be used is found here, within seconds and with the command that starts a
+suitable one, and not by requests that fail again and again.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerFacts
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.inference.identify import WrongKind
+from torchtitan.grpo.inference.kinds import kind_row
+from torchtitan.grpo.inference.model_cards import first_architecture
+from torchtitan.grpo.types import ServerKind
+
+# Settings in config.json that decide the shapes of the weights.
+_SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+_ANY_HOST = "0.0.0.0"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class WrongServer(ServerError):
+    """The run cannot use the server. The message says why, and what to start in its place."""
+
+
+@dataclass(frozen=True)
+class ServerNeeds:
+    """What a run needs of each of its servers.
+
+    Attributes:
+        kind: ``inference.kind``.
+        model_path: Directory of the model that is trained.
+        num_tokens: Longest prompt and completion together.
+        length_source: Where that number comes from, for messages.
+        temperature: ``rollout.temperature``.
+        is_launched: Whether the run has started the server itself.
+    """
+
+    kind: ServerKind
+    model_path: str
+    num_tokens: int
+    length_source: str
+    temperature: float
+    is_launched: bool = False
+
+
+async def check_server(client: InferenceClient, needs: ServerNeeds) -> list[str]:
+    """Compares a server that is up with the needs of the run.
+
+    Returns:
+        Warnings: what may be wrong, although the server can be used.
+
+    Raises:
+        WrongServer: If the run cannot use the server.
+        RouteError: If the server does not answer, or fails.
+    """
+    try:
+        facts = await client.describe(needs.temperature)
+        problems = [*facts.problems, *model_problems(facts, needs)]
+        if not problems:
+            # Both also find keys that are refused, and servers that take no weights.
+            await client.num_workers()
+            await client.resume()
+    except RouteError as error:
+        if not error.is_refusal:
+            raise
+        raise wrong_server(client.url, needs, [str(error)]) from error
+    except WrongKind as error:
+        raise wrong_server(client.url, needs, [str(error)], error.found.kind) from error
+    except ServerError as error:
+        raise wrong_server(client.url, needs, [str(error)]) from error
+    if problems:
+        raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
+    return release_warnings(client.url, facts, needs.kind)
+
+
+def wrong_server(
+    url: str, needs: ServerNeeds, problems: Sequence[str], found: ServerKind | None = None
+) -> WrongServer:
+    """Returns the error for a server that cannot be used.
+
+    Args:
+        url: URL of the server.
+        needs: What the run needs.
+        problems: The reasons, as sentences.
+        found: Kind of the server, if it is another one that this project can use.
+    """
+    lines = [f"The server {url} cannot be used by this run:", *(f"  - {p}" for p in problems)]
+    if needs.is_launched:
+        lines.append("The run has started it. Check inference.extra_args and inference.python.")
+    else:
+        lines += ["Start in its place:", f"  {serve_command(needs.kind, url, needs.model_path)}"]
+        if found is not None:
+            lines.append(f'or set inference.kind = "{found}" to use the server that is there.')
+    return WrongServer("\n".join(lines))
+
+
+def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
+    """Returns the command that starts a suitable server at a URL."""
+    parts = urlsplit(url)
+    start = ["torchtitan-grpo", "serve", kind]
+    if kind_row(kind).environment is not None:
+        start = ["bash", f"scripts/serve_{kind}.sh"]
+    host = [] if parts.hostname in _LOOPBACK else ["--host", _ANY_HOST]
+    return shlex.join([*start, model_path, *host, "--port", str(parts.port)])
+
+
+def model_problems(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
+    """Returns how the served model differs from the trained one, and what is too short."""
+    wanted = read_config(needs.model_path)
+    problems = []
+    told = {"vocab_size": facts.vocab_size}
+    architecture = facts.architecture
+    served = read_config(facts.model_path)
+    if served:
+        told = {name: served.get(name) for name in _SHAPES}
+        told["vocab_size"] = facts.vocab_size or told["vocab_size"]
+        architecture = architecture or first_architecture(served)
+    trained = first_architecture(wanted)
+    if architecture and trained and architecture != trained:
+        problems.append(f"it serves a {architecture}, but the model that is trained is a {trained}")
+    problems += [
+        f"{name} of the model that it serves is {value}, but the model that is trained "
+        f"({needs.model_path}) has {wanted[name]}"
+        for name, value in told.items()
+        if value is not None and wanted.get(name) is not None and value != wanted[name]
+    ]
+    length = facts.max_model_len
+    if length is not None and length < needs.num_tokens:
+        problems.append(
+            f"it takes prompts and completions of at most {length} tokens together, but this run "
+            f"needs {needs.num_tokens} ({needs.length_source}). Start it with --max-model-len "
+            f"{needs.num_tokens} or more (--context-length for SGLang's own command), or lower "
+            "prompts.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    return problems
+
+
+def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str]:
+    """Returns a warning if this project was not tried with the server's release."""
+    known = kind_row(kind).known_releases
+    if not known or (facts.release or "").startswith(known):
+        return []
+    return [
+        f"{url} runs {facts.software}; this project is tested with {', '.join(known)}. If pushes or "
+        f"requests fail, install one of these with {kind_row(kind).install_script}."
+    ]
+
+
+def read_config(model_path: str | None) -> dict[str, Any]:
+    """Returns config.json of a model, or nothing if it cannot be read on this machine.
+
+    The directory of a server's model may be on another machine.
+    """
+    if model_path is None:
+        return {}
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

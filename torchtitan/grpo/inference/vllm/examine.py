@@ -1,0 +1,96 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Finds out whether a vLLM server was started with the options that a run needs.
+
+``/server_info`` would tell all of them, but it takes half a minute, because it describes the whole
+machine. Each option is therefore recognised by how a route behaves.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from torchtitan.grpo.inference.http import HttpConnection, excerpt
+
+GENERATE_ROUTE = "/inference/v1/generate"
+NO_ROOM = "no room to stage"
+"""Part of the error message of a worker that has no memory for a second copy of the weights."""
+
+NO_DEV_MODE = "its environment lacks VLLM_SERVER_DEV_MODE=1, so that weights cannot be pushed"
+NO_SCALE_OUT = "it was started without --enable-scale-out, so that it takes no token ids"
+NO_TRANSFER = (
+    'it was started without --weight-transfer-config \'{"backend": "torchtitan_grpo"}\' (or its '
+    "environment lacks this project's plugin), so that weights cannot be pushed"
+)
+WRONG_LOGPROBS = (
+    "it was started without --logprobs-mode processed_logprobs, so that its logprobs are those "
+    "before rollout.temperature"
+)
+
+_OUTSIDE_VOCABULARY = 2**31 - 1
+_VOCABULARY = re.compile(r"[Vv]ocabulary size: (\d+)")
+_MISSING = (404, 405)
+# vLLM answers 400 or 500 if its weight transfer engine refuses.
+_REFUSED = (400, 404, 405, 500)
+
+
+@dataclass
+class Examined:
+    """What :func:`examine` found.
+
+    Attributes:
+        vocab_size: Size of the model's vocabulary; ``None`` if the server does not tell it.
+        can_generate: Whether the route that takes token ids is open.
+        problems: One text for each option that is missing.
+    """
+
+    vocab_size: int | None = None
+    can_generate: bool = True
+    problems: list[str] = field(default_factory=list)
+
+
+async def examine(http: HttpConnection) -> Examined:
+    """Looks for the options of a vLLM server. Nothing is changed on the server.
+
+    Raises:
+        RouteError: If a route does not answer.
+    """
+    found = Examined()
+    await _examine_generation(http, found)
+    if (await http.get("/weight_info", accept=_MISSING)).status != 200:
+        found.problems.append(NO_DEV_MODE)
+    else:
+        await _examine_transfer(http, found)
+    return found
+
+
+async def _examine_generation(http: HttpConnection, found: Examined) -> None:
+    # Refused before it is generated: the refusal tells the size of the vocabulary.
+    bias = {str(_OUTSIDE_VOCABULARY): 1.0}
+    sampling = {"max_tokens": 1, "logit_bias": bias, "detokenize": False}
+    body = {"token_ids": [0], "stream": False, "sampling_params": sampling}
+    answer = await http.post(GENERATE_ROUTE, body, scope="generation", accept=(400, 403, 404))
+    size = _VOCABULARY.search(excerpt(answer.body))
+    if answer.status == 400 and size is not None:
+        found.vocab_size = int(size[1])
+    elif answer.status in (403, 404):
+        found.can_generate = False
+        found.problems.append(NO_SCALE_OUT)
+
+
+async def _examine_transfer(http: HttpConnection, found: Examined) -> None:
+    # A probe for room joins no group; see the plugin's engine.
+    probe = {
+        "master_address": "",
+        "master_port": 0,
+        "rank_offset": 0,
+        "world_size": 0,
+        "group_name": "",
+        "backend": "gloo",
+        "timeout_seconds": 1.0,
+        "probe": True,
+    }
+    route = "/init_weight_transfer_engine"
+    answer = await http.post(route, {"init_info": probe}, accept=_REFUSED)
+    if answer.status != 200 and NO_ROOM not in excerpt(answer.body):
+        found.problems.append(f"{NO_TRANSFER} ({route} answered: {excerpt(answer.body)[:200]})")

@@ -1,0 +1,143 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Waits until servers are up, and says what is waited for."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.inference.join_check import WrongServer
+from torchtitan.grpo.inference.local_servers import LaunchedServer
+from torchtitan.grpo.system.reminders import Reminders
+
+_POLL_SECONDS = 0.25
+
+Check = Callable[[InferenceClient], Awaitable[None]]
+Tell = Callable[[str], None]
+
+
+async def wait_until_up(
+    clients: Sequence[InferenceClient],
+    servers: Sequence[LaunchedServer],
+    timeout_seconds: float,
+    *,
+    check: Check | None = None,
+    tell: Tell | None = None,
+    kind: str = "inference",
+) -> None:
+    """Returns when every server answers that it is up, and has passed the check.
+
+    Args:
+        clients: Clients of all servers, launched or not.
+        servers: The launched servers among them, which are matched by their URLs.
+        timeout_seconds: ``inference.startup_timeout_seconds``.
+        check: Called once with the client of each server that is up, and of one that refuses the
+            question whether it is. It raises :class:`WrongServer`.
+        tell: Called at growing distances with a sentence on each server that is waited for.
+        kind: Kind of the servers, for these sentences.
+
+    Raises:
+        WrongServer: If a server has not passed the check. The others are not waited for.
+        RuntimeError: If a launched server has ended. The message holds the end of its log.
+        TimeoutError: If a server is not up within ``timeout_seconds``.
+    """
+    launched = {server.url: server for server in servers}
+    async with asyncio.TaskGroup() as tasks:
+        waits = [
+            tasks.create_task(
+                _settle(_Wait(c, launched.get(c.url), timeout_seconds, check, tell, kind).run())
+            )
+            for c in clients
+        ]
+        # The first failure ends the other waits and is raised by itself, not in a group.
+        for wait in asyncio.as_completed(waits):
+            error = await wait
+            if error is not None:
+                for other in waits:
+                    other.cancel()
+                break
+    for wait in waits:
+        if not wait.cancelled() and (error := wait.result()) is not None:
+            raise error
+
+
+async def _settle(wait: Awaitable[None]) -> Exception | None:
+    try:
+        await wait
+    except (RuntimeError, TimeoutError) as error:
+        return error
+    return None
+
+
+@dataclass
+class _Wait:
+    """The wait for one server; see :func:`wait_until_up`."""
+
+    client: InferenceClient
+    server: LaunchedServer | None
+    timeout_seconds: float
+    check: Check | None
+    tell: Tell | None
+    kind: str
+    last: str = "none yet"
+    began: float = field(default_factory=time.monotonic)
+    reminders: Reminders = field(default_factory=Reminders)
+
+    async def run(self) -> None:
+        while not await self._is_up():
+            if self.server is not None and self.server.process.poll() is not None:
+                raise RuntimeError(
+                    f"A server must stay up, but it ended early. {self.server.describe_end()}"
+                )
+            waited = time.monotonic() - self.began
+            if waited >= self.timeout_seconds:
+                raise self._timeout()
+            if self.tell is not None and self.reminders.is_due(waited):
+                self.tell(self._describe(waited))
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _is_up(self) -> bool:
+        remaining = self.timeout_seconds - (time.monotonic() - self.began)
+        try:
+            async with asyncio.timeout(max(remaining, 0.0)):
+                await self._ask()
+        except WrongServer:
+            raise
+        except (ServerError, TimeoutError) as error:
+            self.last = f"{type(error).__name__}: {error}" if str(error) else "none in time"
+            return False
+        return True
+
+    async def _ask(self) -> None:
+        try:
+            await self.client.health()
+        except RouteError as error:
+            if self.check is None or not error.is_refusal:
+                raise
+            await self.check(self.client)  # names what answers in the server's place
+            raise
+        if self.check is not None:
+            await self.check(self.client)
+
+    def _describe(self, waited: float) -> str:
+        text = (
+            f"Waiting for the {self.kind} server {self.client.url} since {waited:.0f} s (at most "
+            f"{self.timeout_seconds:g} s, inference.startup_timeout_seconds). Last answer: "
+            f"{self.last}"
+        )
+        if self.server is None:
+            return text
+        return f"{text} The last line of {self.server.log_file}: {self.server.last_line()}"
+
+    def _timeout(self) -> TimeoutError:
+        log = f" The end of its log:\n{self.server.log_tail()}" if self.server is not None else ""
+        return TimeoutError(
+            f"The server {self.client.url} must be up within inference.startup_timeout_seconds "
+            f"({self.timeout_seconds:g} s). Last answer: {self.last}. Start the server first, "
+            "correct its URL in inference.urls or inference.urls_file, or raise "
+            f"inference.startup_timeout_seconds.{log}"
+        )

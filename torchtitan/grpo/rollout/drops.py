@@ -1,0 +1,162 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a run drops, so that nothing is lost in silence.
+
+The first of each kind is announced at once, with its reason. All are counted: the counts since the
+last batch are metrics, and those of the whole run are its summary.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torchtitan.grpo.inference.client import LogprobsError, ServerError
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.workers.failures import CallFailed
+
+logger = logging.getLogger(__name__)
+
+# Announced for one kind: a server or a reward function may each have a reason of its own.
+_MAX_ANNOUNCED = 3
+
+
+@dataclass(frozen=True)
+class DropKind:
+    """One kind of loss.
+
+    Attributes:
+        metric: Metric that counts it since the last batch.
+        words: What is counted, in few words, for the step's line and the summary.
+        phrase: The same in the announcement of the first one.
+        is_counted_elsewhere: Whether `rollout_metrics.py` computes the metric.
+    """
+
+    metric: str
+    words: str
+    phrase: str
+    is_counted_elsewhere: bool = False
+
+
+def _kind(words: str, phrase: str, metric: str = "", *, elsewhere: bool = False) -> DropKind:
+    name = metric or words.replace("-", "").replace(" ", "_")
+    return DropKind(f"rollout/{name}", words, phrase, elsewhere)
+
+
+KINDS: dict[str, DropKind] = {
+    "reward raised": _kind("rewards raised", "rewards that raised"),
+    "reward timed out": _kind("rewards timed out", "rewards that took too long"),
+    "reward unusable": _kind("rewards unusable", "rewards that cannot be used"),
+    "episode failed": _kind("episodes failed", "episodes that failed"),
+    "request refused": _kind("requests refused", "requests that a server refused"),
+    "request unanswered": _kind("requests unanswered", "requests that a server did not answer"),
+    "logprobs unusable": _kind("logprobs unusable", "answers without usable logprobs"),
+    "answer unusable": _kind("answers unusable", "answers that cannot be used"),
+    "answer cut": _kind("answers cut by a server", "answers cut by a server's length"),
+    "held-out prompt": _kind("held-out unscored", "held-out prompts without a score"),
+    "too long": _kind("prompts too long", "prompts that are too long", elsewhere=True),
+    "failed": _kind(
+        "groups failed", "groups without enough completions", "failed_groups", elsewhere=True
+    ),
+    "unscored": _kind(
+        "groups unscored", "groups without enough rewards", "unscored_groups", elsewhere=True
+    ),
+    "expired": _kind(
+        "groups expired", "groups with outdated tokens", "expired_groups", elsewhere=True
+    ),
+    "overdue": _kind(
+        "groups overdue", "groups that were overdue", "overdue_groups", elsewhere=True
+    ),
+    "filtered": _kind(
+        "groups filtered", "groups that were filtered out", "filtered_groups", elsewhere=True
+    ),
+}
+"""All kinds of losses. The reasons for which the ledger closes a prompt are among them."""
+
+_TIMEOUT = "timeout"
+_RAISED = " raised "
+
+
+class DropLog:
+    """Announces the first loss of each kind, and counts all.
+
+    Args:
+        announce: Called with a sentence that the user should read now. By default it is logged.
+
+    Attributes:
+        counts: Number of losses of each kind so far.
+    """
+
+    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._announce = announce or logger.warning
+        self._announced: defaultdict[str, set[str]] = defaultdict(set)
+        self._last: Counter[str] = Counter()
+
+    def record(self, kind: str, reason: str, *, source: str = "", number: int = 1) -> None:
+        """Counts losses, and announces the first.
+
+        Args:
+            kind: A key of :data:`KINDS`.
+            reason: Why they were dropped, as a sentence.
+            source: What they have in common, such as a server. The first few sources are each
+                announced.
+            number: Number of losses.
+        """
+        self.counts[kind] += number
+        announced = self._announced[kind]
+        if source not in announced and len(announced) < _MAX_ANNOUNCED:
+            announced.add(source)
+            self._announce(f"First of the {KINDS[kind].phrase}: {reason}")
+
+    def record_scoring(self, failure: CallFailed) -> None:
+        """Counts a group that a reward function could not score."""
+        kind = "reward unusable"
+        if failure.kind == _TIMEOUT:
+            kind = "reward timed out"
+        elif _RAISED in failure.kind:
+            kind = "reward raised"
+        self.record(kind, str(failure), source=failure.kind)
+
+    def record_episode(self, failure: CallFailed) -> None:
+        """Counts a completion whose environment failed."""
+        self.record("episode failed", str(failure), source=failure.kind)
+
+    def record_request(self, url: str, error: ServerError) -> None:
+        """Counts a request to a server without a usable answer."""
+        self.record(kind_of_request(error), str(error), source=url)
+
+    def record_closed(self, group_id: int, reason: CloseReason, detail: str) -> None:
+        """Counts a prompt that is closed without training on it."""
+        self.record(reason, f"group {group_id} is not trained on. {detail}")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the numbers of losses since the last call."""
+        last, self._last = self._last, self.counts.copy()
+        return {
+            kind.metric: float(self.counts[name] - last[name])
+            for name, kind in KINDS.items()
+            if not kind.is_counted_elsewhere
+        }
+
+
+def kind_of_request(error: ServerError) -> str:
+    """Returns the key of :data:`KINDS` for a request that failed."""
+    if isinstance(error, LogprobsError):
+        return "logprobs unusable"
+    if isinstance(error, RouteError):
+        return "request refused" if error.is_refusal else "request unanswered"
+    return "request unanswered" if isinstance(error.__cause__, TimeoutError) else "answer unusable"
+
+
+def run_summary(counts: Mapping[str, int]) -> str:
+    """Returns what was dropped in the whole run; empty if nothing was."""
+    found = [f"{counts[name]} {kind.words}" for name, kind in KINDS.items() if counts.get(name)]
+    if not found:
+        return ""
+    return (
+        f"Dropped in this run: {', '.join(found)}. The reasons are above and in "
+        "rollout_process.log."
+    )

@@ -1,0 +1,53 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ends a run whose server refuses the first weights, instead of asking it without end."""
+
+from torchtitan.grpo.inference.client import ServerError
+
+# More than one, because a server may still be busy with what an earlier trainer left behind.
+_MAX_REFUSALS = 3
+
+
+class WeightsRefused(RuntimeError):
+    """A server that was there at the start of the run refuses the run's weights."""
+
+
+class FirstJoin:
+    """Counts refusals of one server, until it has taken a version.
+
+    Later refusals, and those of servers that join during the run, are losses of the server: the
+    run goes on with others.
+
+    Args:
+        url: URL of the server.
+        is_initial: Whether the server was there at the start of the run.
+    """
+
+    def __init__(self, url: str, *, is_initial: bool) -> None:
+        self._url = url
+        self._num_left = _MAX_REFUSALS if is_initial else None
+
+    def succeed(self) -> None:
+        """Notes that the server has taken a version."""
+        self._num_left = None
+
+    def fail(self, error: BaseException) -> None:
+        """Notes that the server was lost.
+
+        Raises:
+            WeightsRefused: If the server has answered each of the first pushes with a refusal.
+        """
+        if self._num_left is None:
+            return
+        if not (isinstance(error, ServerError) and error.was_answered):
+            self._num_left = _MAX_REFUSALS
+            return
+        self._num_left -= 1
+        if self._num_left == 0:
+            raise WeightsRefused(
+                f"The server {self._url} must take the weights of this run, but it has refused "
+                f"them {_MAX_REFUSALS} times and has never taken any. Start it with the model of "
+                f"model.hf_assets_path (scripts/serve_vllm.sh, scripts/serve_sglang.sh). Its last "
+                f"answer: {error}"
+            ) from error
