@@ -1,0 +1,92 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo train``, started as a user starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_cache import REVISION, fill_cache
+
+PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
+SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4")
+PATIENCE_SECONDS = 400
+
+
+@pytest.fixture
+def train(make_run, tmp_path, repository):
+    """Starts ``train`` on the quickstart in another folder, where its files are."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "assets").symlink_to(repository / "assets")
+
+    def start(*arguments: str, **environment: str):
+        run = make_run("--job.dump_folder=run")
+        run.folder = folder / "run"
+        run.folder.mkdir(exist_ok=True)
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", PROGRAM, "train"]
+        command += [str(repository / "train_configs/quickstart.toml"), "--job.dump_folder=run"]
+        with (run.folder / "console.log").open("wb") as console:
+            run.process = subprocess.Popen(
+                [*command, *SMALL, *arguments], cwd=folder, start_new_session=True,
+                env=os.environ | variables | {"TORCHTITAN_GRPO_TEST_MARK": run.mark} | environment,
+                stdout=console, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return run
+
+    return start
+
+
+def test_a_run_from_any_folder_with_a_model_of_the_hub(train, tmp_path, repository):
+    snapshot = fill_cache(
+        tmp_path / "home", "some-lab/tiny", repository / "assets/reverse_digits/model"
+    )
+    run = train(
+        *("--nproc", "2", "--training.steps=1", "--model.hf_assets_path=some-lab/tiny"),
+        HF_HOME=str(tmp_path / "home"),
+    )
+    assert run.finish(PATIENCE_SECONDS) == 0, run.console[-6000:]
+    assert "Starting 2 training ranks on the CPU." in run.console
+    assert run.console.count(f"revision {REVISION} of the Hub, in {snapshot}") == 1
+    export = Path(run.folder.parent, run.summary["hf_checkpoint"])
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in export.iterdir()}
+    assert not any(file.is_symlink() for file in export.iterdir())
+    log = next((run.folder / "servers").glob("*.log")).read_text()
+    assert "Traceback" not in log
+    run.wait_for_nobody()
+
+
+def test_a_mistake_is_one_message_with_the_ranks_own_status(train):
+    run = train("--nproc=2", "--grpo.group_size=0")
+    assert run.finish(PATIENCE_SECONDS) == 2
+    lines = [line for line in run.console.splitlines() if line.strip()]
+    assert lines[0] == "Starting 2 training ranks on the CPU."
+    assert lines[1].startswith("error: grpo.group_size must be at least 1, got 0.")
+    assert len(lines) == 2, run.console
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_in_order_with_its_status(train, signum):
+    run = train("--training.steps=1000")
+    run.wait_for_step(1)
+    run.process.send_signal(signum)
+    run.process.send_signal(signum)  # a second one changes nothing
+    assert run.finish(PATIENCE_SECONDS) == 128 + signum, run.console[-6000:]
+    run.wait_for_nobody()
+    assert not run.has_traceback(), run.console[-6000:]
+    assert "Traceback" not in run.console
+    assert run.errors() == []
+    assert "signal" not in run.console  # torchrun's report
+
+
+def test_help_is_printed_once_by_all_ranks_together(make_run):
+    run = make_run("--help", num_ranks=2)
+    run.start()
+    assert run.finish(PATIENCE_SECONDS) == 0, run.console[-3000:]
+    assert run.console.count("usage: torchtitan-grpo train") == 1
+    assert run.console.index("--grpo.group_size") < run.console.index("--training.")

@@ -1,0 +1,128 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A model is named as on the Hub, and taken from the cache."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hub_cache import REVISION, fill_cache
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hub import HubModel, is_hub_name, locate_model, locate_models
+
+REPO = "some-lab/Tiny-0.5M"
+SETTING = "model.hf_assets_path"
+
+
+@pytest.fixture
+def snapshot(tmp_path, repository, monkeypatch) -> Path:
+    """A model in the cache, which is all that can be had."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home/hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return fill_cache(tmp_path / "home", REPO, repository / "assets/reverse_digits/model")
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        (REPO, HubModel(REPO, None)),
+        (f"{REPO}@main", HubModel(REPO, "main")),
+        (f"{REPO}@refs/pr/1", HubModel(REPO, "refs/pr/1")),
+        ("model", None),
+        ("./models/tiny", None),
+        ("/models/tiny", None),
+        ("outputs/task/model", None),
+        ("", None),
+    ],
+)
+def test_a_name_on_the_hub_is_told_from_a_path(text, model):
+    assert HubModel.parse(text) == model
+    assert is_hub_name(text) is (model is not None)
+
+
+@pytest.mark.parametrize("name", [REPO, f"{REPO}@main", f"{REPO}@{REVISION}"])
+def test_a_model_is_taken_from_the_cache_and_its_revision_is_said(snapshot, name):
+    path, notes = locate_model(name, SETTING)
+    assert Path(path) == snapshot
+    assert notes == [f"{SETTING} = {name}: revision {REVISION} of the Hub, in {snapshot}"]
+    assert read_hf_model(path).architecture == "Qwen3ForCausalLM"
+
+
+def test_the_configuration_holds_folders_afterwards(snapshot):
+    config = read_config(
+        [f"--{SETTING}={REPO}", "--grpo.kl_coef=0.1", f"--grpo.ref_model_path={REPO}@main"]
+    )
+    notes = locate_models(config)
+    assert config.model.hf_assets_path == config.grpo.ref_model_path == str(snapshot)
+    assert [note.partition(" = ")[0] for note in notes] == [SETTING, "grpo.ref_model_path"]
+
+
+def test_a_folder_of_the_same_name_counts_first(snapshot):
+    Path(REPO).mkdir(parents=True)
+    path, (note,) = locate_model(REPO, SETTING)
+    assert path == REPO
+    assert note.startswith(
+        f"{SETTING} = {REPO}: the folder {Path(REPO).resolve()}, and not the Hub's"
+    )
+    Path("other/model").mkdir(parents=True)
+    assert locate_model("other/model", SETTING) == ("other/model", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (
+            "nowhere/none",
+            ["'nowhere/none' is no folder here", "HF_HUB_OFFLINE is set", "hf download"],
+        ),
+        (f"{REPO}@v2", ["is no folder here", "HF_HUB_OFFLINE is set"]),
+        (
+            "none",
+            ["must be a folder with config.json", "organisation/name, got 'none'", "relative to"],
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_refused_with_what_to_do(snapshot, name, parts):
+    with pytest.raises(ConfigError) as error:
+        locate_model(name, SETTING)
+    for part in [SETTING, *parts]:
+        assert part in str(error.value)
+
+
+RANKS = """
+import json, os, sys
+from pathlib import Path
+from torchtitan.grpo.system.once_per_host import once_per_host
+
+def make():
+    with open(sys.argv[1], "a") as file:
+        file.write(os.environ["LOCAL_RANK"])
+    return {"path": "here"}
+
+answers = [once_per_host("a model", make, 60.0)["path"] for _ in range(2)]
+Path(sys.argv[2], os.environ["LOCAL_RANK"]).write_text(",".join(answers))
+"""
+
+
+def test_one_rank_of_a_host_asks_the_hub_and_the_others_get_its_answer(fork_server, tmp_path):
+    program, calls, answers = tmp_path / "ranks.py", tmp_path / "calls", tmp_path / "answers"
+    program.write_text(RANKS)
+    answers.mkdir()
+    (tmp_path / "tmp").mkdir()
+    console = tmp_path / "console.log"
+    with console.open("w") as output:
+        process = fork_server.start(
+            program, [str(calls), str(answers)], num_ranks=3, output=output,
+            environment=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        )  # fmt: skip
+    assert process.wait(120) == 0, console.read_text()
+    assert {file.read_text() for file in answers.iterdir()} == {"here,here"}
+    assert len(list(answers.iterdir())) == 3
+    assert set(calls.read_text()) == {"0"}
