@@ -41,8 +41,7 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
         signal's number after a signal.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)  # the agent's, in this process alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
