@@ -3,6 +3,7 @@
 
 """The page of ``--help``: this project's settings by topic, then torchtitan's."""
 
+import itertools
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -68,7 +69,8 @@ def help_words(args: list[str]) -> list[str] | None:
     """Returns the words behind ``--help``; None if the command line does not ask for help."""
     for flag in ("--help", "-h"):
         if flag in args:
-            return args[args.index(flag) + 1 :]
+            behind = args[args.index(flag) + 1 :]
+            return list(itertools.takewhile(lambda word: not word.startswith("-"), behind))
     return None
 
 

@@ -54,3 +54,4 @@ def test_help_is_asked_for_with_or_without_words():
     assert help_words(["--grpo.group_size=4"]) is None
     assert help_words(["--job.config_file=x", "--help"]) == []
     assert help_words(["-h", "grpo"]) == ["grpo"]
+    assert help_words(["--help", "grpo", "--debug.seed=1"]) == ["grpo"]
