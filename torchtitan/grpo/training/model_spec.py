@@ -34,7 +34,9 @@ from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
 
 
-def hf_train_spec(model: HFModel, config: JobConfig, schedule_steps: int) -> TrainSpec:
+def hf_train_spec(
+    model: HFModel, config: JobConfig, schedule_steps: int | None = None
+) -> TrainSpec:
     """Returns upstream's spec of the model family, changed for this directory and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
@@ -76,12 +78,11 @@ def register_hf_model(model: HFModel, config: JobConfig, schedule_steps: int | N
         model: The directory.
         config: Configuration of the run.
         schedule_steps: Number of steps over which the learning rate's schedule is laid. None
-            takes ``training.steps``.
+            takes ``lr_scheduler.total_steps`` or ``training.steps``.
     """
     # Sharded logits stay inside the output layer, so that no loss is computed from them.
     config.parallelism.disable_loss_parallel = True
-    steps = config.training.steps if schedule_steps is None else schedule_steps
-    train_specs.register_train_spec(config.model.name, hf_train_spec(model, config, steps))
+    train_specs.register_train_spec(config.model.name, hf_train_spec(model, config, schedule_steps))
 
 
 def _pipeline(

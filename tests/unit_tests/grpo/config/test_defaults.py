@@ -70,3 +70,9 @@ def test_each_key_whose_default_differs_says_where_the_default_comes_from(reposi
 def test_a_schedule_that_ends_before_the_run_is_refused(smallest):
     with pytest.raises(ConfigError, match=r"total_steps must be at least training\.steps"):
         load_config([*smallest, "--lr_scheduler.total_steps=5", "--training.steps=6"])
+
+
+def test_a_whole_last_checkpoint_in_hugging_face_form_is_refused(smallest):
+    with pytest.raises(ConfigError, match=r"last_save_in_hf needs checkpoint.last_save_model_only"):
+        load_config([*smallest, "--checkpoint.last_save_in_hf"])
+    load_config([*smallest, "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"])

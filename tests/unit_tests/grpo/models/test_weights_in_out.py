@@ -85,6 +85,9 @@ def assert_complete_directory(exported: Path, source: Path) -> None:
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert (exported / "config.json").exists()
+    ordinary = exported.with_name("ordinary")
+    ordinary.touch()
+    assert {file.stat().st_mode for file in exported.iterdir()} == {ordinary.stat().st_mode}
     loaded: Any = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     model, info = loaded
     assert not any(info.values()), info
