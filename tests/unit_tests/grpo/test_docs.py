@@ -56,6 +56,7 @@ def test_files_that_pages_name_exist(repository):
     """
     folders = ("torchtitan", "tests", "benchmarks", "scripts")
     files = [str(file) for folder in folders for file in (repository / folder).rglob("*.py")]
+    files += [str(file) for file in repository.glob("*.py")]
     unknown = []
     for page in _pages(repository):
         if page.parent.name == "how-to":
