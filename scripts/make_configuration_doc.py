@@ -40,7 +40,9 @@ as well, are relative to the folder in which the command is started.
 `[activation_checkpoint]`, `[compile]`, `[comm]`, `[profiling]`, `[debug]`.
 
 `--dry-run` prints the resolved configuration, the planned layout, and where the run would begin (anew,
-or from which checkpoint and with which changes), and exits. Each start of a run keeps its resolved
+or from which checkpoint and with which changes). Then it opens what the run would open (prompts, columns, reward
+functions, environment, tokenizer, and the headers of the weights) with the run's own code, lists it, and exits. No
+server is started, and nothing is written to `job.dump_folder`. Each start of a run keeps its resolved
 configuration in `<dump_folder>/starts/N/config.toml` ([how to resume](how-to/resume.md)).
 `torchtitan-grpo check-config X.toml` does the same without torchrun. A misspelt key is refused with
 the nearest valid one, a name of TRL, verl, prime-rl, slime or AReaL with the one that it has here, a value

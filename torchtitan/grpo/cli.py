@@ -62,8 +62,8 @@ def check_config(arguments: list[str]) -> int:
 
 def _check_config(arguments: list[str]) -> int:
     from torchtitan.grpo.config_checks import check_model
-    from torchtitan.grpo.config_checks.description import describe
     from torchtitan.grpo.config_manager import load_config
+    from torchtitan.grpo.entry import print_dry_run
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
     from torchtitan.grpo.models.hub import locate_models
     from torchtitan.grpo.resume.resumption import CheckpointError, describe_start, plan_start
@@ -75,14 +75,12 @@ def _check_config(arguments: list[str]) -> int:
         check_model(config, model)
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    print(describe(config))
-    print("\n".join([f"  model: {model.architecture} at {model.path}", *notes]))
     try:
-        lines = list(describe_start(config, plan_start(config, model)))
+        start = list(describe_start(config, plan_start(config, model)))
     except CheckpointError as error:  # the configuration is right, but not for this folder
-        lines = [f"would be refused: {error}"]
-    print("\n".join(["Start", *(f"  {line}" for line in lines)]))
-    return 0
+        start = [f"would be refused: {error}"]
+    print("\n".join(notes), end="\n" if notes else "", flush=True)
+    return print_dry_run(config, model, start)
 
 
 @contextmanager

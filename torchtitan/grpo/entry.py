@@ -7,6 +7,8 @@ A mistake of the user, and a failure outside of this program, is reported once, 
 0. Only a bug in this program shows a traceback.
 """
 
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -14,20 +16,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
-from torchtitan.grpo.config_checks.description import describe
 from torchtitan.grpo.config_manager import is_dry_run, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.dry_run import dry_run
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
@@ -89,9 +93,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
             print(page(JobConfig, words))
         return 0
     try:
-        dry_run = is_dry_run(args)
+        is_dry = is_dry_run(args)
         config = load_config(args)
-        notes = locate_models(config, weights=not dry_run)
+        notes = locate_models(config, weights=not is_dry)
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
         if config.grpo.kl_coef > 0:
@@ -101,13 +105,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
-    if dry_run:
-        if is_rank_zero:
-            device = "CUDA" if torch.cuda.is_available() else "CPU"
-            print(describe(config))
-            print(f"  model: {hf_model.architecture} at {hf_model.path}, on {device}")
-            print("\n".join(["Start", *(f"  {line}" for line in describe_start(config, start))]))
-        return 0
+    if is_dry:
+        lines = describe_start(config, start)
+        return print_dry_run(config, hf_model, list(lines)) if is_rank_zero else 0
     if is_finished(config, start):
         if is_rank_zero:
             print(describe_finished(config, start))
@@ -115,6 +115,23 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     if config.job.overwrite and is_rank_zero:
         remove_run(config)
     return _train(make_trainer, config, hf_model, is_rank_zero)
+
+
+def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> int:
+    """Opens what the run would open and prints what was found; returns the exit status.
+
+    Args:
+        config: Checked configuration of the run.
+        model: The model that would be trained.
+        start: Where the run would begin, in lines.
+    """
+    init_console("error", is_rank_zero=True)
+    try:
+        for line in dry_run(config, model, start):
+            print(line, flush=True)
+    except (ConfigError, DataError, ModelError) as error:
+        return _report(True, error, 2)
+    return 0
 
 
 def _train(
@@ -133,7 +150,10 @@ def _train(
         return 1
     except _EXPLAINED as error:
         return _report(is_rank_zero, error, 1, stop.wait)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        known = known_failure(error, config)
+        if known is not None:
+            return _report(is_rank_zero, RuntimeError(known), 1, stop.wait)
         # A collective fails if another rank has died. That is not the cause of the failure, and
         # torchrun is about to stop this rank as well.
         if not stop.wait(_AGENT_PATIENCE_SECONDS):
@@ -168,7 +188,24 @@ def _report(
     """
     if is_rank_zero or not wait(_RANK_ZERO_PATIENCE_SECONDS):
         print(f"error: {error}", file=sys.stderr, flush=True)
+        _tell_torchrun(str(error))
     return status
+
+
+def _tell_torchrun(message: str) -> None:
+    """Leaves a message for torchrun, which repeats it at the end of its own report of the failure."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    content = {
+        "message": {
+            "message": message,
+            "extraInfo": {"timestamp": str(int(time.time()))},
+        }
+    }
+    # The error has been printed. A directory that is gone must not hide it.
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps(content))
 
 
 def leave(main: Callable[[], int]) -> None:
@@ -182,8 +219,9 @@ def leave(main: Callable[[], int]) -> None:
     """
     try:
         status = main()
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        _tell_torchrun(f"{type(error).__name__}: {error} (its traceback stands above)")
         status = 1
     logging.shutdown()
     sys.stdout.flush()

@@ -92,7 +92,9 @@ def test_an_error_is_reported_by_rank_zero_or_by_a_rank_that_fails_alone(capsys)
 
 RUNS = """
 import contextlib, io, json, pathlib, signal, sys, tempfile
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.grpo import entry
 from torchtitan.grpo.data.feed import RankZeroFailed
 entry._RANK_ZERO_PATIENCE_SECONDS = entry._AGENT_PATIENCE_SECONDS = 0.01
@@ -130,6 +132,8 @@ dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_s
 run("whole", None)
 run("outside", lambda: fail(TimeoutError("the server is late")))
 run("rank zero", lambda: fail(RankZeroFailed("x")))
+run("memory", lambda: torch.empty(2**55, dtype=torch.uint8))
+run("checkpoint", lambda: fail(CheckpointException("load", {0: (ValueError("Size mismatch"), None)})))
 run("mistake", lambda: fail(KeyError("x")))
 run("stopped", lambda: signal.raise_signal(signal.SIGTERM))
 run("refused", None, "--grpo.group_size=0")
@@ -165,9 +169,17 @@ def test_each_way_to_end_has_its_exit_status_and_closes_the_trainer(
     for used in (found.pop("used"), found.pop("used and dry")):
         assert used[:2] == [2, []]
         assert used[2][0].startswith("error: job.dump_folder must not hold an earlier run, got")
+    (memory,), (checkpoint,) = (found[name].pop() for name in ("memory", "checkpoint"))
+    assert memory.startswith(
+        "error: Rank 0 ran out of host memory when 3.36e+07 GiB were asked for"
+    )
+    assert checkpoint.startswith("error: The checkpoint in ")
+    assert "does not fit the model of model.hf_assets_path" in checkpoint
     assert found == {
         "overwritten": [1, ran, ["error: late"]],
         "left": [],
+        "memory": [1, ran],
+        "checkpoint": [1, ran],
         "whole": [0, ran, []],
         "outside": [1, ran, ["error: the server is late"]],
         "rank zero": [1, ran, []],

@@ -29,7 +29,9 @@ FLOORS = (
     {"training", "weight_sync", "config_checks"},
     {"resume"},
     {"checkpoint", "config_manager", "controller", "verify", "start"},
-    {"cli", "entry"},
+    {"dry_run", "known_failures"},
+    {"entry"},
+    {"cli"},
     {"grpo_train"},
 )
 """Rooms (a folder, or a file beside the folders) from the ground floor to the top. A room may

@@ -4,7 +4,7 @@
 """The ``[prompts]`` table: the training prompts."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from torchtitan.grpo.config.bounds import at_least
 
@@ -18,8 +18,8 @@ class Prompts:
     Face data set. Required unless ``paths`` is set."""
 
     paths: list[str] = field(default_factory=list)
-    """Several prompt sets in place of ``path``, mixed by ``weights``. ``name``, ``split``,
-    ``column``, ``rename`` and ``template`` apply to all of them. Each prompt gets a column
+    """Several prompt sets in place of ``path``, mixed by ``weights``. All other keys of this table
+    apply to each of them. Each prompt gets a column
     ``prompt_set`` unless it has one: the file's name without its ending, or the last part of a
     data set's name; the whole path if two sets would get the same name."""
 
@@ -45,7 +45,17 @@ class Prompts:
 
     template: str | None = None
     """Python format string around a string prompt, such as ``"Question: {prompt}\\nAnswer:"``. None
-    leaves the prompt as it is."""
+    leaves the prompt as it is. Prompts that are chat messages refuse it."""
+
+    system_prompt: str | None = None
+    """System message that is put in front of each prompt. Needs prompts that are chat messages, of
+    which none may begin with a system message of its own. Reward functions receive it as the first
+    message of ``prompts``. Held-out prompts get it as well."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as ``{ enable_thinking = false }`` with Qwen3. Needs
+    prompts that are chat messages, and a template that reads each of the variables. Held-out prompts
+    and the replies of environments are rendered with them as well."""
 
     shuffle: bool = True
     """Shuffle the prompts in each epoch, seeded by ``debug.seed``."""

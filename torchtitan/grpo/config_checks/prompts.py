@@ -28,6 +28,7 @@ def check_prompts(config: JobConfig) -> None:
     )
     _check_paths(prompts.paths)
     _check_weights(prompts)
+    _check_chat(prompts)
 
 
 def _check_paths(paths: list[str]) -> None:
@@ -60,3 +61,22 @@ def _check_weights(prompts: Prompts) -> None:
         f"prompts.weights must be finite and above 0, got {weights}. Remove a set that should not be "
         "used from prompts.paths.",
     )
+
+
+_RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "tokenize")
+
+
+def _check_chat(prompts: Prompts) -> None:
+    """Refuses settings of chat prompts beside those of string prompts, and reserved variables."""
+    for key in ("system_prompt", "chat_template_kwargs"):
+        require(
+            prompts.template is None or not getattr(prompts, key),
+            f"prompts.template applies to string prompts and prompts.{key} to chat messages, got both. "
+            "Remove one of them.",
+        )
+    for name in prompts.chat_template_kwargs:
+        require(
+            name not in _RENDERING,
+            f"prompts.chat_template_kwargs must hold variables of the template, got {name!r}, which "
+            "the run sets itself. Remove it.",
+        )

@@ -112,6 +112,32 @@ def load_hf_weights(
                 local.copy_(local_block(parameter).of(whole))
 
 
+def check_hf_weights(
+    model: nn.Module, adapter: BaseStateDictAdapter, path: Path, *, setting: str
+) -> int:
+    """Compares the names and shapes of a directory's tensors with those that a model needs.
+
+    Args:
+        model: The whole model; it may be on the meta device.
+        adapter: State-dict adapter of the model family.
+        path: The directory.
+        setting: TOML key that names the directory, for error messages.
+
+    Returns:
+        Number of tensors that the model needs.
+
+    Raises:
+        ModelError: As of :func:`load_hf_weights`.
+    """
+    reader = _SafetensorsReader(path, setting)
+    needed = {}
+    for name, parameter in named_parameters([model]):
+        needed |= hf_meta(adapter, name, parameter.shape)
+    for key, meta in needed.items():
+        reader.check(key, meta.shape)
+    return len(needed)
+
+
 class _SafetensorsReader:
     """Reads single tensors from one or several safetensors files."""
 
@@ -134,20 +160,26 @@ class _SafetensorsReader:
                     f"failed: {error}. Copy or download the model again."
                 ) from error
 
-    def read(self, key: str, shape: torch.Size) -> torch.Tensor:
+    def check(self, key: str, shape: torch.Size) -> None:
+        """Refuses a tensor that is missing or has another shape. Only headers are read."""
         if key not in self.file_of:
             raise ModelError(
                 f"The weights in {self.setting} ({self.path}) lack the tensor {key}, which the "
                 "config.json beside them requires. Check that no safetensors file is missing."
             )
         with safe_open(self.file_of[key], framework="pt") as handle:
-            tensor = handle.get_tensor(key)
-        if tensor.shape != shape:
+            found = list(handle.get_slice(key).get_shape())
+        if found != list(shape):
             raise ModelError(
                 f"{key} in {self.file_of[key]} ({self.setting}) must have shape {list(shape)} "
-                f"according to config.json, got {list(tensor.shape)}."
+                f"according to config.json, got {found}. Check that config.json and the weights "
+                "belong to the same model."
             )
-        return tensor
+
+    def read(self, key: str, shape: torch.Size) -> torch.Tensor:
+        self.check(key, shape)
+        with safe_open(self.file_of[key], framework="pt") as handle:
+            return handle.get_tensor(key)
 
 
 def export_hf(

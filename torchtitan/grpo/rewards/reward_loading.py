@@ -4,7 +4,7 @@
 """Finds reward functions by their names in the TOML file, and calls them."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torchtitan.grpo import functions
@@ -53,3 +53,14 @@ def call_function(
         accepted = {p.name for p in parameters}
         available = {name: value for name, value in available.items() if name in accepted}
     return function(**available)
+
+
+def missing_arguments(function: RewardFunction, columns: Iterable[str]) -> list[str]:
+    """Returns the arguments that a function requires and that are no columns of the prompts."""
+    given = {*columns, "prompts", "completions", "completion_ids"}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in kinds and p.default is inspect.Parameter.empty and p.name not in given
+    ]

@@ -109,7 +109,7 @@ class RewardPool:
         prompt: Prompt,
         which: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> None:
+    ) -> list[float | None]:
         """Calls the functions once, on ``prompt`` and an empty completion.
 
         Args:
@@ -117,12 +117,15 @@ class RewardPool:
             which: Positions of the functions to call; ``None`` calls all.
             columns: Further arguments for the functions, with one value each.
 
+        Returns:
+            What each function gave.
+
         Raises:
             RewardError: If a function raises, exceeds the time limit, or returns a value that
                 cannot be trained on.
         """
         try:
-            await self._score(prompt, [""], [[]], which, columns)
+            return [value for (value,) in await self._score(prompt, [""], [[]], which, columns)]
         except ScoringFailed as error:
             raise RewardError(
                 f"{error} (checked before training, on the first prompt and an empty completion)"

@@ -13,7 +13,12 @@ import sys
 import traceback
 from typing import Any
 
-from torchtitan.grpo.rewards.reward_loading import RewardFunction, call_function, load_function
+from torchtitan.grpo.rewards.reward_loading import (
+    RewardFunction,
+    call_function,
+    load_function,
+    missing_arguments,
+)
 from torchtitan.grpo.rewards.scoring_messages import (
     FunctionsLoaded,
     LoadFunctions,
@@ -90,6 +95,14 @@ def user_line(error: BaseException, function: RewardFunction) -> str:
 
 
 def _call(function: RewardFunction, path: str, request: Score) -> Values:
+    missing = missing_arguments(function, request.columns)
+    if missing:
+        raise BadReward(
+            f"{path} argument",
+            f"Reward function {path!r} needs the argument {missing[0]!r}, which is no column of the "
+            f"prompts. Their columns are {sorted(request.columns)}. Rename one with "
+            f'prompts.rename = {{ column = "{missing[0]}" }}, or give the argument a default.',
+        )
     result = call_function(
         function, request.prompts, request.completions, request.completion_ids, request.columns
     )

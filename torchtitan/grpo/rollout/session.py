@@ -5,17 +5,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rewards.earnable import unearnable_warning
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, prose_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.ledger import Ledger
+from torchtitan.grpo.rollout.model_match import model_warnings
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.ranker import LengthRanker
@@ -24,8 +26,10 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, Tell
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.session_parts import (
+    Inputs,
     acceptor_position,
     make_admission,
+    make_codec,
     make_environment_pool,
     make_judge,
     make_reward_pool,
@@ -81,6 +85,11 @@ class RolloutSession:
         """The servers that belong to the run now."""
         return self._fleet.servers
 
+    @property
+    def stop_strings(self) -> list[str] | None:
+        """Stop strings of the environment, once the inputs are open; ``None`` without one."""
+        return None if self._environments is None else self._environments.stop_strings
+
     async def open(self) -> None:
         """Starts servers, workers and the producer, and opens the prompts.
 
@@ -94,8 +103,9 @@ class RolloutSession:
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._fleet.start())
-            inputs = tasks.create_task(self._open_inputs())
-        codec, stream, held_out = inputs.result()
+            opening = tasks.create_task(self.open_inputs())
+        inputs = opening.result()
+        codec = inputs.codec
         self.dispatcher = Dispatcher(
             self._fleet.clients,
             vocab_size=config.vocab_size,
@@ -110,9 +120,9 @@ class RolloutSession:
         sampling = make_sampling(config)
         if self._environments is not None:
             sampling = with_turn_ends(sampling, self._environments.stop_strings, codec)
-        self.producer = self._make_producer(stream, sampling, codec)
-        if held_out:
-            self.evaluator = self._make_evaluator(held_out, sampling, codec)
+        self.producer = self._make_producer(inputs.stream, sampling, codec)
+        if inputs.held_out:
+            self.evaluator = self._make_evaluator(inputs.held_out, sampling, codec)
 
     def _make_producer(
         self, stream: PromptStream, sampling: Sampling, codec: TextCodec
@@ -194,13 +204,21 @@ class RolloutSession:
         finally:
             await self._fleet.close()
 
-    async def _open_inputs(self) -> tuple[TextCodec, PromptStream, list[Prompt]]:
+    async def open_inputs(self) -> Inputs:
+        """Opens the tokenizer, the prompts, the rewards and the environment, and checks them.
+
+        Raises:
+            ValueError: If a prompt or a setting is invalid.
+            RewardError: If a reward function cannot be loaded or fails its check.
+        """
         config = self._config
-        codec = await asyncio.to_thread(TextCodec, config.hf_assets_path, config.eos_token_ids)
+        codec = await asyncio.to_thread(make_codec, config)
         saved = self._saved.group_ids if self._saved is not None else set()
         pending = [index for index in config.progress.open if index not in saved]
         stream, examples = await asyncio.to_thread(open_prompts, config, codec, pending)
         self._stream = stream
+        is_chat = any(not isinstance(of_set[0].prompt.text, str) for of_set in examples)
+        self._warn(model_warnings(codec, config, is_chat=is_chat))
         held_out = await asyncio.to_thread(open_held_out, config, codec, self.drops)
         self._pool = pool = make_reward_pool(config, self.drops)
         await pool.start()
@@ -209,26 +227,41 @@ class RolloutSession:
             self._environments = environments = make_environment_pool(config, self.drops)
             await environments.start()
             columns = {"environment_reward": [0.0]}
+        inputs = Inputs(codec, stream, examples, held_out)
         key = "prompts.paths" if config.prompts.paths else "prompts.path"
         functions = range(len(config.reward.functions))
         for of_set in examples:
             prompt = of_set[0].prompt
-            await pool.check(prompt, functions, columns)
+            inputs.rewards.append(await pool.check(prompt, functions, columns))
             for position in functions:
-                await self._warn_of_prose(position, of_set, key)
+                await self._check_answers(position, of_set, key, codec)
             if config.rollout.should_accept is not None:
                 await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
         if held_out:
             position = len(config.reward.functions)
-            await pool.check(held_out[0], [position], columns)
+            inputs.scores = await pool.check(held_out[0], [position], columns)
             path = config.evaluation.path
             rows = [Example(f"{path}, row {p.index}", p) for p in held_out[:MAX_ROWS]]
-            await self._warn_of_prose(position, rows, "evaluation.path")
-        return codec, stream, held_out
+            await self._check_answers(position, rows, "evaluation.path", codec)
+        return inputs
 
-    async def _warn_of_prose(self, position: int, examples: Sequence[Example], key: str) -> None:
+    async def _check_answers(
+        self, position: int, examples: Sequence[Example], key: str, codec: TextCodec
+    ) -> None:
+        """Warns of expected answers for which a built-in reward cannot be earned."""
         assert self._pool is not None, "the reward pool is opened first"
         warning = await prose_warning(self._pool, position, examples, key)
-        if warning is not None:
+        if warning is None:
+            warning = unearnable_warning(
+                self._pool.functions[position],
+                examples,
+                key,
+                lambda text: len(codec.encode_continuation(text)),
+                self._config.rollout.max_new_tokens,
+            )
+        self._warn([] if warning is None else [warning])
+
+    def _warn(self, warnings: Iterable[str]) -> None:
+        for warning in warnings:
             logger.warning("%s", warning)
             self.warnings.append(warning)

@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
@@ -28,6 +28,34 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Inputs:
+    """What a run reads, opened and checked.
+
+    Attributes:
+        codec: The model's tokenizer.
+        stream: Training prompts.
+        examples: The first prompts of each set.
+        held_out: Prompts of the evaluation.
+        rewards: For each set, what each reward function gives the first prompt with an empty
+            completion.
+        scores: The same of the evaluation's function, in a list of one; empty without evaluation.
+    """
+
+    codec: TextCodec
+    stream: PromptStream
+    examples: list[list[Example]]
+    held_out: list[Prompt]
+    rewards: list[list[float | None]] = field(default_factory=list)
+    scores: list[float | None] = field(default_factory=list)
+
+
+def make_codec(config: RolloutProcessConfig) -> TextCodec:
+    """Opens the model's tokenizer."""
+    variables = config.prompts.chat_template_kwargs
+    return TextCodec(config.hf_assets_path, config.eos_token_ids, variables)
 
 
 def open_prompts(

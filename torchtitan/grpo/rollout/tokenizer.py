@@ -7,7 +7,9 @@ The fast tokenizer alone reads `tokenizer.json`. transformers is imported only i
 conversational prompt needs the model's chat template.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,20 @@ class TextCodec:
     Args:
         hf_assets_path: Directory that contains ``tokenizer.json``.
         eos_token_ids: Tokens that are removed from the end of a completion before decoding.
+        chat_template_kwargs: Variables for the chat template (``prompts.chat_template_kwargs``).
 
     Raises:
         ValueError: If there is no readable ``tokenizer.json``.
     """
 
-    def __init__(self, hf_assets_path: str, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        hf_assets_path: str,
+        eos_token_ids: Sequence[int],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = Path(hf_assets_path)
+        self._chat_kwargs = dict(chat_template_kwargs or {})
         self._eos = frozenset(eos_token_ids)
         self._chat: Any = None
         self._plain: Tokenizer | None = None
@@ -109,12 +118,44 @@ class TextCodec:
         ids = self.encode_continuation(text)
         return ids[0] if len(ids) == 1 else None
 
-    def _render(self, messages: Sequence[dict[str, Any]]) -> str:
+    @property
+    def largest_id(self) -> int:
+        """The largest id of the tokenizer's tokens, added ones included."""
+        return max(self._tokenizer.get_vocab().values(), default=-1)
+
+    def token_text(self, token_id: int) -> str | None:
+        """Returns the spelling of a token, or ``None`` if the tokenizer does not have it."""
+        return self._tokenizer.id_to_token(token_id)
+
+    def as_the_model_sees(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, with special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def has_chat_template(self) -> bool:
+        """Returns whether the directory has a chat template, which string prompts do not use."""
+        if (self._path / "chat_template.jinja").is_file():
+            return True
+        file = self._path / "tokenizer_config.json"
+        return file.is_file() and bool(json.loads(file.read_text()).get("chat_template"))
+
+    def end_of_turn(self) -> str | None:
+        """Returns the special token that the chat template writes after an assistant's message."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
+        rest = self._render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
+        ids = self.encode_continuation(rest)
+        text = self._tokenizer.id_to_token(ids[0]) if ids else None
+        # Only a special token is spelled in one piece and left out when text is decoded.
+        return (
+            text if text and not self._tokenizer.decode(ids[:1], skip_special_tokens=True) else None
+        )
+
+    def _render(self, messages: Sequence[dict[str, Any]], *, opens_turn: bool = True) -> str:
         if self._chat is None:
             self._chat = _load_chat_tokenizer(self._path)
+            _check_variables(self._chat, self._chat_kwargs, self._path)
         try:
             return self._chat.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
+                messages, add_generation_prompt=opens_turn, tokenize=False, **self._chat_kwargs
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(
@@ -144,3 +185,15 @@ def _load_chat_tokenizer(path: Path) -> Any:
             "string prompts (prompts.template), or a model directory with a chat template."
         )
     return tokenizer
+
+
+def _check_variables(tokenizer: Any, variables: Mapping[str, Any], path: Path) -> None:
+    """Refuses variables that the template never mentions: Jinja would ignore them."""
+    templates = tokenizer.chat_template
+    text = "\n".join(templates.values()) if isinstance(templates, dict) else templates
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise ValueError(
+                f"prompts.chat_template_kwargs sets {name!r}, which the chat template of {path} does "
+                "not read. Remove it, or check its spelling against the template."
+            )

@@ -45,9 +45,10 @@ def new_group(
 
 def leader_address() -> str:
     """Returns the address at which other ranks reach rank 0: loopback if all are on one host."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+    address = os.environ.get("MASTER_ADDR")  # not there without torchrun
+    if address is None or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "127.0.0.1"
-    return socket.gethostbyname(os.environ["MASTER_ADDR"])
+    return socket.gethostbyname(address)
 
 
 def route_address(setting: str, server_url: str) -> str:

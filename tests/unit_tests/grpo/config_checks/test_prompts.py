@@ -46,3 +46,18 @@ def test_a_directory_may_be_named_like_a_file(tmp_path):
     folder = tmp_path / "shards.parquet"
     folder.mkdir()
     load_config([*LIVE, f"--prompts.paths={folder},owner/two"])
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('template = "{prompt}"\nsystem_prompt = "x"', r"prompts\.template .* both"),
+        ("chat_template_kwargs = { tokenize = true }", r"got 'tokenize', which the run sets"),
+    ],
+)
+def test_chat_settings_that_contradict_are_refused(tmp_path, table, message):
+    file = tmp_path / "x.toml"
+    file.write_text(f'[prompts]\npath = "a.jsonl"\n{table}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match=message):
+        load_config([*LIVE, f"--job.config_file={file}"])

@@ -15,6 +15,7 @@ from torchtitan.grpo.types import Prompt
 
 SET_COLUMN = "prompt_set"
 _MAX_CACHED_PROMPTS = 100_000
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ class PromptSet:
         value = columns[self._settings.column]
         where = self._table.where(row)
         if isinstance(value, str):
+            self._refuse_chat_settings(where)
             return self._apply_template(value, columns, where)
         if not _is_conversation(value):
             raise ValueError(
@@ -195,7 +197,38 @@ class PromptSet:
                 f"{where}: prompts.template applies to string prompts only, but this prompt is a "
                 "list of chat messages. Remove prompts.template."
             )
-        return value
+        if value[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{where}: a prompt must end before the turn that the model is to write, but this one "
+                "ends with a message of the assistant. Remove that message from column "
+                f"{self._settings.column!r}, and keep its text in a column of its own if the reward "
+                "needs it."
+            )
+        return self._with_system_prompt(value, where)
+
+    def _with_system_prompt(
+        self, messages: list[dict[str, str]], where: str
+    ) -> list[dict[str, str]]:
+        text = self._settings.system_prompt
+        if text is None:
+            return messages
+        if messages[0]["role"] in _SYSTEM_ROLES:
+            raise ValueError(
+                f"{where}: prompts.system_prompt is set, but this prompt begins with a system message "
+                f"of its own, {messages[0]['content']!r:.80}. Remove prompts.system_prompt, or the "
+                "message."
+            )
+        return [{"role": "system", "content": text}, *messages]
+
+    def _refuse_chat_settings(self, where: str) -> None:
+        for key in ("system_prompt", "chat_template_kwargs"):
+            if getattr(self._settings, key):
+                raise ValueError(
+                    f"{where}: prompts.{key} needs prompts that are lists of chat messages, but this "
+                    "prompt is a string, to which no chat template is applied. Write the prompt as "
+                    '[{"role": "user", "content": ...}], or use prompts.template and remove '
+                    f"prompts.{key}."
+                )
 
     def _apply_template(self, value: str, columns: dict[str, Any], where: str) -> str:
         if self._settings.template is None:

@@ -70,6 +70,11 @@ class PromptStream:
         """Index of the next new prompt, which follows those of ``pending``."""
         return self._position
 
+    @property
+    def sets(self) -> Sequence[PromptSet]:
+        """The sets that prompts are drawn from."""
+        return self._mixture.sets
+
     def next(self) -> Prompt:
         """Returns the next prompt that is short enough.
 

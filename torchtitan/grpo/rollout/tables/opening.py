@@ -39,6 +39,11 @@ def open_table(
             f"{key} must be the path of a .jsonl or .parquet file or a Hugging Face data set, "
             "got ''."
         )
+    if path.endswith((".jsonl", ".json", ".parquet")) and not Path(path).exists():
+        raise ValueError(
+            f"{key}: {path} cannot be read: the file does not exist. A relative path starts at "
+            f"{Path.cwd()}."
+        )
     is_directory = Path(path).is_dir()
     if path.endswith(".parquet") and not is_directory:
         table: Table = ParquetTable(path, rename, column, key)

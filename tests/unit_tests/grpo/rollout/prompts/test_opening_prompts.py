@@ -148,7 +148,7 @@ def test_prose_in_the_answers_is_reported_at_the_start_of_a_run(model, tmp_path)
     async def run() -> list[str]:
         session = RolloutSession(config)
         try:
-            await session._open_inputs()
+            await session.open_inputs()
             return session.warnings
         finally:
             await session.close()

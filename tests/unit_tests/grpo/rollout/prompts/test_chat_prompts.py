@@ -1,0 +1,142 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Chat prompts with a system prompt and variables of the template, as the run opens them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from torchtitan.grpo.config import (
+    GRPO,
+    Evaluation,
+    Inference,
+    Prompts,
+    Reward,
+    Rollout,
+    RolloutProcessConfig,
+)
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.session_parts import make_codec, open_held_out, open_prompts
+from torchtitan.grpo.types import Prompt, PromptProgress
+
+# As Qwen3's template does, it opens and closes the thinking part itself if there is to be none.
+TEMPLATE = """
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false -%}
+<think>
+
+</think>
+
+{% endif -%}
+{%- endif -%}
+"""
+USER = [{"role": "user", "content": "6*7?"}]
+TURN = "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n"
+SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of bytes with ChatML's tokens, and the template."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+    tokenizer.add_special_tokens([AddedToken(mark) for mark in marks])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def opened(model: Path, tmp_path: Path):
+    """Opens a row as a training prompt and as a held-out prompt; returns both with their text."""
+
+    def open_(prompt: Any, **settings: Any) -> list[tuple[Prompt, str]]:
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps({"prompt": prompt}) + "\n")
+        config = RolloutProcessConfig(
+            grpo=GRPO(),
+            prompts=Prompts(path=str(file), **settings),
+            rollout=Rollout(max_new_tokens=8),
+            inference=Inference(),
+            reward=Reward(),
+            evaluation=Evaluation(path=str(file)),
+            hf_assets_path=str(model),
+            vocab_size=300,
+            eos_token_ids=[257],
+            seq_len=512,
+            seed=0,
+            dump_folder="",
+            server_gpus=[],
+            start_version=0,
+            progress=PromptProgress(),
+        )
+        codec = make_codec(config)
+        stream, _ = open_prompts(config, codec, [])
+        prompts = [stream.next(), *open_held_out(config, codec, DropLog(None))]
+        stream.close()
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        return [
+            (p, tokenizer.decode(p.token_ids.tolist(), skip_special_tokens=False)) for p in prompts
+        ]
+
+    return open_
+
+
+def test_variables_reach_the_template_in_training_and_in_evaluation(opened):
+    for _, text in opened(USER):
+        assert text == TURN
+    for _, text in opened(USER, chat_template_kwargs={"enable_thinking": False}):
+        assert text == TURN + "<think>\n\n</think>\n\n"
+    for _, text in opened(USER, chat_template_kwargs={"enable_thinking": True}):
+        assert text == TURN
+
+
+def test_a_system_prompt_stands_before_the_messages_and_rewards_see_it(opened):
+    for prompt, text in opened(USER, system_prompt="Be brief."):
+        assert text == SYSTEM + TURN
+        assert prompt.text == [{"role": "system", "content": "Be brief."}, *USER]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ("6*7?", {"system_prompt": "x"}, r"system_prompt needs .* chat messages, .* is a string"),
+        (
+            "6*7?",
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            r"rows\.jsonl:1: prompts\.chat_template_kwargs needs .* is a string",
+        ),
+        (
+            [{"role": "system", "content": "Be wordy."}, *USER],
+            {"system_prompt": "Be brief."},
+            r"begins with a system message of its own, 'Be wordy\.'\. Remove",
+        ),
+        (
+            USER,
+            {"chat_template_kwargs": {"enable_thinkin": False}},
+            r"sets 'enable_thinkin', which the chat template of .* does not read",
+        ),
+        (
+            [*USER, {"role": "assistant", "content": "42"}],
+            {},
+            r"rows\.jsonl:1: .* ends with a message of the assistant",
+        ),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(opened, prompt, settings, message):
+    with pytest.raises(ValueError, match=message):
+        opened(prompt, **settings)

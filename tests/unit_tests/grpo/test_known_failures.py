@@ -1,0 +1,112 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Failures that torch reports at length are one message with the settings that help."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan.grpo import entry
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.known_failures import known_failure
+
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+    "which 10.25 MiB is free. Including non-PyTorch memory, this process has 79.13 GiB memory in "
+    "use. See documentation for Memory Management (https://pytorch.org/docs/stable/notes/cuda.html)"
+)
+
+
+@pytest.fixture
+def config() -> JobConfig:
+    config = JobConfig()
+    config.training.local_batch_size, config.training.seq_len = 4, 2048
+    return config
+
+
+def test_memory_that_the_host_cannot_give_names_what_needs_less(config):
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55, dtype=torch.uint8)
+    found = known_failure(caught.value, config)
+    assert found is not None
+    assert found.startswith(
+        "Rank 0 ran out of host memory when 3.36e+07 GiB were asked for. It trains on "
+        "training.local_batch_size = 4 rows of training.seq_len = 2048 tokens at a time."
+    )
+    for setting in ("local_batch_size below 4", "activation_checkpoint.mode = 'full'", "seq_len"):
+        assert setting in found
+    assert "ref_model_offload" not in found  # it has no effect on CPU
+    assert "\n" not in found
+
+
+def test_memory_that_a_gpu_cannot_give_names_what_is_not_set_yet(config):
+    error = torch.OutOfMemoryError(CUDA_MESSAGE)
+    found = known_failure(error, config)
+    assert found is not None
+    assert "out of GPU memory when 20.00 GiB were asked for and 10.25 MiB were free" in found
+    assert "gpu-memory-utilization" in found
+    assert "grpo.ref_model_offload" not in found  # there is no reference model
+    config.grpo.kl_coef = 0.1
+    assert "grpo.ref_model_offload = true" in str(known_failure(error, config))
+    config.training.local_batch_size = 1
+    config.activation_checkpoint.mode = "full"
+    config.grpo.logprob_keep_logits, config.grpo.ref_model_offload = False, True
+    found = str(known_failure(error, config))
+    for setting in ("local_batch_size below", "checkpoint.mode", "keep_logits", "ref_model"):
+        assert setting not in found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_memory_is_found_missing_however_it_is_said(config, error):
+    try:
+        raise ValueError("a step") from error
+    except ValueError as outer:
+        assert "ran out of" in str(known_failure(outer, config))
+
+
+def test_other_failures_are_left_as_they_are(config):
+    assert known_failure(KeyError("memory"), config) is None
+    assert known_failure(RuntimeError("shape mismatch"), config) is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("held", [{"w": torch.zeros(3)}, {"other": torch.zeros(4)}])
+def test_another_models_checkpoint_is_named_with_its_folder(config, tmp_path, held):
+    dcp.save(held, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4)}, checkpoint_id=tmp_path, no_dist=True)
+    config.checkpoint.initial_load_path = str(tmp_path)
+    config.model.hf_assets_path = "models/mine"
+    assert not isinstance(caught.value, Exception), "torch's class: entry.py must catch it by name"
+    found = known_failure(caught.value, config)
+    assert found is not None
+    assert f"The checkpoint in {tmp_path} (checkpoint.initial_load_path) does not fit" in found
+    assert "(models/mine)" in found
+    assert "\n" not in found
+
+
+def test_torchrun_gets_the_message_to_repeat(tmp_path: Path, monkeypatch, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    wait = lambda seconds: True  # noqa: E731
+    assert entry._report(False, ValueError("not by this rank"), 2, wait) == 2
+    assert not file.exists()
+    assert entry._report(True, ValueError("what is wrong"), 2, wait) == 2
+    assert json.loads(file.read_text())["message"]["message"] == "what is wrong"
+    # torchrun's own directory may be gone, or the variable empty.
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/error.json"))
+    assert entry._report(True, ValueError("x"), 2, wait) == 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    assert entry._report(True, ValueError("x"), 2, wait) == 2

@@ -1,0 +1,266 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Configurations as a newcomer writes them wrong: one message each, which names the remedy.
+
+Each is given to ``--dry-run``, which opens what a run would open, with the run's own code.
+"""
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from torchtitan.grpo import entry
+
+# A newcomer waits no longer than this for the message. Processor time is measured, because a busy
+# machine is several times slower; the import of torch, about 6 s, comes on top.
+MOST_SECONDS = 9.0
+WEIGHTS = "model.safetensors"
+REWARDS = """
+def key_error(completions, answer):
+    return [1.0 if "x" in {}["no such key"] else 0.0 for _ in completions]
+
+def not_a_list(completions):
+    return 1.0
+
+def good(completions, answer):
+    return [0.5] * len(completions)
+"""
+
+
+@pytest.fixture
+def start(repository: Path, tmp_path: Path, monkeypatch, capsys) -> Callable[..., tuple]:
+    """Runs a dry run of the smallest configuration; returns status, output and error lines.
+
+    The lines of ``tables`` are put into their tables, in place of those that are there.
+    """
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(**tables: str) -> tuple[int, str, list[str]]:
+        settings = {
+            "job": f'dump_folder = "{tmp_path}/out"',
+            "model": 'hf_assets_path = "assets/reverse_digits/model"',
+            "prompts": 'path = "assets/reverse_digits/train.jsonl"',
+            "reward": 'functions = ["exact_match"]',
+            "inference": "launch = true",
+            "training": "seq_len = 256",
+            "rollout": "max_new_tokens = 12",
+            **tables,
+        }
+        file = tmp_path / "x.toml"
+        file.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in settings.items()))
+        capsys.readouterr()
+        status = entry.run(_no_trainer, ["--job.config_file", str(file), "--dry-run"])
+        said = capsys.readouterr()
+        assert not (tmp_path / "out").exists(), "a check must leave nothing behind"
+        return status, said.out, [x for x in said.err.splitlines() if x.startswith("error: ")]
+
+    return run
+
+
+def _no_trainer(*_):
+    raise AssertionError("a dry run must not train")
+
+
+def _processor_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _model_without_weights(folder: Path) -> str:
+    (folder / WEIGHTS).unlink()
+    return f'hf_assets_path = "{folder}"'
+
+
+def _model_of_another_size(folder: Path) -> str:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    save_file(tensors, folder / WEIGHTS)
+    return f'hf_assets_path = "{folder}"'
+
+
+def _model_whose_end_is_unknown(folder: Path) -> str:
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 100_000}))
+    return f'hf_assets_path = "{folder}"'
+
+
+MODELS = {
+    "model_without_weights": (_model_without_weights, ["*.safetensors", "model.hf_assets_path"]),
+    "model_of_another_size": (
+        _model_of_another_size,
+        ["model.norm.weight", "must have shape [96]", "belong to the same model"],
+    ),
+    "model_whose_end_is_unknown": (
+        _model_whose_end_is_unknown,
+        ["vocab_size", "100000", "generation_config.json"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_wrong_model_is_one_message_with_the_remedy(name, start, repository, tmp_path):
+    break_model, parts = MODELS[name]
+    folder = tmp_path / "model"
+    shutil.copytree(repository / "assets/reverse_digits/model", folder)
+    _expect(start, {"model": break_model(folder)}, [str(folder), *parts])
+
+
+SETTINGS = {
+    "group_of_one": ({"grpo": "group_size = 1"}, ["grpo.group_size must be at least 2", "Raise"]),
+    "misspelt_key": ({"grpo": "groupsize = 8"}, ["grpo.groupsize", "Did you mean grpo.group_size"]),
+    "other_projects_key": ({"grpo": "beta = 0.04"}, ["grpo.beta", "grpo.kl_coef"]),
+    "completion_longer_than_a_row": (
+        {"rollout": "max_new_tokens = 4096"},
+        ["rollout.max_new_tokens (4096)", "training.seq_len (256)", "Lower"],
+    ),
+    "row_longer_than_the_model": (
+        {"training": "seq_len = 8192"},
+        ["at most 512 tokens", "Lower training.seq_len"],
+    ),
+    "no_prompts": (
+        {"prompts": 'path = "data/train.jsonl"'},
+        ["prompts.path", "data/train.jsonl"],
+    ),
+    "no_held_out_prompts": (
+        {"evaluation": 'path = "data/heldout.parquet"'},
+        ["evaluation.path", "data/heldout.parquet"],
+    ),
+    "no_such_column": (
+        {"prompts": 'path = "assets/reverse_digits/train.jsonl"\ncolumn = "question"'},
+        ["'question'", "['answer', 'prompt']", "prompts.column"],
+    ),
+    "system_prompt_for_strings": (
+        {"prompts": 'path = "assets/reverse_digits/train.jsonl"\nsystem_prompt = "Think."'},
+        ["prompts.system_prompt needs", "chat messages"],
+    ),
+    "no_reward_file": ({"reward": 'functions = ["mine.py:score"]'}, ["mine.py does not exist"]),
+    "no_such_reward": ({"reward": 'functions = ["exactmatch"]'}, ["exactmatch", "exact_match"]),
+    "no_such_environment": (
+        {"rollout": 'max_new_tokens = 12\nenvironment = "games.py:Chess"'},
+        ["rollout.environment", "games.py does not exist"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_wrong_setting_is_one_message_with_the_remedy(name, start):
+    tables, parts = SETTINGS[name]
+    _expect(start, tables, parts)
+
+
+def test_a_degree_that_does_not_divide_the_model_is_one_message(start, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = ["parallelism.tensor_parallel_degree (4) must divide", "attention heads"]
+    _expect(start, {"parallelism": "tensor_parallel_degree = 4"}, message)
+
+
+def test_a_wrong_reward_is_one_message_with_its_line(start, tmp_path):
+    good, broken = tmp_path / "rewards.py", tmp_path / "broken.py"
+    good.write_text(REWARDS)
+    broken.write_text("def score(completions)\n    return [0.0]\n")
+    for function, parts in {
+        f"{good}:key_error": ["raised KeyError: 'no such key' (at ", "rewards.py:3, in key_error"],
+        f"{good}:not_a_list": ["not_a_list", "must return a list of 1 numbers, got a float"],
+        f"{broken}:score": ["SyntaxError", "broken.py, line 1"],
+    }.items():
+        _expect(start, {"reward": f'functions = ["{function}"]'}, parts)
+
+
+def test_rows_that_do_not_fit_the_reward_or_the_model_are_one_message(start, tmp_path):
+    parquet, chat = tmp_path / "rows.parquet", tmp_path / "chat.jsonl"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1+1=", "solution": "2"}]), parquet)
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}
+    chat.write_text(json.dumps(row) + "\n")
+    _expect(
+        start,
+        {"prompts": f'path = "{parquet}"'},
+        ["exact_match", "needs the argument 'answer'", "['solution']", "prompts.rename"],
+    )
+    _expect(
+        start,
+        {"prompts": f'path = "{chat}"'},
+        ["chat messages", "no chat template", "prompts.template"],
+    )
+
+
+def _expect(start: Callable[..., tuple], tables: dict[str, str], parts: list[str]) -> None:
+    began = _processor_seconds()
+    status, _, errors = start(**tables)
+    seconds = _processor_seconds() - began
+    print(f"{seconds:.1f} s: {errors}")
+    assert status == 2
+    (message,) = errors
+    for part in parts:
+        assert part in message
+    assert seconds < MOST_SECONDS
+
+
+def test_a_right_configuration_is_listed_with_all_that_was_opened(start, tmp_path, repository):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    held_out = "assets/reverse_digits/heldout.jsonl"
+    status, out, errors = start(
+        reward=f'functions = ["{rewards}:good", "partial_match"]\nweights = [1.0, 0.2]',
+        evaluation=f'path = "{held_out}"\nnum_prompts = 5',
+        rollout='max_new_tokens = 12\nenvironment = "calculator"',
+        optimizer="lr = 1e-5",
+    )
+    assert (status, errors) == (0, [])
+    inputs = out[out.index("\nInputs\n") :]
+    first = json.loads((repository / "assets/reverse_digits/train.jsonl").open().readline())
+    for part in (
+        "vocab_size 128",
+        "a completion ends at: 1 '<eos>'",
+        "train.jsonl, 4096 rows",
+        "columns: prompt (the prompt), answer",
+        f"string, {len(first['prompt'])} tokens: {first['prompt']!r}",
+        "rollout.environment: calculator",
+        f"{rewards}:good, weight 1; an empty completion of the first prompt earns 0.5",
+        "partial_match, weight 0.2",
+        f"{held_out}, 5 prompts used; exact_match gives an empty completion 0",
+        "tensors in assets/reverse_digits/model with the names and shapes of the model",
+    ):
+        assert part in inputs, inputs
+    assert "weight_decay = 0.0  # the default here; torchtitan's is 0.1" in out
+
+
+def test_what_the_run_would_warn_of_is_shown(start, repository, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(repository / "assets/reverse_digits/model", folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "12->", "answer": ""}) + "\n")
+    status, out, _ = start(model=f'hf_assets_path = "{folder}"', prompts=f'path = "{rows}"')
+    assert status == 0
+    warnings = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert any("does not end at '<eos>' (1)" in warning for warning in warnings), out
+    assert any("exact_match cannot be earned in 1 of the first 1" in w for w in warnings), out
+
+
+def test_an_input_that_does_not_open_in_time_ends_the_check_and_its_processes(start, tmp_path):
+    hangs, pid = tmp_path / "hangs.py", tmp_path / "pid"
+    hangs.write_text(
+        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    status, _, errors = start(
+        reward=f'functions = ["{hangs}:score"]',
+        inference="launch = true\nstartup_timeout_seconds = 30",
+    )
+    assert status == 2
+    assert "within 30 s (inference.startup_timeout_seconds)" in errors[0]
+    worker = Path("/proc") / pid.read_text()
+    deadline = time.monotonic() + 60
+    while worker.exists():
+        assert time.monotonic() < deadline, "the worker outlives the check"
+        time.sleep(0.05)

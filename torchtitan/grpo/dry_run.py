@@ -1,0 +1,118 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``--dry-run`` and ``check-config``: opens what a run would open, and says what it found.
+
+Nothing is started that would outlive the check, and nothing is written into ``job.dump_folder``.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config_checks import ConfigError
+from torchtitan.grpo.config_checks.description import describe
+from torchtitan.grpo.controller import process_config
+from torchtitan.grpo.data.planner import StepPlanner
+from torchtitan.grpo.data.record import RecordReader
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.rollout.input_check import REPORT_FILE, InputReport
+from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
+from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.training.weights_check import check_weights
+from torchtitan.grpo.types import PromptProgress
+
+_OUTPUT_FILE = "output.log"
+_SHOWN_OUTPUT_LINES = 20
+
+
+def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator[str]:
+    """Yields the resolved configuration, then what the run would read, as it is found.
+
+    Args:
+        config: Checked configuration of the run.
+        model: The model that would be trained. Its arguments may be changed.
+        start: Where the run would begin, in lines.
+
+    Raises:
+        ConfigError: If a prompt set, a column, a reward function or an environment is unusable.
+        DataError: If ``grpo.ptx_path`` or ``rollout.replay`` is unusable.
+        ModelError: If the weights do not belong to the model.
+    """
+    device = "CUDA" if torch.cuda.is_available() else "CPU"
+    yield describe(config)
+    yield f"  model: {model.architecture} at {model.path}, on {device}"
+    yield "Start"
+    yield from (f"  {line}" for line in start)
+    yield "Inputs"
+    StepPlanner(config, model)  # opens grpo.ptx_path
+    if config.rollout.replay is not None:
+        path, temperature = config.rollout.replay, config.rollout.temperature
+        reader = RecordReader(path, model.vocab_size, temperature, "rollout.replay")
+        yield f"  rollout.replay: {path}, {sum(1 for _ in reader)} batches"
+    else:
+        report = check_inputs(
+            process_config(config, model, 0, PromptProgress(), ""),
+            config.inference.startup_timeout_seconds,
+        )
+        yield from (f"  {line}" for line in report.lines)
+        yield from (f"warning: {warning}" for warning in report.warnings)
+        if report.error is not None:
+            raise ConfigError(report.error)
+    if "snapshots" in model.path.parts and not any(model.path.glob("*.safetensors")):
+        yield "  weights: not downloaded yet; the run will compare them with config.json"
+        return
+    num_tensors = check_weights(config, model)
+    yield f"  weights: {num_tensors} tensors in {model.path} with the names and shapes of the model"
+
+
+def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputReport:
+    """Opens the inputs of a run in a process like the rollout process.
+
+    Args:
+        config: Settings of the rollout process.
+        timeout_seconds: Maximum time, after which the process is ended.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys
+    try:
+        (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict()))
+        child = start_child(
+            [*LIGHT_PYTHON, "torchtitan.grpo.rollout.input_check", str(folder)],
+            env=without_rank_variables(os.environ),
+            log_file=folder / _OUTPUT_FILE,
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout_seconds)
+        finally:
+            stop_children([child])
+        return _read_report(folder, timeout_seconds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
+    lines = (folder / _OUTPUT_FILE).read_text(errors="replace").splitlines()
+    output = "\n".join(f"  {line}" for line in lines[-_SHOWN_OUTPUT_LINES:])
+    said = f" Its output ends with:\n{output}" if output else ""
+    file = folder / REPORT_FILE
+    if not file.is_file():
+        raise ConfigError(
+            "Opening prompts, rewards and tokenizer did not come to an end within "
+            f"{timeout_seconds:g} s (inference.startup_timeout_seconds), or its process died.{said}"
+        )
+    report = msgspec.json.decode(file.read_bytes(), type=InputReport)
+    if report.error is not None and output:
+        report.error += said
+    return report

@@ -1,0 +1,102 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Turns failures that torch reports at length into one message with the settings that help."""
+
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.packed_attention import choose_packed_attention
+
+# How torch, its CPU allocator, cuBLAS and NCCL say it. Only CUDA's caching allocator has a type.
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
+# From here on the dense mask of a row takes more than 64 MiB.
+_LONG_ROW_TOKENS = 8192
+
+
+def known_failure(error: BaseException, config: JobConfig) -> str | None:
+    """Returns the message for a failure that the user can do something about, else ``None``.
+
+    Args:
+        error: What training raised.
+        config: Configuration of the run.
+    """
+    for cause in _chain(error):
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError) or (
+            isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause))
+        ):
+            return _out_of_memory(cause, config)
+        if isinstance(cause, CheckpointException):
+            return _unfit_checkpoint(cause, config)
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and what it arose from, the innermost last."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+
+
+def _out_of_memory(error: BaseException, config: JobConfig) -> str:
+    text = str(error)
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text or "CUBLAS" in text
+    asked = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+    free = re.search(r"of which ([\d.]+ \w+) is free", text)
+    what = f" when {_in_gib(asked[1])} were asked for" if asked else ""
+    what += f" and {free[1]} were free" if free else ""
+    rows, tokens = config.training.local_batch_size, config.training.seq_len
+    return (
+        f"Rank {os.environ.get('RANK', '0')} ran out of {'GPU' if on_gpu else 'host'} memory{what}. It "
+        f"trains on training.local_batch_size = {rows} rows of training.seq_len = {tokens} tokens at a "
+        f"time. What needs less: {'; '.join(_remedies(config, on_gpu))}."
+    )
+
+
+def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
+    grpo, training = config.grpo, config.training
+    if training.local_batch_size > 1:
+        yield f"training.local_batch_size below {training.local_batch_size}, with the same result"
+    if config.activation_checkpoint.mode != "full":
+        yield f"activation_checkpoint.mode = 'full' (it is {config.activation_checkpoint.mode!r})"
+    if grpo.logprob_keep_logits:
+        yield "grpo.logprob_keep_logits = false"
+    device = "cuda" if on_gpu else "cpu"
+    attention = choose_packed_attention(grpo.packed_attention, device, training.seq_len)
+    if attention == "sdpa" and training.seq_len >= _LONG_ROW_TOKENS:
+        yield "a shorter training.seq_len: the mask of attention grows with its square"
+    else:
+        yield "a shorter training.seq_len, with rollout.max_new_tokens"
+    if on_gpu and grpo.kl_coef > 0 and not grpo.ref_model_offload:
+        yield "grpo.ref_model_offload = true"
+    if on_gpu:
+        yield (
+            "more ranks, with parallelism.tensor_parallel_degree or context_parallel_degree if one "
+            "row is too much; less memory for a server on the same GPU (vLLM's "
+            "--gpu-memory-utilization, SGLang's --mem-fraction-static)"
+        )
+    else:
+        yield "more ranks on further hosts, or other programs ended"
+
+
+def _in_gib(amount: str) -> str:
+    number, unit = amount.split()
+    return f"{float(number) / 2**30:.3g} GiB" if unit == "bytes" else amount
+
+
+def _unfit_checkpoint(error: CheckpointException, config: JobConfig) -> str:
+    reason = next(str(wrapped[0]) for wrapped in error.failures.values())
+    settings = config.checkpoint
+    folder = settings.initial_load_path or os.path.join(config.job.dump_folder, settings.folder)
+    key = "checkpoint.initial_load_path" if settings.initial_load_path else "job.dump_folder"
+    return (
+        f"The checkpoint in {folder} ({key}) does not fit the model of model.hf_assets_path "
+        f"({config.model.hf_assets_path}): {reason.strip().splitlines()[0]} It is another model's, or "
+        f"incomplete. Resume with the model that the run was begun with, or choose another {key}."
+    )

@@ -1,0 +1,75 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Opens everything that the rollout process would, without servers, and says what was found.
+
+It runs in a process of its own, as the rollout process does, so that it finds what that process
+would find, and can be ended if it takes too long. It is started with one argument, a private
+directory that contains `config.json` and receives `report.json`.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.input_report import describe_inputs
+from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
+from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.workers.worker_owner import OUTPUT_HINT
+
+REPORT_FILE = "report.json"
+
+
+class InputReport(msgspec.Struct):
+    """What was found.
+
+    Attributes:
+        lines: What was opened.
+        warnings: What the run would warn of.
+        error: What the run would end with; ``None`` if it could begin.
+    """
+
+    lines: list[str] = []
+    warnings: list[str] = []
+    error: str | None = None
+
+
+async def check(config: RolloutProcessConfig) -> InputReport:
+    """Opens and closes the inputs of a run."""
+    announced: list[str] = []
+    session = RolloutSession(config, announced.append)
+    try:
+        inputs = await session.open_inputs()
+        lines = describe_inputs(config, inputs, session.stop_strings)
+        return InputReport(lines, [*announced, *session.warnings])
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        message = str(error).replace(OUTPUT_HINT, "").strip()
+        return InputReport(warnings=[*announced, *session.warnings], error=message)
+    finally:
+        await session.close()
+
+
+def main() -> NoReturn:
+    """Entry point: ``light_start.py torchtitan.grpo.rollout.input_check DIRECTORY``."""
+    logging.basicConfig(level=logging.ERROR)
+    folder = Path(sys.argv[1])
+    config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=RolloutProcessConfig)
+    report = asyncio.run(check(config))
+    # Written under another name first: a report that is there is whole.
+    partial = folder / f"{REPORT_FILE}.partial"
+    partial.write_bytes(msgspec.json.encode(report))
+    partial.rename(folder / REPORT_FILE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread that still reads a data set must not delay the end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a run would read, in lines for the terminal."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rewards.gold_answers import Example
+from torchtitan.grpo.rollout.prompts import PromptSet
+from torchtitan.grpo.rollout.session_parts import Inputs, acceptor_position
+from torchtitan.grpo.types import Prompt
+
+_SHOWN_CHARS = 300
+
+
+def describe_inputs(
+    config: RolloutProcessConfig, inputs: Inputs, stop_strings: list[str] | None
+) -> list[str]:
+    """Returns a description of everything that was opened.
+
+    Args:
+        config: Settings of the rollout process.
+        inputs: What was opened.
+        stop_strings: Those of the environment; ``None`` without one.
+    """
+    return [
+        *_model_lines(config, inputs),
+        *_prompt_lines(config, inputs),
+        *_reward_lines(config, inputs, stop_strings),
+        *_evaluation_lines(config, inputs),
+    ]
+
+
+def _model_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    codec = inputs.codec
+    ends = [f"{token} {codec.token_text(token)!r}" for token in config.eos_token_ids]
+    yield (
+        f"tokenizer: {config.hf_assets_path}, largest token {codec.largest_id}, the model's "
+        f"vocab_size {config.vocab_size}"
+    )
+    yield f"a completion ends at: {', '.join(ends) or 'no token'}"
+    if not codec.has_chat_template():
+        yield "chat template: none"
+    elif _is_chat(inputs.examples[0][0].prompt):
+        yield f"chat template: applied, with {config.prompts.chat_template_kwargs or 'no variables'}"
+    else:
+        yield (
+            "chat template: not applied, because the prompts are strings. A model that was trained "
+            "for chat expects it: make the prompts lists of messages"
+        )
+
+
+def _prompt_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    for prompts, of_set in zip(inputs.stream.sets, inputs.examples, strict=True):
+        first = of_set[0]
+        yield f"{prompts.key}: {prompts.path}, {len(prompts)} rows, prompts of at most " + (
+            f"{prompts.max_tokens} tokens"
+        )
+        yield f"  columns: {_columns(prompts, first, config.prompts.column)}"
+        yield from _first_prompt(first.where, first.prompt, inputs)
+
+
+def _columns(prompts: PromptSet, first: Example, column: str) -> str:
+    names = sorted(first.prompt.columns)
+    return f"{column} (the prompt), {', '.join(names)}" if names else f"{column} (the prompt)"
+
+
+def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
+    text = inputs.codec.as_the_model_sees(prompt.token_ids.tolist())
+    shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    kind = "chat messages" if _is_chat(prompt) else "string"
+    yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown!r}"
+
+
+def _reward_lines(
+    config: RolloutProcessConfig, inputs: Inputs, stop_strings: list[str] | None
+) -> Iterator[str]:
+    if stop_strings is not None:
+        ends = f", turns end at {stop_strings}" if stop_strings else ""
+        yield f"rollout.environment: {config.rollout.environment}{ends}"
+    weights = config.reward.weights or [1.0] * len(config.reward.functions)
+    for position, function in enumerate(config.reward.functions):
+        values = [of_set[position] for of_set in inputs.rewards]
+        yield (
+            f"reward.functions: {function}, weight {weights[position]:g}; an empty completion of the "
+            f"first prompt earns {_numbers(values)}"
+        )
+    if config.rollout.should_accept is not None:
+        assert acceptor_position(config) > 0, "the acceptor stands behind the rewards"
+        yield f"rollout.should_accept: {config.rollout.should_accept}"
+
+
+def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
+    if not inputs.held_out:
+        yield "evaluation: none (evaluation.path is not set)"
+        return
+    first = inputs.held_out[0]
+    yield (
+        f"evaluation.path: {config.evaluation.path}, {len(inputs.held_out)} prompts used; "
+        f"{config.evaluation.function} gives an empty completion {_numbers(inputs.scores)}"
+    )
+    yield from _first_prompt(f"row {first.index}", first, inputs)
+
+
+def _numbers(values: list[float | None]) -> str:
+    return ", ".join("no reward" if value is None else f"{value:g}" for value in values)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return not isinstance(prompt.text, str)

@@ -1,0 +1,88 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Whether tokenizer, end of sequence and chat template belong to the model and to each other.
+
+A model directory that was put together from two models loads without an error. What follows is
+silence: a completion that never ends, or a token that the model does not have.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+
+def model_warnings(
+    codec: TextCodec, config: RolloutProcessConfig, *, is_chat: bool
+) -> Iterator[str]:
+    """Compares the files of a model directory.
+
+    Args:
+        codec: Tokenizer of the directory.
+        config: Vocabulary size, end-of-sequence tokens and stop tokens of the run.
+        is_chat: Whether the prompts are chat messages, which the chat template renders.
+
+    Yields:
+        What the user should know, with a remedy.
+
+    Raises:
+        ValueError: If the model does not have the token that ends a completion.
+    """
+    yield from _vocabulary_warnings(codec, config)
+    if config.rollout.ignore_eos or not config.eos_token_ids:
+        return
+    path = config.hf_assets_path
+    for token in config.eos_token_ids:
+        if token >= config.vocab_size:
+            raise ValueError(
+                f"The end-of-sequence token of {path} must be below the model's vocab_size "
+                f"({config.vocab_size}), got {token}: no completion could end. Correct eos_token_id in "
+                "generation_config.json or config.json."
+            )
+        if codec.token_text(token) is None:
+            yield (
+                f"The end-of-sequence token {token} of {path} is not in its tokenizer.json. Check that "
+                "generation_config.json, config.json and the tokenizer belong to the same model."
+            )
+    yield from _end_warnings(codec, config, is_chat)
+
+
+def _vocabulary_warnings(codec: TextCodec, config: RolloutProcessConfig) -> Iterator[str]:
+    if codec.largest_id >= config.vocab_size:
+        yield (
+            f"The tokenizer in {config.hf_assets_path} has tokens up to {codec.largest_id}, but the "
+            f"model's vocab_size is {config.vocab_size}. A prompt with one of the further tokens ends "
+            "the run. Check that the tokenizer and config.json belong to the same model."
+        )
+
+
+def _end_warnings(codec: TextCodec, config: RolloutProcessConfig, is_chat: bool) -> Iterator[str]:
+    ends = {*config.eos_token_ids, *config.rollout.stop_token_ids}
+    known = ", ".join(f"{token} {codec.token_text(token)!r}" for token in sorted(ends))
+    candidates = {"the tokenizer's eos_token": _eos_of_tokenizer(Path(config.hf_assets_path))}
+    if is_chat:
+        candidates["the token with which the chat template ends a turn"] = codec.end_of_turn()
+    found: dict[int, str] = {}
+    for what, text in candidates.items():
+        token = codec.single_token(text) if text else None
+        if token is not None and token not in ends:
+            found.setdefault(token, f"{text!r} ({token}), {what}")
+    for token, description in found.items():
+        yield (
+            f"A completion does not end at {description}: the model's end-of-sequence tokens are "
+            f"{known}. If the model ends its answers with it, completions run on to "
+            f"rollout.max_new_tokens. Set rollout.stop_token_ids = [{token}], or add it to "
+            "eos_token_id in generation_config.json."
+        )
+
+
+def _eos_of_tokenizer(folder: Path) -> str | None:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    token: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
