@@ -28,7 +28,7 @@ def check_weights(config: JobConfig, model: HFModel) -> int:
     Raises:
         ModelError: If a tensor is missing or has another shape.
     """
-    spec, args = hf_train_spec(model, config), model.model_args
+    spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
     args.update_from_config(config)
     with torch.device("meta"):
         built = spec.model_cls(args)
