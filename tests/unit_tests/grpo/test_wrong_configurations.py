@@ -170,7 +170,7 @@ def test_a_wrong_reward_is_one_message_with_its_line(start, tmp_path):
     good.write_text(REWARDS)
     broken.write_text("def score(completions)\n    return [0.0]\n")
     for function, parts in {
-        f"{good}:key_error": ["raised KeyError: 'no such key' (at ", "rewards.py:3, in key_error"],
+        f"{good}:key_error": ["raised KeyError: 'no such key' (at ", "rewards.py:3, in "],
         f"{good}:not_a_list": ["not_a_list", "must return a list of 1 numbers, got a float"],
         f"{broken}:score": ["SyntaxError", "broken.py, line 1"],
     }.items():
