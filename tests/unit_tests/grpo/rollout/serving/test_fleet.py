@@ -6,6 +6,7 @@
 import asyncio
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -19,19 +20,24 @@ from torchtitan.grpo.config import (
     Rollout,
     RolloutProcessConfig,
 )
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
 from torchtitan.grpo.types import PromptProgress
 
 
-def fleet_of(*urls: str) -> ServerFleet:
-    """A fleet of servers that the configuration names."""
+def fleet_of(*urls: str, file: Path | None = None, announce=None) -> ServerFleet:
+    """A fleet of servers that the configuration, or a file, names."""
     return ServerFleet(
         RolloutProcessConfig(
             grpo=GRPO(),
             prompts=Prompts(),
             rollout=Rollout(),
             inference=Inference(
-                kind="embedded", launch=False, urls=list(urls), startup_timeout_seconds=1.0
+                kind="embedded",
+                launch=False,
+                urls=list(urls),
+                startup_timeout_seconds=1.0,
+                urls_file=None if file is None else str(file),
             ),
             reward=Reward(),
             evaluation=Evaluation(),
@@ -44,7 +50,8 @@ def fleet_of(*urls: str) -> ServerFleet:
             server_gpus=[],
             start_version=0,
             progress=PromptProgress(),
-        )
+        ),
+        announce,
     )
 
 
@@ -56,9 +63,10 @@ def unused_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-async def healthy_server() -> tuple[web.AppRunner, int]:
+async def healthy_server(*, is_embedded: bool = True) -> tuple[web.AppRunner, int]:
     """A server that answers each request for its health, and what an embedded server would tell."""
-    told = {"embedded": True, "model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128}
+    told = {"model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128}
+    told |= {"embedded": True} if is_embedded else {}
 
     async def answer(request: web.Request) -> web.Response:
         return web.json_response(told)
@@ -87,5 +95,47 @@ def test_one_server_that_is_up_is_not_enough_to_start(unused_port: int, down: st
             await both.close()
             await alone.close()
             await runner.cleanup()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_path: Path):
+    file = tmp_path / "urls.txt"
+
+    async def main() -> None:
+        right, port = await healthy_server()
+        wrong, other = await healthy_server(is_embedded=False)
+        up, unusable = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}"
+        file.write_text(f"{up}\n")
+        announced: list[str] = []
+        changes: asyncio.Queue[list[str]] = asyncio.Queue()
+
+        async def tell(servers) -> None:
+            changes.put_nowait([server.url for server in servers])
+
+        fleet = fleet_of(file=file, announce=announced.append)
+        try:
+            await fleet.start()
+            dispatcher = Dispatcher(
+                fleet.clients,
+                vocab_size=128,
+                request_timeout_seconds=60,
+                max_consecutive_failures=8,
+            )
+            watching = asyncio.create_task(fleet.watch(dispatcher, tell))
+            file.write_text(f"{up}\n{unusable}\n")
+            async with asyncio.timeout(120):
+                assert await changes.get() == [up, unusable]
+                assert await changes.get() == [up]
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            assert list(dispatcher.servers) == [up]
+        finally:
+            await fleet.close()
+            await right.cleanup()
+            await wrong.cleanup()
+        (text,) = announced
+        assert unusable in text and "SGLang answers there" in text
+        assert "The run goes on without it" in text
 
     asyncio.run(main())
