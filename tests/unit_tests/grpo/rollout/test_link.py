@@ -19,6 +19,7 @@ PROGRAM = """
 import asyncio
 from types import SimpleNamespace
 from torchtitan.grpo.rollout import process
+from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.results import RolloutBatch
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
@@ -35,9 +36,12 @@ async def batch(version):
 class Session:
     servers, warnings, evaluator = [], [], None
 
-    def __init__(self, config):
-        self.producer = SimpleNamespace(batch=batch, run=for_ever, describe=lambda: "nothing")
-        self.dispatcher = SimpleNamespace(watch_loads=for_ever)
+    def __init__(self, config, announce):
+        self.drops = DropLog(announce)
+        self.producer = SimpleNamespace(
+            batch=batch, run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None
+        )
+        self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={})
         self.watch_servers = for_ever
 
     async def open(self): ...
