@@ -17,10 +17,11 @@ from torchtitan.grpo.types import Generation, PromptProgress, VersionSegment
 
 
 async def healthy_server() -> tuple[web.AppRunner, str]:
-    """A server that answers each request for its health."""
+    """A server that answers each request for its health, and what an embedded server would tell."""
+    told = {"embedded": True, "model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128}
 
     async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "model_dtype": "float32"})
+        return web.json_response(told)
 
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", answer)
