@@ -20,8 +20,8 @@ usage: torchtitan-grpo COMMAND ...
       Train: starts the ranks on this machine, and the servers if
       inference.launch is set. train --help lists every setting.
   check-config X.toml [--gpus N] [--table.key value ...]
-      Check a configuration without starting anything, and print it with all
-      defaults.
+      Print a configuration with all defaults, and open what its run would open:
+      model, prompts, rewards. No server and no training rank is started.
   serve embedded MODEL_DIR [--port P]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.

@@ -188,6 +188,8 @@ class RolloutController(StepSource):
 
     def wait_saved(self, step: int, timeout_seconds: float) -> int | None:
         """Waits until the rollouts are written; see :meth:`StepSource.wait_saved`."""
+        if not self._is_ready:
+            return 0  # nothing was in flight yet, and :meth:`save` has requested nothing
         with suppress(RolloutFailed):
             return self.link.wait_saved(step, timeout_seconds)
         return None

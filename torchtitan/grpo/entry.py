@@ -101,7 +101,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         if config.grpo.kl_coef > 0:
             check_reference(config)
         start = plan_start(config, hf_model)
-    except (CheckpointError, ConfigError, ModelError) as error:
+    except (CheckpointError, ConfigError, ModelError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
         print("\n".join(notes), end="\n" if notes else "", flush=True)

@@ -91,12 +91,13 @@ def _in_gib(amount: str) -> str:
 
 
 def _unfit_checkpoint(error: CheckpointException, config: JobConfig) -> str:
-    reason = next(str(wrapped[0]) for wrapped in error.failures.values())
+    cause = next(wrapped[0] for wrapped in error.failures.values())
+    reason = str(cause).strip() or type(cause).__name__  # an assertion may have no text
     settings = config.checkpoint
     folder = settings.initial_load_path or os.path.join(config.job.dump_folder, settings.folder)
     key = "checkpoint.initial_load_path" if settings.initial_load_path else "job.dump_folder"
     return (
         f"The checkpoint in {folder} ({key}) does not fit the model of model.hf_assets_path "
-        f"({config.model.hf_assets_path}): {reason.strip().splitlines()[0]} It is another model's, or "
+        f"({config.model.hf_assets_path}): {reason.splitlines()[0]} It is another model's, or "
         f"incomplete. Resume with the model that the run was begun with, or choose another {key}."
     )

@@ -98,8 +98,10 @@ def turns(rollout: Rollout, codec: TextCodec) -> list[dict[str, Any]]:
 def _spans(rollout: Rollout) -> list[tuple[bool, int, int]]:
     """Returns the longest spans of a completion that are trained, or not, as a whole."""
     length = len(rollout.completion_ids)
+    if not length:
+        return []
     if rollout.sampled is None:
-        return [(True, 0, length)] if length else []
+        return [(True, 0, length)]
     changes = (np.flatnonzero(np.diff(rollout.sampled)) + 1).tolist()
     borders = [0, *changes, length]
     return [

@@ -13,6 +13,7 @@ from torchtitan.grpo.run_folder.start_record import without_keys
 
 _MODULE = "torchtitan.grpo_train"
 _FLAGS = ("--job.overwrite", "--job.no-overwrite", "--job.no_overwrite")
+_FLAG_VALUES = ("true", "false", "True", "False")
 _WITH_VALUE = ("--checkpoint.load_step", "--checkpoint.load-step")
 
 
@@ -55,29 +56,28 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
         load_step: The step to continue from, if the folder holds newer checkpoints.
     """
     kept = _without_start(without_keys(arguments))
-    if config.job.overwrite and not _names(arguments) & {*_FLAGS}:
-        kept.append("--job.no-overwrite")  # a file says otherwise
+    named = {argument.partition("=")[0] for argument in arguments}
+    # What the command line said may hide what the file says, which must not count again.
+    if config.job.overwrite or named & {*_FLAGS}:
+        kept.append("--job.no-overwrite")
     if load_step is not None:
         kept.append(f"--checkpoint.load_step={load_step}")
-    elif config.checkpoint.load_step != -1 and not _names(arguments) & {*_WITH_VALUE}:
+    elif config.checkpoint.load_step != -1 or named & {*_WITH_VALUE}:
         kept.append("--checkpoint.load_step=-1")
     return shlex.join([*_launcher(), "-m", _MODULE, *kept])
-
-
-def _names(arguments: Sequence[str]) -> set[str]:
-    return {argument.partition("=")[0] for argument in arguments}
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
     """Returns arguments without those that say where the run was to begin."""
     kept: list[str] = []
-    skips = False
+    before = ""  # the option whose value may follow
     for argument in arguments:
         name = argument.partition("=")[0]
-        if skips or name in _FLAGS or name in _WITH_VALUE:
-            skips = name in _WITH_VALUE and "=" not in argument and not skips
-            continue
-        kept.append(argument)
+        is_value = before in _WITH_VALUE or (before in _FLAGS and argument in _FLAG_VALUES)
+        is_start = not is_value and name in (*_FLAGS, *_WITH_VALUE)
+        before = argument if is_start else ""  # with "=", its value does not follow
+        if not is_value and not is_start:
+            kept.append(argument)
     return kept
 
 

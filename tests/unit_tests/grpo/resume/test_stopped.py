@@ -40,12 +40,23 @@ def test_the_command_begins_no_new_run_and_goes_back_to_no_older_step(config, tm
         "20",
         "--checkpoint.load_step=3",
     ]
-    assert resume_command(config, arguments, None).endswith("torchtitan.grpo_train --a=b")
+    begin = "--job.no-overwrite --checkpoint.load_step"
+    assert resume_command(config, arguments, None).endswith(f"grpo_train --a=b {begin}=-1")
     (tmp_path / "checkpoint/step-60").mkdir()  # of steps that were taken again
-    assert describe_stop(config, 40, 0, arguments).endswith("--a=b --checkpoint.load_step=40")
+    assert describe_stop(config, 40, 0, arguments).endswith(f"--a=b {begin}=40")
     config.job.overwrite, config.checkpoint.load_step = True, 20  # in the file
     command = resume_command(config, ["--a=b"], None)
-    assert command.endswith("--a=b --job.no-overwrite --checkpoint.load_step=-1")
+    assert command.endswith(f"--a=b {begin}=-1")
+
+
+def test_the_command_of_a_resumed_run_resumes_it_again_whatever_the_file_says(config):
+    first = ["--a=b", "--job.no-overwrite", "--checkpoint.load_step=-1"]
+    assert resume_command(config, first, None).endswith(" ".join(["grpo_train", *first]))
+
+
+def test_the_value_of_a_flag_goes_with_the_flag(config):
+    command = resume_command(config, ["--job.overwrite", "true", "--a", "b"], None)
+    assert command.endswith("grpo_train --a b --job.no-overwrite")
 
 
 def test_keys_are_not_printed(config):
