@@ -25,7 +25,7 @@ usage: torchtitan-grpo COMMAND ...
   serve embedded MODEL_DIR [--port P]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.
-  verify --kind vllm --url http://host:port --run outputs/run ...
+  verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
       Check that a server serves the weights that a run exported.
   versions
       Print the versions of this package and of those that a run depends on.

@@ -123,11 +123,11 @@ def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
 
 def model_problems(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
     """Returns how the served model differs from the trained one, and what is too short."""
-    wanted = read_config(needs.model_path)
+    wanted = config_json(needs.model_path)
     problems = []
     told = {"vocab_size": facts.vocab_size}
     architecture = facts.architecture
-    served = read_config(facts.model_path)
+    served = config_json(facts.model_path)
     if served:
         told = {name: served.get(name) for name in _SHAPES}
         told["vocab_size"] = facts.vocab_size or told["vocab_size"]
@@ -163,7 +163,7 @@ def release_warnings(url: str, facts: ServerFacts, kind: ServerKind) -> list[str
     ]
 
 
-def read_config(model_path: str | None) -> dict[str, Any]:
+def config_json(model_path: str | None) -> dict[str, Any]:
     """Returns config.json of a model, or nothing if it cannot be read on this machine.
 
     The directory of a server's model may be on another machine.

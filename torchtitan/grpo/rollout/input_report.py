@@ -68,7 +68,7 @@ def _columns(prompts: PromptSet, first: Example, column: str) -> str:
 
 
 def _first_prompt(where: str, prompt: Prompt, inputs: Inputs) -> Iterator[str]:
-    text = inputs.codec.as_the_model_sees(prompt.token_ids.tolist())
+    text = inputs.codec.decode_exactly(prompt.token_ids.tolist())
     shown = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
     kind = "chat messages" if _is_chat(prompt) else "string"
     yield f"  first prompt ({where}): {kind}, {len(prompt.token_ids)} tokens: {shown!r}"

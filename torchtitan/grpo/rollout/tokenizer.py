@@ -127,10 +127,6 @@ class TextCodec:
         """Returns the spelling of a token, or ``None`` if the tokenizer does not have it."""
         return self._tokenizer.id_to_token(token_id)
 
-    def as_the_model_sees(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, with special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
     def has_chat_template(self) -> bool:
         """Returns whether the directory has a chat template, which string prompts do not use."""
         if (self._path / "chat_template.jinja").is_file():
