@@ -27,7 +27,8 @@ BUCKET_BYTES = 10_000
 # Slot and factor of the parameters; slot 0 is held. The last version comes to lie on what
 # the first left behind.
 VERSIONS = ((0, 2.0), (1, 4.0), (0, 1.0))
-Reach = Literal["none", "some", "all"]
+Reach = Literal["none", "some", "all", "all, contiguous"]
+"""Which ranks reach the memory of their source; and whether they copy to contiguous memory."""
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -63,20 +64,22 @@ class Gathered:
 
 def attach_as(reach: Reach, offer: SlotOffer) -> list[torch.Tensor] | None:
     """``some``: as if ranks with odd numbers were on another host; ``none``: all others."""
-    is_reached = reach == "all" or (reach == "some" and dist.get_rank() % 2 == 0)
+    is_reached = reach.startswith("all") or (reach == "some" and dist.get_rank() % 2 == 0)
     return attach(offer) if is_reached else None
 
 
 async def gathered(built: Built, reach: Reach) -> Gathered:
     parameters = dict(named_parameters(built.parts))
-    plan = agree_on_push(parameters, built.adapter, torch.bfloat16, BUCKET_BYTES)
+    plan = agree_on_push(
+        parameters, built.adapter, torch.bfloat16, BUCKET_BYTES, contiguous="contiguous" in reach
+    )
     with mock.patch.object(slot_memory, "attach", functools.partial(attach_as, reach)):
-        storage = slot_memory.SharedHostSlots(plan, 2)
+        storage = slot_memory.SnapshotSlots(plan, 2)
     snapshots = Snapshots(parameters, storage.shards, CPU)
     gatherer = Gatherer(plan, storage, built.adapter, timeout_seconds=60.0)
     buckets = gatherer.own.buckets if gatherer.own is not None else ()
     specs, sizes = [b.spec for b in buckets], [b.num_bytes for b in buckets]
-    pool = PayloadPool(specs, sizes, CPU, False, storage.buckets)
+    pool = PayloadPool(specs, sizes, False, storage.buckets)
     tensors, names = [], []
     for version, (slot, factor) in enumerate(VERSIONS):
         with torch.no_grad():

@@ -223,12 +223,6 @@ def test_what_sglang_cannot_do_is_not_silently_left_out(load, key):
         load(BASE, *sglang, f"--weight_sync.{key}")
 
 
-def test_staging_in_host_memory_needs_a_device(load, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"staging = 'host' needs a CUDA GPU.*Use 'auto'"):
-        load(BASE, "--weight_sync.staging=host")
-
-
 def test_servers_are_named_in_one_place_alone(load, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text("# two\nhttp://a:1\nhttp://b:2/\n")

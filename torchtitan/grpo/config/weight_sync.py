@@ -25,13 +25,13 @@ class WeightSync:
 
     bucket_bytes: Annotated[int, at_least(1)] = 256 * 1024 * 1024
     """Approximate size of the buckets in which tensors are sent. A single tensor is never split.
-    Servers reserve memory for one or two buckets, and so do training ranks on CUDA while they
-    gather weights."""
+    Servers reserve memory for one or two buckets. Over NCCL, so does each source rank on its GPU,
+    one bucket for each server."""
 
     num_slots: Annotated[int, at_least(2)] = 2
     """Number of snapshots of the local shards that may exist at once: one is sent while the next is
-    filled. On CPU, versions are sent directly from their slots, so that as many slots are added as
-    ``max_versions`` allows versions. All slots are allocated at the start."""
+    filled. Versions are sent directly from their slots, so that as many slots are added as
+    ``max_versions`` allows versions. All slots lie in host memory and are allocated at the start."""
 
     master_address: str = "auto"
     """Address at which servers reach rank 0. ``auto`` takes the address of this host on the route to
@@ -59,10 +59,6 @@ class WeightSync:
     disk_path: str | None = None
     """Directory for ``transport = "disk"``, under the same name on all hosts. The run creates it if
     need be, keeps only the newest versions in it, and shares it with no other run."""
-
-    staging: Literal["auto", "device", "host"] = "auto"
-    """Where snapshots are kept: in the memory of the training device, or in pinned host memory.
-    ``auto`` keeps them on the device."""
 
     max_versions: Annotated[
         int, at_least(2).or_value(0, "two more than servers, which keeps servers independent")

@@ -19,21 +19,14 @@ if TYPE_CHECKING:
 def check_machine(config: JobConfig) -> None:
     """Checks that this machine has the GPU and the directories that the settings need."""
     grpo = config.grpo
-    for is_needed, setting, instead in (
-        (grpo.packed_attention == "flex", "grpo.packed_attention = 'flex'", "'auto' or 'sdpa'"),
-        (
-            config.weight_sync.staging == "host",
-            "weight_sync.staging = 'host'",
-            "'auto'",
-        ),
-    ):
-        if is_needed:
-            import torch
+    if grpo.packed_attention == "flex":
+        import torch
 
-            require(
-                torch.cuda.is_available(),
-                f"{setting} needs a CUDA GPU, and none is visible. Use {instead}.",
-            )
+        require(
+            torch.cuda.is_available(),
+            "grpo.packed_attention = 'flex' needs a CUDA GPU, and none is visible. Use 'auto' or "
+            "'sdpa'.",
+        )
     path = grpo.ref_model_path
     require(
         grpo.kl_coef <= 0 or path is None or Path(path).is_dir() or is_hub_name(path),

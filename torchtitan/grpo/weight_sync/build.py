@@ -32,8 +32,7 @@ from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
-from torchtitan.grpo.weight_sync.slot_memory import SharedHostSlots
-from torchtitan.grpo.weight_sync.slot_storage import DeviceSlots, PinnedHostSlots, SlotStorage
+from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports import make_transport
@@ -85,22 +84,25 @@ def build_publisher(
     """
     sync = config.weight_sync
     parameters = dict(named_parameters(model_parts))
-    plan = agree_on_push(parameters, adapter, _wire_dtype(config), sync.bucket_bytes)
+    on_gpu = device.type == "cuda"
+    plan = agree_on_push(
+        parameters, adapter, _wire_dtype(config), sync.bucket_bytes, contiguous=on_gpu
+    )
     transport = make_transport(config, plan, device)
-    max_held = _agree_on_held(sync, device, len(servers))
+    max_held = _agree_on_held(sync, len(servers))
     if link is not None:  # logged before the memory is allocated
-        memory = _describe_memory(sync, plan, max_held, len(servers))
+        memory = _describe_memory(sync, plan, max_held)
         logger.info(f"Weight sync: {plan.wire_dtype} {transport.describe()}; {memory}")
-    storage = _make_storage(sync, plan, parameters, device, max_held)
-    snapshots = Snapshots(parameters, storage.shards, device)
-    gatherer = Gatherer(plan, storage, adapter, _patience_seconds(sync))
+    memory_slots = SnapshotSlots(plan, sync.num_slots + max_held, pinned=on_gpu)
+    snapshots = Snapshots(parameters, memory_slots.shards, device)
+    gatherer = Gatherer(plan, memory_slots, adapter, _patience_seconds(sync))
     slots = SlotVersions() if link is None else SlotTable(sync.num_slots, max_held)
 
     def read(slot: int, version: int) -> Shards:
         slots.wait_filled(slot, version, _patience_seconds(sync))
         return snapshots.read(slot)
 
-    hands = _make_hands(sync, plan, storage, transport, gatherer, read)
+    hands = _make_hands(sync, plan, memory_slots, transport, gatherer, read)
     channel, address = _make_channel(sync)
     probes, make_leader = Probes(), None
     if link is not None:
@@ -143,44 +145,23 @@ def _patience_seconds(sync: WeightSync) -> float:
     return 10 * sync.timeout_seconds + 600
 
 
-def _agree_on_held(sync: WeightSync, device: torch.device, num_servers: int) -> int:
+def _agree_on_held(sync: WeightSync, num_servers: int) -> int:
     """Returns how many slots may be held for versions that are sent from them; collective.
-
-    On CUDA there are none: buckets are put together from shards on all devices, in memory of
-    their own.
 
     Args:
         sync: The table ``[weight_sync]``.
-        device: The training device.
         num_servers: Number of servers that rank 0 knows of. Others may join later. If more
             versions are then alive than slots can be held, buckets are copied out of the slots.
     """
     max_held = [max_alive(sync, num_servers)]
     dist.broadcast_object_list(max_held, src=0)
-    return max_held[0] if device.type == "cpu" else 0
-
-
-def _make_storage(
-    sync: WeightSync,
-    plan: PushPlan,
-    parameters: dict[str, torch.Tensor],
-    device: torch.device,
-    max_held: int,
-) -> SlotStorage:
-    """Allocates this rank's slots; collective over all ranks."""
-    if device.type == "cpu":
-        return SharedHostSlots(plan, sync.num_slots + max_held)
-    is_host = sync.staging == "host"
-    make_slots = PinnedHostSlots if is_host else DeviceSlots
-    where = torch.device("cpu") if is_host else device
-    names = plan.names_from(dist.get_rank())
-    return make_slots(parameters, names, sync.num_slots, plan.wire_dtype, where)
+    return max_held[0]
 
 
 def _make_hands(
     sync: WeightSync,
     plan: PushPlan,
-    storage: SlotStorage,
+    slots: SnapshotSlots,
     transport: Transport[Any],
     gatherer: Gatherer,
     read: ReadSnapshot,
@@ -191,9 +172,8 @@ def _make_hands(
         pool = PayloadPool(
             [bucket.spec for bucket in own.buckets],
             [bucket.num_bytes for bucket in own.buckets],
-            transport.payload_device,
             sync.checksum,
-            storage.buckets,
+            slots.buckets,
         )
         sender = transport.make_sender(rank, pool)
     return _Hands(Agent(rank, gatherer, read, pool), sender)
@@ -269,24 +249,14 @@ def _leader_parts(
     )
 
 
-def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int, num_servers: int) -> str:
+def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int) -> str:
     gib = 1024**3
-    largest = max(source.num_bytes for source in plan.sources)
     slot = max(layout.num_bytes for layout in plan.layouts.values())
-    alive = max_alive(sync, num_servers)
-    version = (
+    return (
         f"a version has {plan.num_bytes / gib:.3f} GiB in "
         f"{sum(len(s.buckets) for s in plan.sources)} buckets from {len(plan.sources)} source "
-        "rank(s). Memory: "
-    )
-    if max_held:
-        return version + (
-            f"on a source rank {sync.num_slots + max_held} slots of {slot / gib:.3f} GiB, "
-            f"{max_held} of them for versions that servers still receive; on a rank that cannot "
-            "reach its source's memory, as many slots of its own shards "
-            "(weight_sync.num_slots, weight_sync.max_versions)."
-        )
-    return version + (
-        f"{sync.num_slots} slots of this rank's shards, and on a source rank at most {alive} "
-        f"versions of {largest / gib:.3f} GiB (weight_sync.num_slots, weight_sync.max_versions)."
+        f"rank(s). Host memory: on a source rank {sync.num_slots + max_held} slots of at most "
+        f"{slot / gib:.3f} GiB, {max_held} of them for versions that servers still receive; on a "
+        "rank that cannot reach its source's memory, as many slots of its own shards "
+        "(weight_sync.num_slots, weight_sync.max_versions)."
     )

@@ -8,6 +8,10 @@ because two threads must not issue collectives on one communicator. What each ra
 decided once, at construction, for every layout; see `plan.py`. If ranks write into their
 source's memory (see `slot_memory.py`), the buckets that lie in the slot are complete as soon
 as all ranks have copied, except for parameters that must be converted.
+
+Snapshots lie in host memory whatever the training device is, so gathering uses the CPU and
+gloo alone. NVIDIA does not promise progress for NCCL communicators that are used at the same
+time, and FSDP's are in use while a version is gathered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +21,6 @@ import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
-from torchtitan.grpo.system.device import default_backend
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import (
     ALL_PARAMETERS,
@@ -27,7 +30,9 @@ from torchtitan.grpo.weight_sync.plan import (
     plan_sources,
 )
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
-from torchtitan.grpo.weight_sync.slot_storage import SlotStorage
+from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+
+_HOST = torch.device("cpu")
 
 
 def agree_on_push(
@@ -36,6 +41,8 @@ def agree_on_push(
     wire_dtype: torch.dtype,
     bucket_bytes: int,
     selection: ParameterSelection = ALL_PARAMETERS,
+    *,
+    contiguous: bool = False,
 ) -> PushPlan:
     """Decides what each rank sends; collective over all ranks.
 
@@ -45,10 +52,14 @@ def agree_on_push(
         wire_dtype: Dtype of the snapshots and of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
         selection: The parameters that are pushed.
+        contiguous: See :func:`lay_out_slot`.
     """
     assemblies = [a for a in agree_on_assembly(parameters, adapter) if selection.includes(a.name)]
     sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
-    layouts = {source.rank: lay_out_slot(source, adapter, wire_dtype) for source in sources}
+    layouts = {
+        source.rank: lay_out_slot(source, adapter, wire_dtype, contiguous=contiguous)
+        for source in sources
+    }
     return PushPlan(selection, sources, layouts, wire_dtype)
 
 
@@ -59,7 +70,7 @@ class Gatherer:
 
     Args:
         plan: What each rank sends.
-        storage: The snapshot slots, as this rank sees them.
+        slots: The snapshot slots, as this rank sees them.
         adapter: State-dict adapter of the model family.
         timeout_seconds: Maximum duration of one transfer between ranks.
 
@@ -70,25 +81,22 @@ class Gatherer:
     def __init__(
         self,
         plan: PushPlan,
-        storage: SlotStorage,
+        slots: SnapshotSlots,
         adapter: BaseStateDictAdapter,
         timeout_seconds: float,
     ) -> None:
-        device = storage.device
-        self._adapter, self._device, self._storage = adapter, device, storage
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        backend = default_backend(device.type)
+        self._adapter, self._slots = adapter, slots
         rank = dist.get_rank()
         self.own = plan.source(rank)
         self._layout = plan.layouts.get(rank)
         # Every rank must take part in the creation of every group, also as no member of it.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
         for source in plan.sources:
-            group = collecting_group(source.members, backend, timeout_seconds, device)
+            group = collecting_group(source.members, "gloo", timeout_seconds, _HOST)
             if rank in source.members:
                 buckets = [bucket.assemblies for bucket in source.buckets]
-                writers = storage.writers(source.rank)
-                collector = Collector(buckets, plan.wire_dtype, device, group, source.rank, writers)
+                writers = slots.writers(source.rank)
+                collector = Collector(buckets, plan.wire_dtype, _HOST, group, source.rank, writers)
                 self._collectors.append((source, collector))
 
     def gather(
@@ -102,18 +110,6 @@ class Gatherer:
             payload: The payload to fill on a source rank; ``None`` on other ranks.
         """
         assert (payload is not None) == (self.own is not None)
-        if self._stream is None:
-            return self._gather(slot, shards, payload)
-        # Each thread has its own current device and stream, and this is not the training thread.
-        torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self._stream):
-            self._gather(slot, shards, payload)
-        self._stream.synchronize()
-        return None
-
-    def _gather(
-        self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
-    ) -> None:
         for source, collector in self._collectors:
             if source is not self.own:
                 # Iterating is what sends; nothing is received here.
@@ -121,26 +117,19 @@ class Gatherer:
                     raise AssertionError("only the source rank may receive shards")
             else:
                 assert payload is not None
-                others = self._storage.shards_of_writers(slot)
-                places = self._places_in(payload)
+                assert self._layout is not None
+                others = self._slots.shards_of_writers(slot)
+                # Parameters that are not converted are put together in their buckets.
+                places = self._layout.wholes_in(payload.buffers)
                 self._fill_all(collector.collect(shards, others=others, places=places), payload)
 
     def _fill_all(self, whole: Iterator[tuple[str, torch.Tensor]], payload: Payload) -> None:
         assert self.own is not None
         for index, plan in enumerate(self.own.buckets):
             self._fill(plan, whole, payload.buffers[index])
-            if self._stream is not None:
-                self._stream.synchronize()  # other threads and streams read the bucket next
             payload.filled(index)
         for name, _ in whole:
             raise AssertionError(f"parameter {name} must be in a bucket, but is in none")
-
-    def _places_in(self, payload: Payload) -> dict[str, torch.Tensor]:
-        """Returns where parameters that are not converted are put together: in their buckets."""
-        assert self._layout is not None
-        if payload.buffers[0].device.type != self._device.type:
-            return {}
-        return self._layout.wholes_in(payload.buffers)
 
     def _fill(
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor

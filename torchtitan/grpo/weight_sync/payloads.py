@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The buffers of the versions that a source rank sends.
+"""The buffers of the versions that a source rank sends, in host memory.
 
     (free buffers) --take--> filled bucket by bucket --> read by senders
           ^                                                  |
@@ -145,22 +145,20 @@ class PayloadPool:
     Args:
         specs: Descriptions of the source's buckets.
         sizes: Number of bytes of each bucket.
-        device: Device of the buffers, which is the one that versions are sent from.
         checksum: Whether checksums are added to the buckets' descriptions.
         buckets_in_slot: Returns the buckets that lie in a snapshot slot, or ``None``; see
-            :meth:`SlotStorage.buckets`.
+            :meth:`SnapshotSlots.buckets`.
     """
 
     def __init__(
         self,
         specs: Sequence[BucketSpec],
         sizes: Sequence[int],
-        device: torch.device,
         checksum: bool,
         buckets_in_slot: Callable[[int], list[torch.Tensor] | None] = lambda slot: None,
     ) -> None:
         self._specs, self._sizes = specs, sizes
-        self._device, self._checksum = device, checksum
+        self._checksum = checksum
         self._buckets_in_slot = buckets_in_slot
         self._free: list[list[torch.Tensor]] = []
         self._held: dict[int, _Held] = {}
@@ -188,11 +186,8 @@ class PayloadPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        pinned = self._device.type == "cpu" and torch.cuda.is_available()
-        return [
-            torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-            for size in self._sizes
-        ]
+        # Not pinned, although a GPU may read them: pinning waits for everything that the GPU does.
+        return [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Payload]:

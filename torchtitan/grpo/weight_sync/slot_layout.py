@@ -3,13 +3,15 @@
 
 """Computes where each shard lies in a snapshot slot of one source.
 
-    | bucket 0 | bucket 1 | ... | blocks of parameters that must be converted |
+    | bucket 0 | bucket 1 | ... | blocks that are not copied right into a bucket |
 
 The functions are pure and give the same result on all ranks.
 
-Ranks copy their shards right into the buckets that are sent,
-so nothing is left to gather. Only parameters whose bytes differ in the Hugging Face layout
-have blocks of their own, from which they are put together in their buckets.
+Ranks copy their shards right into the buckets that are sent, so nothing is left to gather. Two
+kinds of shards have blocks of their own, from which they are put together in their buckets: those
+of parameters whose bytes differ in the Hugging Face layout and, if a GPU makes the copies, those
+whose elements are not contiguous in the parameter. A GPU's copy engine writes contiguous memory;
+for anything else torch would make the training thread wait.
 """
 
 import math
@@ -47,7 +49,8 @@ class SlotLayout:
         assemblies: The source's parameters.
         buckets: First byte of each bucket, and the byte after its last.
         places: Places of the parameters that are not converted, by native name.
-        blocks: First byte of each block of the other parameters, by native name and rank.
+        blocks: First byte of each block that is not copied right into a bucket, by native name
+            and rank.
         num_bytes: Number of bytes of a slot.
     """
 
@@ -77,9 +80,9 @@ class SlotLayout:
         """Returns the tensors into which a rank copies its shards, as views of a slot."""
         wholes = self.wholes_in(self.buckets_in(slot))
         return {
-            assembly.name: piece.block.of(wholes[assembly.name])
-            if assembly.name in wholes
-            else _view(slot, self.blocks[assembly.name, rank], piece.block.shape, self.dtype)
+            assembly.name: _view(slot, begin, piece.block.shape, self.dtype)
+            if (begin := self.blocks.get((assembly.name, rank))) is not None
+            else piece.block.of(wholes[assembly.name])
             for assembly, piece in pieces_of(self.assemblies, rank)
         }
 
@@ -119,7 +122,11 @@ class PushPlan:
 
 
 def lay_out_slot(
-    source: SourcePlan, adapter: BaseStateDictAdapter, wire_dtype: torch.dtype
+    source: SourcePlan,
+    adapter: BaseStateDictAdapter,
+    wire_dtype: torch.dtype,
+    *,
+    contiguous: bool = False,
 ) -> SlotLayout:
     """Returns the layout of a source's slots.
 
@@ -127,6 +134,7 @@ def lay_out_slot(
         source: What the source sends.
         adapter: State-dict adapter of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
+        contiguous: Whether every shard is copied to contiguous memory, as GPUs need it.
     """
     end = 0
     buckets, places, blocks = [], {}, {}
@@ -140,8 +148,12 @@ def lay_out_slot(
         end = _aligned(end + position)
     assemblies = tuple(a for plan in source.buckets for a in plan.assemblies)
     for assembly in assemblies:
-        if assembly.name not in places:
-            for piece in assembly.pieces:
+        whole = torch.empty(assembly.shape, device="meta")
+        for piece in assembly.pieces:
+            is_in_place = assembly.name in places and (
+                not contiguous or piece.block.of(whole).is_contiguous()
+            )
+            if not is_in_place:
                 blocks[assembly.name, piece.rank] = end
                 end = _aligned(end + piece.block.numel * wire_dtype.itemsize)
     return SlotLayout(wire_dtype, assemblies, tuple(buckets), places, blocks, end)

@@ -1,22 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Snapshot slots in the memory of their source, into which the ranks of its host write.
+"""Snapshot slots in the host memory of their source, into which the ranks of its host write.
 
-If ranks train on the CPUs of one host, each copies its shards right into the buckets that
-its source sends from (see `system/shared_slots.py`). Sending a shard through a socket, or
-copying it again, would take cores from training.
+Each rank copies its shards right into the buckets that its source sends from (see
+`system/shared_slots.py`). Sending a shard through a socket, or copying it again, would take
+cores from training. With GPUs, their copy engines write the slots, for which the memory is
+pinned in each process. No version occupies memory of a GPU, and no kernel gathers one.
 
 The memory of all slots is allocated at once. Otherwise it would happen in the middle of the
 run, when a slow server makes one more slot necessary, and the copy into that slot would not
 have ended when the next optimizer step begins.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from torchtitan.grpo.system.pinned_memory import pin
 from torchtitan.grpo.system.shared_slots import (
     CAN_SHARE,
     SharedSlots,
@@ -24,11 +26,10 @@ from torchtitan.grpo.system.shared_slots import (
     attach,
     own_memory,
 )
-from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, SlotLayout, pieces_of
-from torchtitan.grpo.weight_sync.slot_storage import SlotStorage
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, pieces_of
 
 
-class SharedHostSlots(SlotStorage):
+class SnapshotSlots:
     """Allocates and maps the slots of one host; see the module's docstring.
 
     All ranks must construct it at the same time.
@@ -39,10 +40,16 @@ class SharedHostSlots(SlotStorage):
     Args:
         plan: What each rank sends.
         num_slots: Number of slots.
+        pinned: Whether a GPU writes the slots, so that their memory must be pinned.
+
+    Attributes:
+        shards: For each slot, the tensors into which this rank copies its shards, by native
+            name and in the wire dtype.
     """
 
-    def __init__(self, plan: PushPlan, num_slots: int) -> None:
-        self.device = torch.device("cpu")
+    shards: Sequence[Mapping[str, torch.Tensor]]
+
+    def __init__(self, plan: PushPlan, num_slots: int, *, pinned: bool = False) -> None:
         rank = dist.get_rank()
         own = plan.source(rank)
         shared: SharedSlots | None = None
@@ -60,7 +67,15 @@ class SharedHostSlots(SlotStorage):
         self._writers = _who_reaches(set(memory) - {rank})
         if shared is not None:
             shared.close()
-        self.shards = [_shards_in(plan, memory, slot, rank) for slot in range(num_slots)]
+        own_shards = [_own_shards(plan, memory, rank) for _ in range(num_slots)]
+        self.shards = [
+            own_shards[slot] | _shards_in(plan, memory, slot, rank) for slot in range(num_slots)
+        ]
+        if pinned:
+            for slots in memory.values():
+                pin(slots)
+            for tensors in own_shards:
+                pin(list(tensors.values()))
         self._buckets: list[list[torch.Tensor]] | None = None
         self._shards_of_writers: list[dict[int, Shards]] = [{} for _ in range(num_slots)]
         if own is not None:
@@ -72,12 +87,15 @@ class SharedHostSlots(SlotStorage):
             ]
 
     def buckets(self, slot: int) -> list[torch.Tensor] | None:
+        """Returns the buckets of this source that lie in a slot; ``None`` if it is no source."""
         return None if self._buckets is None else self._buckets[slot]
 
     def writers(self, source: int) -> Collection[int]:
+        """Returns the ranks other than ``source`` that copy right into its slots."""
         return self._writers.get(source, ())
 
     def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
+        """Returns, on a source, the shards that other ranks copied into its slot, by rank."""
         return self._shards_of_writers[slot]
 
 
@@ -107,20 +125,21 @@ def _who_reaches(reached: set[int]) -> dict[int, set[int]]:
 def _shards_in(
     plan: PushPlan, memory: Mapping[int, list[torch.Tensor]], slot: int, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Returns where a rank copies its shards: into its sources' memory, or into its own."""
+    """Returns where a rank copies the shards of those sources whose memory it reaches."""
     shards: dict[str, torch.Tensor] = {}
     for source in plan.sources:
-        if rank in source.members:
-            layout = plan.layouts[source.rank]
-            if source.rank in memory:
-                shards |= layout.shards_in(memory[source.rank][slot], rank)
-            else:
-                shards |= _own_shards(layout, rank)
+        if rank in source.members and source.rank in memory:
+            shards |= plan.layouts[source.rank].shards_in(memory[source.rank][slot], rank)
     return shards
 
 
-def _own_shards(layout: SlotLayout, rank: int) -> dict[str, torch.Tensor]:
+def _own_shards(
+    plan: PushPlan, memory: Mapping[int, list[torch.Tensor]], rank: int
+) -> dict[str, torch.Tensor]:
+    """Allocates one slot of a rank's shards for those sources whose memory it does not reach."""
     return {
         assembly.name: own_memory(piece.block.shape, layout.dtype)
+        for source, layout in plan.layouts.items()
+        if source not in memory
         for assembly, piece in pieces_of(layout.assemblies, rank)
     }

@@ -5,8 +5,8 @@
 
 The training thread only starts a copy, which includes the cast to the wire dtype:
 
-- On CUDA the copy runs on a side stream, and :meth:`Snapshots.fence` orders the next
-  optimizer step after it, on the device alone.
+- On CUDA a copy engine writes pinned host memory, on a side stream, and
+  :meth:`Snapshots.fence` orders the next optimizer step after it, on the device alone.
 - On CPU it runs on the thread ``snapshot-copy``, which makes one copy at a time in the order
   in which they were started. Only the fence before the next optimizer step may wait.
 
@@ -43,7 +43,8 @@ class Snapshots:
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
-        slots: For each slot the tensors to copy into, by name; see ``SlotStorage.shards``.
+        slots: For each slot the tensors to copy into, by name; see ``SnapshotSlots.shards``. On
+            CUDA they are contiguous and pinned.
             Parameters without such a tensor are not copied.
         device: The training device.
     """
@@ -218,7 +219,11 @@ def _copy_all(
 
 
 class _StreamCopies:
-    """Copies on CUDA, by a side stream."""
+    """Copies on CUDA, by a side stream and copy engines.
+
+    The training thread only queues work. It would wait for the device if a target were not
+    pinned, or not contiguous.
+    """
 
     def __init__(
         self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device
@@ -230,18 +235,13 @@ class _StreamCopies:
 
     @torch.no_grad()
     def start(self, slot: int, announce: Callable[[], None], wake: Callable[[], None]) -> None:
-        targets = self._slots[slot]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if targets and targets[0].is_cuda:
-                torch._foreach_copy_(targets, self._sources, non_blocking=True)
-            else:
-                # With non_blocking, torch casts on the source's device, into a temporary of
-                # this stream, and then copies bytes into pinned memory without waiting. Without
-                # it, torch would cast on the host. It also waits if the target is not pinned or
-                # not contiguous.
-                for target, source in zip(targets, self._sources, strict=True):
-                    target.copy_(source, non_blocking=True)
+            for target, source in zip(self._slots[slot], self._sources, strict=True):
+                # The cast runs on the device. Its result is memory of this stream's pool, which
+                # the allocator hands to no other stream.
+                cast = source.to(target.dtype)
+                target.copy_(cast, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
         self._last = self._copied[slot] = copied

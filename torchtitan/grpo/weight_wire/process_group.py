@@ -7,12 +7,35 @@ The trainer has rank 0, and the server's workers have the ranks after it. The tr
 server and vLLM's workers call these functions, so this module needs torch alone. SGLang has its
 own implementation; the rendezvous here is compatible with it, so that the trainer treats all kinds
 of servers alike.
+
+Neither side may end because the other one did. Torch's watchdog threads end a process whose NCCL
+operation has failed or timed out, so for these groups they are told not to: whoever uses a group
+polls its operations with deadlines of its own, and aborts the communicator.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+# The settings of torch's NCCL watchdog that keep it from ending the process: it handles no
+# errors, tells no other rank of them, and nobody watches whether it is itself alive. Torch reads
+# them when a process group is made. torchtitan sets the first one to 3, which ends the process.
+PASSIVE_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+# Longer than any push: the watchdog would report an operation that is older.
+_WATCHDOG_TIMEOUT = timedelta(days=30)
+# A broadcast to a server is not urgent. Each CTA takes a multiprocessor from training.
+_MAX_CTAS = 4
 
 
 def create_weight_group(
@@ -35,7 +58,8 @@ def create_weight_group(
         world_size: 1 plus the number of the server's workers.
         group_name: Prefix of the keys in the store. Each name may be used only once.
         backend: ``gloo`` or ``nccl``.
-        timeout_seconds: Maximum duration of the rendezvous, and of each later collective.
+        timeout_seconds: Maximum duration of the rendezvous and, over gloo, of each later
+            collective. Over NCCL nothing ends a collective but :func:`destroy_weight_group`.
         store: The store on which the trainer listens; ``None`` connects to it, as servers do.
 
     Raises:
@@ -48,22 +72,51 @@ def create_weight_group(
         )
     assert store is not None
     store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        dist.Backend(backend),
-        dist.PrefixStore(group_name, store),
-        group_name=group_name,  # pyright: ignore[reportArgumentType]  (a str by another name)
-        timeout=timeout,
-    )
+    options: dict[str, Any] = {"timeout": timeout}
+    if backend == "nccl":
+        options = {"timeout": _WATCHDOG_TIMEOUT, "backend_options": _nccl_options()}
+    with _environment(PASSIVE_WATCHDOG if backend == "nccl" else {}):
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            dist.PrefixStore(group_name, store),
+            group_name=group_name,  # pyright: ignore[reportArgumentType]  (a str by another name)
+            **options,
+        )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
 
+def _nccl_options() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _WATCHDOG_TIMEOUT
+    options.config.min_ctas, options.config.max_ctas = 1, _MAX_CTAS
+    return options
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables for the duration of the block."""
+    former = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def destroy_weight_group(group: dist.ProcessGroup) -> None:
-    """Leaves the group. An NCCL communicator is aborted without waiting for its operations."""
+    """Leaves the group. An NCCL communicator is aborted without waiting for its operations.
+
+    The abort itself may wait for the driver, so event loops must not call this function.
+    """
     if group in c10d._world.pg_map:
         if dist.get_backend(group) == dist.Backend.NCCL:
             group.abort()

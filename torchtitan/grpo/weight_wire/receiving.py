@@ -1,7 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A server's end of a weight group, which it can leave even while it waits for a broadcast."""
+"""A server's end of a weight group, which it can leave even while it waits for a broadcast.
+
+A broadcast over NCCL has a stream of its own. The streams on which the server generates never wait
+for it; the receiving thread polls an event instead, with a deadline.
+"""
 
 import contextlib
 import threading
@@ -19,6 +23,11 @@ _POLL = timedelta(seconds=0.1)
 # Groups that were left while a gloo operation was outstanding, with that operation. Dropping the
 # last reference to a group joins gloo's threads, which blocks until the trainer closes its end.
 _abandoned: list[tuple[dist.ProcessGroup, dist.Work]] = []
+# Buffers of broadcasts over NCCL that were given up, with the event at the end of the broadcast.
+# Its kernel may write into the buffer until then, so nobody else may get that memory.
+_written: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+# How often the end of a broadcast over NCCL is polled.
+_POLL_EVENT_SECONDS = 0.0005
 
 
 class WeightGroup:
@@ -45,6 +54,7 @@ class WeightGroup:
         self._timeout_seconds = timeout_seconds
         self._left = threading.Event()
         self._outstanding: dist.Work | None = None
+        self._stream: torch.cuda.Stream | None = None
         _let_go_of_ended()
         self._group = create_weight_group(
             master_address, master_port, rank, world_size, name, backend, timeout_seconds
@@ -63,15 +73,38 @@ class WeightGroup:
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
+        if self._is_nccl:
+            self._receive_on_stream(tensor)
+            return
         work = self._outstanding = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None, "this server is a member of the group"
-        if self._is_nccl:
-            # NCCL only queues the broadcast, but returning must mean that the bytes are there.
-            work.wait()
-            torch.cuda.current_stream(tensor.device).synchronize()
-        else:
-            self._wait(work)
+        self._wait(work)
         self._outstanding = None
+
+    def _receive_on_stream(self, tensor: torch.Tensor) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        # The allocator may have taken the memory from tensors that kernels of this stream, which
+        # are queued, still read.
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            dist.broadcast(tensor, src=0, group=self._group)
+            received = torch.cuda.Event()
+            received.record(self._stream)
+        deadline = time.monotonic() + self._timeout_seconds
+        while not received.query():
+            if self._left.is_set() or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_EVENT_SECONDS)
+        # An aborted broadcast ends as well, without the bytes.
+        if self._left.is_set():
+            _written.append((tensor, received))
+            raise RuntimeError(f"Group {self.name!r} was left while a broadcast was awaited.")
+        if not received.query():
+            _written.append((tensor, received))
+            raise RuntimeError(
+                f"No broadcast arrived in group {self.name!r} within {self._timeout_seconds} s."
+            )
 
     def _wait(self, work: dist.Work) -> None:
         deadline = time.monotonic() + self._timeout_seconds
@@ -105,3 +138,4 @@ class WeightGroup:
 def _let_go_of_ended() -> None:
     """Drops the groups whose operation has ended, and whose threads can be joined at once."""
     _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
+    _written[:] = [(tensor, event) for tensor, event in _written if not event.query()]

@@ -131,12 +131,17 @@ def decode(
 
 
 def apply(target: torch.Tensor, changes: Changes) -> None:
-    """Writes changes into a contiguous tensor of the dtype in which they were sent."""
+    """Writes changes into a contiguous tensor of the dtype in which they were sent.
+
+    Changes may lie on another device than the tensor: they may have come over NCCL, and the tensor
+    may be a copy that is kept in host memory.
+    """
     bits = target.view(-1).view(_BITS[target.element_size()])
+    values = changes.values.to(target.device)
     if changes.indices is None:
-        bits.copy_(changes.values)
+        bits.copy_(values)
     else:
-        bits[changes.indices.long()] = changes.values
+        bits[changes.indices.to(target.device).long()] = values
 
 
 def _as_bits(octets: torch.Tensor, itemsize: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ class StagingPlace:
     Attributes:
         device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
         base: Returns a copy of a served tensor, by its name and the dtype in which it was sent.
-            A delta is applied to the copy.
+            A delta is applied to the copy, on the copy's device.
         place: Converts a whole, verified tensor, for example by a cast or a move to another
             device. It may return the tensor itself.
     """

@@ -49,7 +49,7 @@ def make_hands(
 ) -> tuple[Agent, GroupSender, DiskSender]:
     """An agent and the senders of both transports, of one source rank."""
     gatherer: Any = FillingGatherer()
-    pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=True)
+    pool = PayloadPool(SPECS, [4 * NUMEL] * 2, checksum=True)
     group = GroupSender(0, pool, GroupSettings("auto", "gloo", 5.0, CPU))
     return Agent(0, gatherer, read, pool), group, DiskSender(0, pool, len(SPECS), 5.0)
 
@@ -76,7 +76,7 @@ def test_a_version_is_sent_from_its_slot_only_while_that_is_held():
     in_slots = [[torch.zeros(4 * NUMEL, dtype=torch.uint8) for _ in SPECS] for _ in range(2)]
 
     async def body() -> None:
-        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, False, in_slots.__getitem__)
+        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, False, in_slots.__getitem__)
         gatherer: Any = FillingGatherer()
         agent = Agent(0, gatherer, lambda slot, version: snapshot(version), pool)
         await agent.gather(1, 3, True)
@@ -91,7 +91,7 @@ def test_a_version_is_sent_from_its_slot_only_while_that_is_held():
 
 def test_a_delta_makes_the_new_bucket_of_the_old_one():
     async def body() -> None:
-        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, CPU, checksum=False)
+        pool = PayloadPool(SPECS, [4 * NUMEL] * 2, checksum=False)
         for version in (3, 9):
             payload = pool.take(version)
             FillingGatherer().gather(0, snapshot(version), payload)

@@ -20,7 +20,7 @@ SPECS = [
 
 
 def new_pool(checksum: bool = False) -> PayloadPool:
-    return PayloadPool(SPECS, [12, 12], torch.device("cpu"), checksum)
+    return PayloadPool(SPECS, [12, 12], checksum)
 
 
 def test_a_bucket_can_be_read_while_later_ones_are_still_gathered():
@@ -73,7 +73,7 @@ def test_a_version_whose_slot_is_held_is_sent_from_there():
     in_slots = [[torch.zeros(12, dtype=torch.uint8) for _ in SPECS] for _ in range(2)]
 
     async def body():
-        pool = PayloadPool(SPECS, [12, 12], torch.device("cpu"), False, in_slots.__getitem__)
+        pool = PayloadPool(SPECS, [12, 12], False, in_slots.__getitem__)
         assert pool.take(1, held_slot=1).buffers is in_slots[1]
         copied = pool.take(2)
         assert copied.buffers is not in_slots[0] and copied.buffers is not in_slots[1]

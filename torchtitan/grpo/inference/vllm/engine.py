@@ -28,11 +28,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.updates import (
+    UpdateRequest,
+    WorkerUpdates,
+    room_to_stage,
+)
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
-
-# Staging on the device needs the weights once more, and some memory to work in.
-_ROOM_FACTOR = 1.2
 
 
 @dataclass
@@ -114,11 +115,17 @@ class TorchGroupWeightEngine(WeightTransferEngine[GroupInitInfo, BucketUpdateInf
         self._updates.leave()
 
     def _require_room(self) -> None:
-        """Raises unless the device can hold the weights twice."""
+        """Raises unless the device can hold the whole model beside this worker's part of it."""
         if self.device.type != "cuda":
             return  # received on the host, whose memory the operator has chosen
-        needed = int(_ROOM_FACTOR * sum(p.nbytes for p in self.model.parameters()))
+        parallel = self.parallel_config
+        needed = room_to_stage(
+            [p.nbytes for p in self.model.parameters()],
+            parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        )
         free, _ = torch.cuda.mem_get_info(self.device)
+        # Memory that torch holds for later allocations, for instance since an earlier update.
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if free < needed:
             # The client looks for "no room to stage" in this message.
             raise RuntimeError(

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum duration of reading a version from disk if no group was joined, whose timeout applies.
 _DISK_SECONDS = 600.0
+# Staging needs the weights once more, and some memory to work in.
+_ROOM_FACTOR = 1.2
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -147,6 +149,7 @@ class WorkerUpdates:
         self._keeps = False
         self._kept: _Kept | None = None
         self._on_host: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None  # of the staging thread
 
     def join(self, info: WeightGroupInfo, worker_rank: int) -> None:
         """Joins one of the trainer's groups; returns when all of its members have joined."""
@@ -298,10 +301,11 @@ class WorkerUpdates:
             self._on_host[name] = tensor.cpu()
         if self._device.type != "cuda":
             return tensor
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
             tensor = tensor.to(self._device)
-        stream.synchronize()
+        self._stream.synchronize()  # this thread waits; the one that generates does not
         return tensor
 
     def _remember(self, version: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -372,6 +376,18 @@ class WorkerUpdates:
                 raise ValueError(f"The served model has no parameter named {name}.")
             if tuple(shape) != expected:
                 raise ValueError(f"{name} must have shape {expected}, got {tuple(shape)}.")
+
+
+def room_to_stage(parameter_bytes: Iterable[int], num_parts: int) -> int:
+    """Returns how many bytes a worker needs to stage an update.
+
+    Every worker receives and stages the whole model, also if it serves only a part of it.
+
+    Args:
+        parameter_bytes: Size of each parameter that the worker holds.
+        num_parts: Number of workers that the model is divided among.
+    """
+    return int(_ROOM_FACTOR * sum(parameter_bytes) * num_parts)
 
 
 def _refuse_wrong_dtypes(dtypes: Iterable[str]) -> None:

@@ -47,7 +47,8 @@ def _make_group_transport(
         master_address=sync.master_address if is_on_first_host else "auto",
         backend=backend,
         timeout_seconds=sync.timeout_seconds,
-        device=_payload_device(config, device),
+        device=device if backend == "nccl" else torch.device("cpu"),
+        largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
         deltas=sync.delta,
     )
     return GroupTransport(plan, settings)
@@ -61,7 +62,6 @@ def _make_disk_transport(config: JobConfig, plan: PushPlan, device: torch.device
         plan,
         lambda: VersionDirectories(root, model),
         sync.timeout_seconds,
-        _payload_device(config, device),
     )
 
 
@@ -75,11 +75,6 @@ def group_backend(config: JobConfig, device_type: str) -> str:
     # refuses two ranks on one GPU.
     _, are_their_own = gpus_for_servers()
     return "gloo" if config.inference.launch and not are_their_own else "nccl"
-
-
-def _payload_device(config: JobConfig, device: torch.device) -> torch.device:
-    is_nccl = group_backend(config, device.type) == "nccl"
-    return device if is_nccl else torch.device("cpu")
 
 
 _MAKERS: dict[str, Callable[[JobConfig, PushPlan, torch.device], Transport[Any]]] = {

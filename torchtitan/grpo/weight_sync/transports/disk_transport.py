@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.system.rank_channel import operation
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
@@ -72,7 +70,6 @@ class DiskTransport(Transport[DiskSender]):
         plan: What each source rank sends.
         make_directories: Opens ``weight_sync.disk_path`` on rank 0, and may block there.
         timeout_seconds: How long writing a version, and loading it on a server, may take.
-        payload_device: Device on which source ranks keep the buffers of a version.
     """
 
     sender_type = DiskSender
@@ -82,10 +79,9 @@ class DiskTransport(Transport[DiskSender]):
         plan: PushPlan,
         make_directories: Callable[[], VersionDirectories],
         timeout_seconds: float,
-        payload_device: torch.device,
     ) -> None:
         self._plan, self._make_directories = plan, make_directories
-        self._timeout_seconds, self.payload_device = timeout_seconds, payload_device
+        self._timeout_seconds = timeout_seconds
         self._directories: VersionDirectories | None = None
         self._senders: Sequence[DiskSender] = ()
         self._writing: dict[int, asyncio.Task[Path]] = {}

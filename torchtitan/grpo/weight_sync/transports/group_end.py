@@ -3,11 +3,14 @@
 
 """A source rank's end of the process group with one server.
 
-A broadcast waits for the server, so each group has a thread of its own for its collectives.
+A broadcast waits for the server, so each group has a thread of its own for its collectives, and
+over NCCL a stream of its own (see `device_broadcast.py`). Leaving a group may wait for the driver,
+so that has a thread of its own too: the event loop, which serves all servers, never waits.
 """
 
 import asyncio
 import functools
+import logging
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +21,17 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import listening_store, route_address
+from torchtitan.grpo.weight_sync.transports.device_broadcast import DeviceBroadcast
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
-# How long leaving a group waits for a broadcast to notice that the server has left.
+# How long leaving a group waits for its communicator, and for a broadcast to notice that the
+# server has left.
 _GRACE_SECONDS = 2.0
-# NCCL's watchdog ends the whole process at a group's timeout. So the group's timeout is this
-# many times as long as the requests that end a failed push in an orderly way may take.
-_NCCL_PATIENCE = 5
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class GroupSettings:
         backend: ``gloo`` or ``nccl``.
         timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
         device: Device from which payloads are broadcast; the CPU for gloo.
+        largest_bucket: Number of bytes of the largest bucket.
         deltas: ``weight_sync.delta``.
     """
 
@@ -46,6 +51,7 @@ class GroupSettings:
     backend: str
     timeout_seconds: float
     device: torch.device
+    largest_bucket: int = 0
     deltas: bool = False
 
 
@@ -68,14 +74,11 @@ class GroupEnd:
         address = route_address(settings.master_address, server_url)
         self._store = listening_store(address, world_size, settings.timeout_seconds)
         self._group: dist.ProcessGroup | None = None
+        self._on_device: DeviceBroadcast | None = None
         self._is_left = False
         self._num_queued = self._num_sent = 0
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix=f"weight-push-{server_url}",
-            initializer=_use_device,
-            initargs=(settings.device,),
-        )
+        self._url = server_url
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-push-{server_url}")
         self.info = WeightGroupInfo(
             master_address=address,
             master_port=self._store.port,
@@ -92,8 +95,11 @@ class GroupEnd:
         self._group = await self._on_thread(self._create)
 
     def _create(self) -> dist.ProcessGroup:
-        info = self.info
-        patience = _NCCL_PATIENCE if info.backend == "nccl" else 1
+        info, settings = self.info, self._settings
+        if info.backend == "nccl":
+            self._on_device = DeviceBroadcast(
+                settings.device, settings.largest_bucket, settings.timeout_seconds
+            )
         group = create_weight_group(
             info.master_address,
             info.master_port,
@@ -101,7 +107,7 @@ class GroupEnd:
             info.world_size,
             info.group_name,
             info.backend,
-            info.timeout_seconds * patience,
+            info.timeout_seconds,
             store=self._store,
         )
         if self._is_left:  # leave() was called while the server was waited for
@@ -133,11 +139,10 @@ class GroupEnd:
     def _broadcast(self, payload: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError(f"Group {self.info.group_name} has not been joined, or was left.")
-        payload = payload.to(self._settings.device)
-        dist.broadcast(payload, src=0, group=self._group)
-        if payload.is_cuda:
-            # The broadcast is only queued, and the caller may reuse the payload when this returns.
-            torch.cuda.current_stream(payload.device).synchronize()
+        if self._on_device is not None:
+            self._on_device.send(payload, self._group, lambda: self._is_left)
+        else:
+            dist.broadcast(payload, src=0, group=self._group)
 
     async def leave(self) -> None:
         """Takes the group down within a few seconds, whatever the server does.
@@ -148,19 +153,21 @@ class GroupEnd:
             return
         self._is_left = True
         group, self._group = self._group, None
-        if group is not None:
-            destroy_weight_group(group)
-        del group
+        leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
-        # the group's timeout. It is not waited for any longer than the grace period.
-        idle = asyncio.wrap_future(self._thread.submit(lambda: None))
-        done, _ = await asyncio.wait({idle}, timeout=_GRACE_SECONDS)
-        self._thread.shutdown(wait=bool(done), cancel_futures=True)
+        # the group's timeout. Neither that nor NCCL's abort is waited for any longer than the
+        # grace period.
+        ends = [asyncio.wrap_future(self._thread.submit(lambda: None))]
+        if group is not None:
+            ends.append(asyncio.wrap_future(leaving.submit(destroy_weight_group, group)))
+        del group
+        done, late = await asyncio.wait(ends, timeout=_GRACE_SECONDS)
+        for executor in (self._thread, leaving):
+            executor.shutdown(wait=not late, cancel_futures=True)
+        for end in done:
+            if not end.cancelled() and (error := end.exception()) is not None:
+                # The communicator is broken, and nothing of it needs to be kept.
+                logger.warning("Leaving the group with %s: %s", self._url, error)
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-
-def _use_device(device: torch.device) -> None:
-    if device.type == "cuda":  # each thread has its own current device
-        torch.cuda.set_device(device)

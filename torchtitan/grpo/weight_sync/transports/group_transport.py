@@ -156,7 +156,6 @@ class GroupTransport(Transport[GroupSender]):
     def __init__(self, plan: PushPlan, settings: GroupSettings) -> None:
         self._plan, self._settings = plan, settings
         self._senders: Sequence[GroupSender] = ()
-        self.payload_device = settings.device
 
     def describe(self) -> str:
         return f"over {self._settings.backend}"
@@ -262,10 +261,8 @@ class GroupConnection(Connection):
                 num_bytes += bucket_bytes(spec)
                 if len(under_way) > _NUM_AHEAD:
                     await under_way.popleft()
-                exchange = self._beside(
-                    sender.send(self.client.url, version, index, base),
-                    self._receive(sender, spec, position + 1 == len(buckets), version),
-                )
+                is_last = position + 1 == len(buckets)
+                exchange = self._exchange(sender, spec, index, is_last, version, base)
                 under_way.append(asyncio.create_task(exchange))
             while under_way:
                 await under_way.popleft()
@@ -275,11 +272,20 @@ class GroupConnection(Connection):
             await asyncio.gather(*under_way, return_exceptions=True)
         return num_bytes
 
-    async def _receive(
-        self, sender: GroupSender, spec: BucketSpec, last: bool, version: int
+    async def _exchange(
+        self,
+        sender: GroupSender,
+        spec: BucketSpec,
+        index: int,
+        is_last: bool,
+        version: int,
+        base: int | None,
     ) -> None:
-        await self.client.receive_bucket(
-            spec, group_name=self._group_of[sender.rank], last=last, version=version
+        """Sends one bucket, and has the server receive it."""
+        group_name = self._group_of[sender.rank]
+        await self._beside(
+            sender.send(self.client.url, version, index, base),
+            self.client.receive_bucket(spec, group_name=group_name, last=is_last, version=version),
         )
 
     async def recover(self) -> None:

@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 
@@ -151,11 +149,9 @@ class Transport(ABC, Generic[S]):
 
     Attributes:
         sender_type: Class of the senders.
-        payload_device: Device on which source ranks keep the buffers of a version.
     """
 
     sender_type: type[S]
-    payload_device: torch.device
 
     @abstractmethod
     def describe(self) -> str:

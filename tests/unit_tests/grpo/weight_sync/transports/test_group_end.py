@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import route_address
+from torchtitan.grpo.weight_sync.transports import group_end
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
@@ -127,6 +128,27 @@ def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_short(sign
             process.kill()
             await asyncio.gather(sending, return_exceptions=True)
 
+    asyncio.run(body())
+
+
+def test_a_communicator_that_is_slow_to_end_holds_up_no_other_server(monkeypatch):
+    """NCCL's abort may wait for the driver; the event loop serves all lanes meanwhile."""
+    ending, may_end = threading.Event(), threading.Event()
+
+    def destroy(group: object) -> None:
+        ending.set()
+        assert may_end.wait(30)
+
+    async def body() -> None:
+        end = GroupEnd(URL, 2, settings(60.0))
+        end._group = object()  # pyright: ignore[reportAttributeAccessIssue]
+        leaving = asyncio.create_task(end.leave())
+        assert await asyncio.to_thread(ending.wait, 30), "the loop goes on"
+        assert not leaving.done()
+        may_end.set()
+        await leaving
+
+    monkeypatch.setattr(group_end, "destroy_weight_group", destroy)
     asyncio.run(body())
 
 

@@ -1,0 +1,548 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A stand-in for CUDA that computes on the CPU and checks the order of what would run at once.
+
+Within :meth:`Recorder.recording`, ``torch.cuda`` has streams and events, tensors may be created on
+``cuda`` and ``dist.broadcast`` works on groups made by :class:`Channel`. Everything is executed at
+once, in the order in which it is queued, so results are right. What the recorder checks is whether
+the order was guaranteed (see `clocks.py`). It reports:
+
+    race              two accesses to memory, one of them a write, that nothing orders
+    freed in use      memory that goes back to a stream's pool while another stream may use it
+    training stalls   the training stream, or the training thread, comes to wait for a server, or
+                      the training thread for a stream
+    wrong stream      a background thread queues work on, or takes memory from, the training stream
+    one for another   a transfer to a server is queued behind the transfer to another server
+
+The allocator is modelled as torch's is: a tensor belongs to the pool of the stream that is current
+when it is created, and its memory may be handed out again on that stream as soon as it is freed.
+"""
+
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from clocks import Clock, Clocks, merge, traced_threads
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PATIENCE_SECONDS = 10.0
+_SYNCHRONIZING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+_UNINITIALIZED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class Token:
+    """One side's part of a transfer to or from another process."""
+
+    def __init__(self, what: str, group: "Channel") -> None:
+        self.what, self.group, self.is_done, self.clock = what, group, False, Clock()
+
+
+@dataclass
+class Access:
+    begin: int
+    end: int
+    is_write: bool
+    actor: str
+    count: int
+    what: str
+
+
+@dataclass
+class Memory:
+    """A block of device memory, or pinned host memory; addresses are absolute."""
+
+    begin: int
+    end: int
+    pool: "Stream | None"
+    accesses: list[Access] = field(default_factory=list)
+
+
+class Stream:
+    """``torch.cuda.Stream``. It depends on the transfers that it waits for."""
+
+    def __init__(self, recorder: "Recorder", process: str, name: str) -> None:
+        self._recorder, self.process, self.actor = recorder, process, f"stream {process}/{name}"
+        self.depends: set[Token] = set()
+
+    def wait_event(self, event: "Event") -> None:
+        self._recorder.order(self, event.clock, event.depends)
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._recorder.order(self, self._recorder.clocks.now(other.actor), other.depends)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event(self._recorder)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        event = Event(self._recorder)
+        event.record(self)
+        self._recorder.host_waits(event, f"{self.actor}")
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+
+class Event:
+    """``torch.cuda.Event``. An event that was never recorded is complete, as in CUDA."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
+        self.clock, self.depends = Clock(), set[Token]()
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._recorder.current_stream()
+        self.clock = self._recorder.clocks.tick(stream.actor, self._recorder.clocks.release())
+        self.depends = set(stream.depends)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._recorder.current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        if not all(token.is_done for token in self.depends):
+            return False
+        self._recorder.clocks.acquire(self.clock)
+        for token in self.depends:
+            self._recorder.clocks.acquire(token.clock)
+        return True
+
+    def synchronize(self) -> None:
+        self._recorder.host_waits(self, "an event")
+
+
+class Channel:
+    """The process group of one trainer rank and one server worker.
+
+    Attributes:
+        is_stopped: Whether the server takes nothing, as if it had been stopped.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        # Addresses and sizes: the kernel of a broadcast does not keep its tensor alive.
+        self._waiting: dict[int, list[tuple[int, int, Token]]] = {0: [], 1: []}
+        self._lock = threading.Lock()
+
+    def end(self, rank: int) -> "Group":
+        return Group(self, rank)
+
+    def is_awaited(self) -> bool:
+        """Whether the server waits for a broadcast."""
+        return bool(self._waiting[1])
+
+    def post(self, rank: int, tensor: torch.Tensor, token: Token) -> None:
+        with self._lock:
+            self._waiting[rank].append((tensor.data_ptr(), tensor.nbytes, token))
+        self.match()
+
+    def match(self) -> None:
+        with self._lock:
+            while self._waiting[0] and self._waiting[1] and not self.is_stopped:
+                source, num_bytes, sent = self._waiting[0].pop(0)
+                target, expected, received = self._waiting[1].pop(0)
+                assert num_bytes == expected, "both sides name one size"
+                ctypes.memmove(target, source, num_bytes)
+                # Nothing is known the other way round: the sender's kernel may end first.
+                merge(received.clock, sent.clock)
+                sent.is_done = received.is_done = True
+
+    def abort(self) -> None:
+        """As NCCL does: the kernels end, without the bytes."""
+        with self._lock:
+            for waiting in self._waiting.values():
+                for _, _, token in waiting:
+                    token.is_done = True
+                waiting.clear()
+
+
+@dataclass(frozen=True)
+class Group:
+    channel: Channel
+    rank: int
+
+
+class Work:
+    """What ``dist.broadcast(async_op=True)`` returns."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self, *timeout: object) -> bool:
+        self._event.wait()
+        return True
+
+
+class Recorder:
+    """See the module's docstring. The thread that makes it is the training thread.
+
+    Attributes:
+        problems: What was found, in words.
+        clocks: The clocks of all threads and streams.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.clocks = Clocks()
+        self._training_thread = threading.get_ident()
+        self._local = threading.local()
+        self._lock = threading.RLock()
+        self._blocks: dict[int, Memory] = {}
+        self._pinned: list[Memory] = []
+        self._streams: list[Stream] = []
+        self._defaults: dict[str, Stream] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator["Recorder"]:
+        """Replaces CUDA for the duration of the block, on all threads that are started in it."""
+        cudart = SimpleNamespace(cudaHostRegister=self._pin)
+        cuda: dict[str, Any] = {
+            "Stream": lambda device=None, **how: self._new_stream(),
+            "Event": lambda **how: Event(self),
+            "current_stream": lambda device=None: self.current_stream(),
+            "stream": self._use_stream,
+            "set_device": lambda device: None,
+            "synchronize": lambda device=None: self._device_synchronizes(),
+            "cudart": lambda: cudart,
+        }
+        with ExitStack() as stack:
+            for name, value in cuda.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            stack.enter_context(mock.patch.object(dist, "broadcast", self._broadcast))
+            stack.enter_context(
+                mock.patch.object(torch.accelerator, "synchronize", cuda["synchronize"])
+            )
+            stack.enter_context(traced_threads(self.clocks, lambda: self._process, self._on_thread))
+            stack.enter_context(_Devices(self))
+            stack.enter_context(_Operations(self))
+            yield self
+
+    @contextmanager
+    def process(self, name: str) -> Iterator[None]:
+        """Runs the block, and the threads that are started in it, as another process."""
+        former, self._local.process = self._process, name
+        try:
+            yield
+        finally:
+            self._local.process = former
+
+    # -- what streams and events use -----------------------------------------------------
+
+    def current_stream(self) -> Stream:
+        stack = getattr(self._local, "streams", ())
+        return stack[-1] if stack else self._default(self._process)
+
+    def order(self, stream: Stream, clock: Clock, depends: set[Token]) -> None:
+        """Orders what ``stream`` does next after ``clock``."""
+        self.clocks.tick(stream.actor, self.clocks.release(), clock)
+        self._add_dependence(stream, {token for token in depends if not token.is_done})
+
+    def host_waits(self, event: Event, what: str) -> None:
+        """Blocks the current thread until an event is complete."""
+        if threading.get_ident() == self._training_thread:
+            self._report(f"training stalls: the training thread waits for {what}")
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not event.query():
+            if time.monotonic() > deadline:
+                self._report(f"stuck: {self.clocks.thread()} waits for {what} without end")
+                return
+            time.sleep(0.001)
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        return torch.device("cuda", 0) if self.is_on_device(tensor) else torch.device("cpu")
+
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._blocks
+
+    def put_on_device(self, tensor: torch.Tensor) -> None:
+        """Makes a new tensor one of the device, from the pool of the current stream."""
+        if not tensor.nbytes:
+            return
+        pool = self.current_stream()
+        if pool is self._defaults.get("trainer") and not self._is_training_thread():
+            self._report(
+                f"wrong stream: {self.clocks.thread()} takes memory of the training stream's pool"
+            )
+        begin = tensor.untyped_storage().data_ptr()
+        with self._lock:
+            end = begin + tensor.untyped_storage().nbytes()
+            memory = self._blocks[begin] = Memory(begin, end, pool)
+        # The allocator may have taken it from whatever the pool's stream was given before.
+        count = self.clocks.now(pool.actor).get(pool.actor, 0)
+        if count:
+            memory.accesses.append(Access(begin, end, True, pool.actor, count, "its last use"))
+        weakref.finalize(tensor, self._free, memory)
+
+    def filled(self, tensor: torch.Tensor, what: str) -> None:
+        """Records that an operation has written a new tensor of the device."""
+        stream = self._queue_on_stream(what)
+        self._access(tensor, True, stream.actor, self.clocks.now(stream.actor), what)
+
+    def _free(self, memory: Memory) -> None:
+        assert memory.pool is not None
+        clock = self.clocks.now(memory.pool.actor)
+        merge(clock, self.clocks.release())
+        with self._lock:
+            for access in memory.accesses:
+                if access.actor != memory.pool.actor and clock.get(access.actor, 0) < access.count:
+                    self._report(
+                        f"freed in use: memory of {memory.pool.actor}'s pool, while "
+                        f"{access.what} on {access.actor} may not be over"
+                    )
+                    break
+            if self._blocks.get(memory.begin) is memory:
+                del self._blocks[memory.begin]
+
+    def _pin(self, address: int, num_bytes: int, flags: int) -> int:
+        with self._lock:
+            self._pinned.append(Memory(address, address + num_bytes, None))
+        return 0
+
+    def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is not None:
+            return block
+        address = tensor.data_ptr()
+        return next((m for m in self._pinned if m.begin <= address < m.end), None)
+
+    def _access(self, tensor: torch.Tensor, is_write: bool, actor: str, clock: Clock, what: str):
+        memory = self._memory_of(tensor)
+        if memory is None:
+            return
+        with self._lock:
+            for begin, end in _runs(tensor):
+                new = Access(begin, end, is_write, actor, clock[actor], what)
+                for old in memory.accesses:
+                    is_known = clock.get(old.actor, 0) >= old.count
+                    overlaps = old.begin < end and begin < old.end
+                    if overlaps and (old.is_write or is_write) and not is_known:
+                        self._report(
+                            f"race: {what} on {actor}, and {old.what} on {old.actor}, with "
+                            "nothing that orders them"
+                        )
+                        return
+                memory.accesses.append(new)
+
+    # -- operations -----------------------------------------------------------------------
+
+    def ran(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Records an operation of torch that has just been executed."""
+        name = func._schema.name.removeprefix("aten::")
+        if any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        ):
+            return  # a view touches no memory
+        reads, writes = _operands(func, args, kwargs)
+        outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        new = [t for t in outputs if all(t is not w for w in writes)]
+        on_device = [t for t in (*reads, *writes) if self.is_on_device(t)]
+        if not on_device:
+            clock = self.clocks.tick(self.clocks.thread())
+            self._touch(reads, writes, self.clocks.thread(), clock, name)
+            return
+        is_copy = name in ("copy_", "_foreach_copy_")
+        if not is_copy and len(on_device) < len(reads) + len(writes):
+            self._refuse_mixed(name, [t for t in (*reads, *writes) if not self.is_on_device(t)])
+        for tensor in new:
+            self.put_on_device(tensor)
+        stream = self._queue_on_stream(name)
+        clock = self.clocks.now(stream.actor)
+        written = [*writes, *(() if name in _UNINITIALIZED else new)]
+        self._touch(reads, written, stream.actor, clock, name)
+        if name in _SYNCHRONIZING or (is_copy and self._copy_waits(reads, writes, args, kwargs)):
+            stream.synchronize()
+
+    def _queue_on_stream(self, what: str) -> Stream:
+        stream = self.current_stream()
+        if stream is self._defaults.get("trainer") and not self._is_training_thread():
+            self._report(
+                f"wrong stream: {self.clocks.thread()} queues {what} on the training stream"
+            )
+        self.clocks.tick(stream.actor, self.clocks.release())
+        return stream
+
+    def _touch(self, reads: Any, writes: Any, actor: str, clock: Clock, what: str) -> None:
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self._access(tensor, is_write, actor, clock, what)
+
+    def _copy_waits(self, reads: Any, writes: Any, args: Any, kwargs: Any) -> bool:
+        """Whether torch blocks the host until a copy between host and device is over."""
+        if all(self.is_on_device(t) for t in (*reads, *writes)):
+            return False
+        non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        to_host = [t for t in writes if not self.is_on_device(t)]
+        is_direct = all(t.is_contiguous() and self._memory_of(t) is not None for t in to_host)
+        return not (non_blocking and is_direct)
+
+    def _refuse_mixed(self, name: str, on_host: list[torch.Tensor]) -> None:
+        if any(tensor.dim() for tensor in on_host) and name != "index":
+            raise RuntimeError(f"Expected all tensors to be on the same device in {name}.")
+
+    def _broadcast(self, tensor: Any, src: int, group: Any, async_op: bool = False) -> Any:
+        assert isinstance(group, Group) and src == 0
+        stream = self._queue_on_stream("broadcast")
+        clock = self.clocks.now(stream.actor)
+        what = "the broadcast to a server" if group.rank == 0 else "the broadcast from the trainer"
+        self._access(tensor, group.rank != 0, stream.actor, clock, what)
+        token = Token(what, group.channel)
+        if any(not t.is_done and t.group is not group.channel for t in stream.depends):
+            self._report(f"one for another: {what} is queued behind one to another")
+        token.clock = dict(clock)
+        # NCCL's kernel waits on its own stream, for which the current one waits unless async_op.
+        event = Event(self)
+        event.clock, event.depends = dict(clock), {token}
+        group.channel.post(group.rank, tensor, token)
+        if async_op:
+            return Work(event)
+        self._add_dependence(stream, {token})
+        return None
+
+    # -- rules ----------------------------------------------------------------------------
+
+    def _add_dependence(self, stream: Stream, tokens: set[Token]) -> None:
+        stream.depends = {t for t in stream.depends if not t.is_done} | tokens
+        if tokens and stream in self._defaults.values():
+            whose = "training" if stream.process == "trainer" else "generating"
+            what = min(token.what for token in tokens)
+            self._report(f"training stalls: the {whose} stream waits for {what}")
+
+    def _device_synchronizes(self) -> None:
+        for stream in [s for s in self._streams if s.process == self._process]:
+            stream.synchronize()
+
+    def _report(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    # -- threads and streams --------------------------------------------------------------
+
+    @property
+    def _process(self) -> str:
+        return getattr(self._local, "process", "trainer")
+
+    def _is_training_thread(self) -> bool:
+        return threading.get_ident() == self._training_thread
+
+    def _default(self, process: str) -> Stream:
+        with self._lock:
+            if process not in self._defaults:
+                self._defaults[process] = Stream(self, process, "default")
+                self._streams.append(self._defaults[process])
+            return self._defaults[process]
+
+    def _new_stream(self) -> Stream:
+        with self._lock:
+            stream = Stream(self, self._process, f"side {len(self._streams)}")
+            self._streams.append(stream)
+            return stream
+
+    @contextmanager
+    def _use_stream(self, stream: Stream) -> Iterator[None]:
+        stack = self._local.__dict__.setdefault("streams", [])
+        stack.append(stream)
+        try:
+            yield
+        finally:
+            stack.pop()
+
+    def _on_thread(self, process: str, call: Callable[[], None]) -> None:
+        self._local.process = process
+        with _Devices(self), _Operations(self):
+            call()
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._recorder.ran(func, args, kwargs, out)
+        return out
+
+
+class _Devices(TorchFunctionMode):
+    """Creates tensors of the device on the CPU, and answers questions about their device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        recorder = self._recorder
+        if func == torch.Tensor.device.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return recorder.device_of(args[0])
+        if func == torch.Tensor.is_cuda.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            return recorder.is_on_device(args[0])
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+            return self._to(func, args[0], args[1:], kwargs)
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return func(*args, **kwargs)
+        out = func(*args, **(kwargs | {"device": "cpu"}))
+        recorder.put_on_device(out)
+        if not func.__name__.startswith("empty"):
+            recorder.filled(out, func.__name__)
+        return out
+
+    def _to(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]):
+        named = {torch.Tensor.cpu: "cpu", torch.Tensor.cuda: "cuda"}.get(func)
+        given = [a for a in (*args, kwargs.get("device")) if isinstance(a, str | torch.device)]
+        target = named or (given[0] if given else None)
+        source_type = self._recorder.device_of(tensor).type
+        if target is None or torch.device(target).type == source_type:
+            rest = [a for a in args if not isinstance(a, str | torch.device)]
+            kwargs.pop("device", None)
+            return tensor.to(*rest, **kwargs) if rest or kwargs else tensor
+        dtypes = [a for a in (*args, kwargs.get("dtype")) if isinstance(a, torch.dtype)]
+        dtype = dtypes[0] if dtypes else tensor.dtype
+        out = torch.empty(tensor.shape, dtype=dtype)
+        if torch.device(target).type == "cuda":
+            self._recorder.put_on_device(out)
+        return out.copy_(tensor, non_blocking=bool(kwargs.get("non_blocking", False)))
+
+
+def _operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]):
+    """Returns the tensors that an operation reads, and those that it writes."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_write else reads).extend(tensors)
+    return reads, writes
+
+
+def _runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Returns the addresses of a tensor's bytes, as contiguous runs."""
+    if not tensor.numel():
+        return []
+    begin, itemsize = tensor.data_ptr(), tensor.element_size()
+    if tensor.is_contiguous():
+        return [(begin, begin + tensor.nbytes)]
+    offsets = [0]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = [offset + index * stride for offset in offsets for index in range(size)]
+    return [(begin + o * itemsize, begin + (o + 1) * itemsize) for o in sorted(set(offsets))]

@@ -1,0 +1,375 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The push follows the rules of streams in docs/weight_sync.md; what breaks one is reported."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from push_rig import CUDA, PushRig, single_rank
+from recorder import Channel, Recorder
+
+from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.weight_sync import slot_memory
+from torchtitan.grpo.weight_sync.gather import Gatherer
+from torchtitan.grpo.weight_sync.snapshot import Snapshots, _StreamCopies
+from torchtitan.grpo.weight_sync.transports import device_broadcast
+from torchtitan.grpo.weight_sync.transports.device_broadcast import DeviceBroadcast
+from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd
+from torchtitan.grpo.weight_wire import receiving, sparse
+from torchtitan.grpo.weight_wire.receiving import WeightGroup
+
+
+@pytest.fixture(autouse=True)
+def default_group(tmp_path) -> Iterator[None]:
+    single_rank(tmp_path)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def make_rig(recorder: Recorder) -> Iterator[Callable[..., PushRig]]:
+    rigs: list[PushRig] = []
+
+    def make(*args: Any, **kwargs: Any) -> PushRig:
+        rigs.append(PushRig(recorder, *args, **kwargs))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def push_versions(rig: PushRig, count: int = 4) -> None:
+    """Pushes versions: some one by one, the last ones while others are still under way."""
+    for _ in range(count):
+        rig.step()
+        rig.wait_served()
+    for _ in range(3):
+        rig.step()
+    rig.wait_served()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_pushes_break_no_rule_and_arrive(make_rig, recorder, num_servers: int, delta: bool):
+    sync = WeightSync(attest_every=0, timeout_seconds=20.0, delta=delta)
+    rig = make_rig(num_servers, sync=sync)
+    push_versions(rig)
+    for server in rig.servers.values():
+        assert rig.served_values(server) == {float(rig.version + 1)}
+    assert rig.publisher.num_failures == 0
+    assert recorder.problems == []
+
+
+def test_a_stopped_server_stalls_neither_training_nor_another_server(make_rig, recorder):
+    rig = make_rig(2)
+    push_versions(rig, 1)
+    stopped, other = rig.servers.values()
+    for name, channel in rig.channels.items():
+        channel.is_stopped = name in stopped.updates._groups
+    for _ in range(5):
+        rig.step()
+    version = rig.version
+    lanes = {lane.url: lane for lane in rig.publisher.lanes}
+    while lanes[other.url].version < version:
+        rig.publisher.raise_if_failed()
+    assert lanes[stopped.url].version < version
+    assert recorder.problems == []
+
+
+def test_a_server_that_leaves_amid_a_transfer_serves_nothing_of_it(make_rig, recorder):
+    rig = make_rig(1, sync=WeightSync(attest_every=0, timeout_seconds=20.0, retry_seconds=0.01))
+    push_versions(rig, 1)
+    (server,) = rig.servers.values()
+    served = rig.served_values(server)
+    (channel,) = rig.channels.values()
+    channel.is_stopped = True
+    rig.step()
+    while not channel.is_awaited():
+        rig.publisher.raise_if_failed()
+    channel.abort()  # as when the other side's communicator is destroyed
+    server.updates.leave()
+    assert rig.served_values(server) == served
+    rig.wait_served()
+    assert rig.publisher.num_failures == 1
+    assert rig.served_values(server) == {float(rig.version + 1)}
+    assert recorder.problems == []
+
+
+# -- planted bugs --------------------------------------------------------------------------
+
+
+def broadcast_as_it_was(end: Any, payload: torch.Tensor) -> None:
+    payload = payload.to(CUDA)
+    dist.broadcast(payload, src=0, group=end._group)
+    torch.cuda.current_stream().synchronize()
+
+
+def receive_as_it_was(group: Any, tensor: torch.Tensor) -> None:
+    work = dist.broadcast(tensor, src=0, group=group._group, async_op=True)
+    assert work is not None
+    work.wait()
+    torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def gather_as_it_was(gather: Callable[..., None]) -> Callable[..., None]:
+    """Gathers into memory of the device, on a stream of its own that waits for nothing."""
+
+    def gathered(gatherer: Any, slot: int, shards: Any, payload: Any) -> None:
+        stream = torch.cuda.Stream()
+        buffers = [torch.empty(b.numel(), dtype=b.dtype, device=CUDA) for b in payload.buffers]
+        gather(gatherer, slot, shards, payload)
+        with torch.cuda.stream(stream):
+            for buffer, bucket in zip(buffers, payload.buffers, strict=True):
+                buffer.copy_(bucket, non_blocking=True)
+        stream.synchronize()
+
+    return gathered
+
+
+def start_without_waiting(copies: Any, slot: int, announce: Any, wake: Any) -> None:
+    with torch.cuda.stream(copies._stream):
+        for target, source in zip(copies._slots[slot], copies._sources, strict=True):
+            target.copy_(source.to(target.dtype), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(copies._stream)
+    copies._last = copies._copied[slot] = copied
+    announce()
+    wake()
+
+
+def start_with_event(record: Callable[[Any, Any, Callable[[], None]], None]) -> Callable[..., None]:
+    def start(copies: Any, slot: int, announce: Any, wake: Any) -> None:
+        copies._stream.wait_stream(torch.cuda.current_stream())
+        copied = torch.cuda.Event()
+
+        def copy() -> None:
+            with torch.cuda.stream(copies._stream):
+                for target, source in zip(copies._slots[slot], copies._sources, strict=True):
+                    target.copy_(source.to(target.dtype), non_blocking=True)
+
+        record(copies, copied, copy)
+        copies._last = copies._copied[slot] = copied
+        announce()
+        wake()
+
+    return start
+
+
+def record_first(copies: Any, event: Any, copy: Callable[[], None]) -> None:
+    event.record(copies._stream)
+    copy()
+
+
+def record_elsewhere(copies: Any, event: Any, copy: Callable[[], None]) -> None:
+    copy()
+    event.record(torch.cuda.current_stream())
+
+
+def buffer_of_the_default_pool(broadcast: Any, device: Any, largest: int, timeout: float) -> None:
+    broadcast._device, broadcast._timeout_seconds = device, timeout
+    broadcast._stream = torch.cuda.Stream(device)
+    broadcast._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+
+
+_shared: dict[int, Any] = {}
+
+
+def one_stream_for_all(broadcast: Any, device: Any, largest: int, timeout: float) -> None:
+    broadcast._device, broadcast._timeout_seconds = device, timeout
+    recorder = id(torch.cuda.Stream)
+    broadcast._stream = _shared.setdefault(recorder, torch.cuda.Stream(device))
+    with torch.cuda.stream(broadcast._stream):
+        broadcast._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
+
+
+def copy_before_the_stream(send: Callable[..., None]) -> Callable[..., None]:
+    def sent(broadcast: Any, payload: torch.Tensor, group: Any, is_left: Any) -> None:
+        send(broadcast, payload.to(CUDA).cpu(), group, is_left)
+
+    return sent
+
+
+def receive_at_once(group: Any, tensor: torch.Tensor) -> None:
+    stream = torch.cuda.Stream(tensor.device)
+    with torch.cuda.stream(stream):
+        dist.broadcast(tensor, src=0, group=group._group)
+        received = torch.cuda.Event()
+        received.record(stream)
+    while not received.query():
+        pass
+
+
+def receive_without_the_end(group: Any, tensor: torch.Tensor) -> None:
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        dist.broadcast(tensor, src=0, group=group._group)
+
+
+def fence_on_the_host(snapshots: Any, *_: Any) -> None:
+    if snapshots._copies._last is not None:
+        snapshots._copies._last.synchronize()
+
+
+def copy_and_synchronize(copy_into: Callable[..., None]) -> Callable[..., None]:
+    def copied(snapshots: Any, *args: Any) -> None:
+        copy_into(snapshots, *args)
+        torch.cuda.current_stream().synchronize()
+
+    return copied
+
+
+PLANTED: dict[str, tuple[Any, str, Any, str]] = {
+    "the broadcast runs on the training stream": (
+        GroupEnd, "_broadcast", broadcast_as_it_was, "queues broadcast on the training stream",
+    ),
+    "the training stream waits for the server": (
+        GroupEnd, "_broadcast", broadcast_as_it_was, "the training stream waits for the broadcast",
+    ),
+    "gathering takes memory of the training stream": (
+        Gatherer, "gather", gather_as_it_was(Gatherer.gather), "takes memory of the training",
+    ),
+    "gathering writes memory whose last use nothing waits for": (
+        Gatherer, "gather", gather_as_it_was(Gatherer.gather), "and its last use on",
+    ),
+    "the generating stream waits for the trainer": (
+        WeightGroup, "_receive_on_stream", receive_as_it_was, "the generating stream waits",
+    ),
+    "the copy to the device runs on the training stream": (
+        DeviceBroadcast, "send", copy_before_the_stream(DeviceBroadcast.send),
+        "queues copy_ on the training stream",
+    ),
+    "the copy does not wait for the optimizer step": (
+        _StreamCopies, "start", start_without_waiting, "race",
+    ),
+    "the optimizer step does not wait for the copy": (
+        Snapshots, "fence", lambda *_: None, "race: add_",
+    ),
+    "the event is recorded before the copy": (
+        _StreamCopies, "start", start_with_event(record_first), "race",
+    ),
+    "the event is recorded on another stream": (
+        _StreamCopies, "start", start_with_event(record_elsewhere), "race",
+    ),
+    "the reader does not wait for the copy": (
+        _StreamCopies, "wait_for", lambda *_: None, "race",
+    ),
+    "the slots are not pinned": (
+        slot_memory, "pin", lambda tensors: None, "the training thread waits",
+    ),
+    "the buffer comes from the default pool": (
+        DeviceBroadcast, "__init__", buffer_of_the_default_pool, "takes memory of the training",
+    ),
+    "two servers share a stream": (
+        DeviceBroadcast, "__init__", one_stream_for_all, "one for another",
+    ),
+    "the fence waits on the host": (
+        Snapshots, "fence", fence_on_the_host, "the training thread waits for an event",
+    ),
+    "publishing synchronizes": (
+        Snapshots, "copy_into", copy_and_synchronize(Snapshots.copy_into),
+        "the training thread waits for stream",
+    ),
+    "the received bytes go where queued kernels still read": (
+        WeightGroup, "_receive_on_stream", receive_at_once, "the broadcast from the trainer",
+    ),
+    "received bytes are read before they are there": (
+        WeightGroup, "_receive_on_stream", receive_without_the_end, "race",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_reported(make_rig, recorder, monkeypatch, bug: str):
+    owner, name, replacement, reported = PLANTED[bug]
+    monkeypatch.setattr(owner, name, replacement)
+
+    def is_reported() -> bool:
+        return any(reported in problem for problem in recorder.problems)
+
+    num_servers = 2 if "two servers" in bug else 1
+    rig = make_rig(num_servers, sync=WeightSync(attest_every=0, timeout_seconds=3.0))
+    if num_servers == 2:
+        for _ in range(2):
+            rig.step()
+            rig.wait_served()
+        first = next(iter(rig.servers.values()))
+        for group, channel in rig.channels.items():
+            channel.is_stopped = group in first.updates._groups
+        for _ in range(3):
+            rig.step()
+        rig.publisher.wait_for(rig.version, 10.0, is_reported)
+    else:
+        for _ in range(2):
+            rig.step()
+            rig.step()  # while the copy of the first may be under way
+            rig.publisher.wait_for(rig.version, 10.0, is_reported)
+    assert is_reported(), recorder.problems
+
+
+def test_a_delta_over_nccl_is_applied_to_a_base_in_host_memory(make_rig, monkeypatch):
+    def apply_as_it_was(target: torch.Tensor, changes: sparse.Changes) -> None:
+        bits = target.view(-1).view(torch.int16)
+        if changes.indices is None:
+            bits.copy_(changes.values)
+        else:
+            bits[changes.indices.long()] = changes.values
+
+    monkeypatch.setattr("torchtitan.grpo.weight_wire.staging.apply", apply_as_it_was)
+    sync = WeightSync(attest_every=0, timeout_seconds=3.0, delta=True, retry_seconds=0.01)
+    rig = make_rig(1, sync=sync)
+    rig.step()
+    rig.wait_served()
+    # A change of one element alone, so that the delta has indices.
+    rig.publisher.fence()
+    rig.parameters["rows"][0, 0] += 1.0
+    rig.version += 1
+    rig.publisher.publish(rig.version, rig.publisher.reserve_slot())
+    rig.wait_served()
+    assert rig.publisher.num_failures == 1
+    assert "same device" in rig.publisher.lanes[0].last_error
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_memory_of_a_broadcast_that_was_given_up_is_kept(recorder, monkeypatch, keeps: bool):
+    """Its kernel may still write."""
+    channel = Channel()
+    channel.is_stopped = True
+    monkeypatch.setattr(receiving, "create_weight_group", lambda *_: channel.end(1))
+    if not keeps:
+        monkeypatch.setattr(receiving, "_written", _Forgets())
+    with recorder.process("server"):
+        group = WeightGroup("", 0, 1, 2, "group", "nccl", timeout_seconds=0.05)
+        buffer = torch.zeros(8, device=CUDA)
+        with pytest.raises(RuntimeError, match=r"No broadcast arrived .* within 0\.05 s"):
+            group.receive(buffer)
+        del buffer
+        gc.collect()  # the error's frames hold it
+    assert any("freed in use" in p for p in recorder.problems) is not keeps
+    channel.abort()
+    receiving._let_go_of_ended()
+    assert not receiving._written
+
+
+class _Forgets(list[Any]):
+    def append(self, item: Any) -> None: ...
+
+
+def test_a_server_that_does_not_receive_is_given_up_at_the_deadline(recorder):
+    channel = Channel()
+    channel.is_stopped = True
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        broadcast = DeviceBroadcast(CUDA, 8, timeout_seconds=0.05)
+    payload = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(TimeoutError, match=r"8 bytes within weight_sync\.timeout_seconds = 0\.05"):
+        broadcast.send(payload, channel.end(0), lambda: False)  # pyright: ignore
+    with pytest.raises(RuntimeError, match="left during a broadcast"):
+        broadcast.send(payload, channel.end(0), lambda: True)  # pyright: ignore
+    assert device_broadcast._POLL_SECONDS < 0.01
