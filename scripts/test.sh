@@ -90,7 +90,7 @@ if [[ "$MODE" == --long ]]; then LONG=(); fi
 part "ruff" lint
 part "pyright" pyright --pythonpath .venv/bin/python
 # Two tests at a time: most of them wait for some process.
-part "unit tests" python -m pytest tests/unit_tests -q -n 2 --durations=10 "${LONG[@]}"
+part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 2 --durations=10 "${LONG[@]}"
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
 part "install servers (rest)" await_servers

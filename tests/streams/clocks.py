@@ -162,11 +162,12 @@ def traced_threads(
         start(thread)
 
     def traced_run(thread: Any) -> None:
-        if not hasattr(thread, "born_with"):  # started before the block
-            return run(thread)
-        clocks.acquire(thread.born_with)
-        around(thread.inherited, lambda: run(thread))
-        thread.left_with = clocks.release()
+        if hasattr(thread, "born_with"):
+            clocks.acquire(thread.born_with)
+            around(thread.inherited, lambda: run(thread))
+            thread.left_with = clocks.release()
+        else:  # started before the block
+            run(thread)
 
     def traced_join(thread: Any, timeout: float | None = None) -> None:
         join(thread, timeout)

@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
+from torchtitan.grpo.inference.vllm.updates import (
+    UpdateRequest,
+    WorkerUpdates,
+    room_to_stage,
+)
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.staging import StagingError
@@ -314,3 +318,10 @@ def test_every_action_needs_an_open_update(worker: Worker) -> None:
     for act in actions:
         with pytest.raises(RuntimeError, match="No weight update is open"):
             act()
+
+
+def test_a_worker_of_a_divided_model_needs_room_for_all_of_it():
+    """It stages the whole model, although it serves a quarter."""
+    whole = room_to_stage([100, 300], num_parts=1)
+    assert whole >= 400
+    assert room_to_stage([25, 75], num_parts=4) == whole

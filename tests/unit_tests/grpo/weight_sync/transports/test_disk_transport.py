@@ -60,7 +60,6 @@ def make_transport(
         plan,
         lambda: VersionDirectories(folder / "versions", source),
         timeout_seconds,
-        torch.device("cpu"),
     )
     transport.lead(senders)
     return transport
