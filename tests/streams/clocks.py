@@ -35,7 +35,8 @@ class Clocks:
 
     def __init__(self) -> None:
         self._of: dict[str, Clock] = {}
-        self._lock = _RealLock()
+        # Reentrant, since a tensor may be collected, and so freed, while a thread holds it.
+        self._lock = _RealRLock()
         self._local = threading.local()
         self._num_threads = 0
 

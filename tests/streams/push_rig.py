@@ -9,6 +9,7 @@ optimizer step, and HTTP: the servers' clients call :class:`WorkerUpdates` direc
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -127,9 +128,12 @@ class Server(InferenceClient):
         await self._call(self.updates.join, info, 0)
 
     async def leave_weight_groups(self) -> None:
-        # Beside what the executor does: leaving ends a broadcast that it waits for.
+        await self._call(self.updates.leave)
+
+    def leave(self) -> None:
+        """Makes the worker leave its groups, as its operator could."""
         with self._recorder.process(self.url):
-            await asyncio.to_thread(self.updates.leave)
+            self._executor.submit(self.updates.leave).result(PATIENCE_SECONDS)
 
     async def begin_update(self) -> None:
         self._sequence = 0
@@ -262,7 +266,18 @@ class PushRig:
 
     def wait_served(self) -> None:
         """Waits until all servers serve the newest version."""
-        self.publisher.wait_for(self.version, PATIENCE_SECONDS, lambda: False)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        self.publisher.wait_for(self.version, PATIENCE_SECONDS, lambda: time.monotonic() > deadline)
+        late = [lane for lane in self.publisher.lanes if lane.version < self.version]
+        assert not late, [(lane.url, lane.state, lane.last_error) for lane in late]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Waits for something that is to come soon."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            self.publisher.raise_if_failed()
+            assert time.monotonic() < deadline, "it did not come"
+            time.sleep(0.001)
 
     def served_values(self, server: Server) -> set[float]:
         """Returns the values of all weights that a server holds; one step adds 1 to each."""

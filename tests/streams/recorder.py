@@ -300,7 +300,7 @@ class Recorder:
         clock = self.clocks.now(memory.pool.actor)
         merge(clock, self.clocks.release())
         with self._lock:
-            for access in memory.accesses:
+            for access in tuple(memory.accesses):
                 if access.actor != memory.pool.actor and clock.get(access.actor, 0) < access.count:
                     self._report(
                         f"freed in use: memory of {memory.pool.actor}'s pool, while "

@@ -76,27 +76,25 @@ def test_a_stopped_server_stalls_neither_training_nor_another_server(make_rig, r
         rig.step()
     version = rig.version
     lanes = {lane.url: lane for lane in rig.publisher.lanes}
-    while lanes[other.url].version < version:
-        rig.publisher.raise_if_failed()
+    rig.wait_until(lambda: lanes[other.url].version >= version)
     assert lanes[stopped.url].version < version
     assert recorder.problems == []
 
 
 def test_a_server_that_leaves_amid_a_transfer_serves_nothing_of_it(make_rig, recorder):
-    rig = make_rig(1, sync=WeightSync(attest_every=0, timeout_seconds=20.0, retry_seconds=0.01))
+    # The trainer may have queued a broadcast after the server has left, which nobody receives.
+    rig = make_rig(1, sync=WeightSync(attest_every=0, timeout_seconds=1.0, retry_seconds=0.01))
     push_versions(rig, 1)
     (server,) = rig.servers.values()
     served = rig.served_values(server)
     (channel,) = rig.channels.values()
     channel.is_stopped = True
     rig.step()
-    while not channel.is_awaited():
-        rig.publisher.raise_if_failed()
-    channel.abort()  # as when the other side's communicator is destroyed
-    server.updates.leave()
+    rig.wait_until(channel.is_awaited)
+    server.leave()
     assert rig.served_values(server) == served
     rig.wait_served()
-    assert rig.publisher.num_failures == 1
+    assert rig.publisher.num_failures >= 1
     assert rig.served_values(server) == {float(rig.version + 1)}
     assert recorder.problems == []
 
