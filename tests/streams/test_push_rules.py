@@ -17,10 +17,9 @@ from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.weight_sync import slot_memory
 from torchtitan.grpo.weight_sync.gather import Gatherer
 from torchtitan.grpo.weight_sync.snapshot import Snapshots, _StreamCopies
-from torchtitan.grpo.weight_sync.transports import device_broadcast
-from torchtitan.grpo.weight_sync.transports.device_broadcast import DeviceBroadcast
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd
-from torchtitan.grpo.weight_wire import receiving, sparse
+from torchtitan.grpo.weight_wire import device_broadcast, receiving, sparse
+from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 
 

@@ -142,13 +142,8 @@ def plan_step(
     kept = _kept(table, config)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
-    num_equal = num_equal_groups(table.rewards, table.group_ids)
-    of_groups = {
-        "reward/equal_groups": float(num_equal),
-        "reward/equal_groups_fraction": num_equal / len(groups),
-        "data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept),
-    }
-    metrics = staleness_metrics([r for _, r in scored], version) | of_groups
+    metrics = staleness_metrics([r for _, r in scored], version)
+    metrics |= _metrics_of_groups(table, kept, len(groups))
     table = table.take(kept)
     learned = _weighted_minibatches(rollouts, sources, table, config, max_new_tokens)
     minibatches = [a + b for a, b in zip(learned, _ptx_of_minibatches(ptx, config), strict=True)]
@@ -167,6 +162,15 @@ def plan_step(
     )
     plan.metrics["data/padding_fraction"] = 1 - plan.num_tokens / plan.capacity
     return plan
+
+
+def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) -> dict[str, float]:
+    num_equal = num_equal_groups(table.rewards, table.group_ids)
+    return {
+        "reward/equal_groups": float(num_equal),
+        "reward/equal_groups_fraction": num_equal / num_groups,
+        "data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept),
+    }
 
 
 def _kept(table: SampleTable, config: GRPO) -> np.ndarray:

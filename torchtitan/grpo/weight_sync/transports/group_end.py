@@ -4,7 +4,7 @@
 """A source rank's end of the process group with one server.
 
 A broadcast waits for the server, so each group has a thread of its own for its collectives, and
-over NCCL a stream of its own (see `device_broadcast.py`). Leaving a group may wait for the driver,
+over NCCL a stream of its own (see `weight_wire/device_broadcast.py`). Leaving a group may wait for the driver,
 so that has a thread of its own too: the event loop, which serves all servers, never waits.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import listening_store, route_address
-from torchtitan.grpo.weight_sync.transports.device_broadcast import DeviceBroadcast
+from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
