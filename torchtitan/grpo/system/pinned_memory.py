@@ -4,6 +4,7 @@
 """Host memory that a GPU's copy engines reach without the help of the CPU."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def pin(tensors: Sequence[torch.Tensor]) -> None:
         RuntimeError: If the operating system or the driver refuses, for instance because the
             container may not lock so much memory.
     """
-    cudart = torch.cuda.cudart()
+    cudart: Any = torch.cuda.cudart()
     for tensor in tensors:
         if not tensor.nbytes:
             continue
