@@ -152,13 +152,23 @@ def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) 
     rig.assert_recovered(0, began["at"])
 
 
+# Starting a real server takes long. One kind that is real and one that is not are killed in the short suite.
+@pytest.mark.parametrize(
+    "server_kind",
+    [
+        "embedded",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
+    ],
+    indirect=True,
+)
 def test_a_server_killed_during_the_transfer_comes_back_with_old_weights_and_rejoins(
     rig: FaultRig,
 ) -> None:
     _kill_at(rig, "receive_bucket", "after", 1)
 
 
-# Starting a real server takes long, and these two differ from the test above in the moment alone.
+# These differ from the test above in the moment alone.
 @pytest.mark.parametrize(
     "server_kind",
     [

@@ -66,6 +66,7 @@ def _check_config(arguments: list[str]) -> int:
     from torchtitan.grpo.entry import print_dry_run
     from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
     from torchtitan.grpo.models.hub import locate_models
+    from torchtitan.grpo.models.same_model import check_reference
     from torchtitan.grpo.resume.resumption import CheckpointError, describe_start, plan_start
 
     try:
@@ -73,6 +74,8 @@ def _check_config(arguments: list[str]) -> int:
         notes = locate_models(config, weights=False)
         model = read_hf_model(config.model.hf_assets_path)
         check_model(config, model)
+        if config.grpo.kl_coef > 0:
+            check_reference(config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
     try:

@@ -113,8 +113,18 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
             print(describe_finished(config, start))
         return 0
     if config.job.overwrite and is_rank_zero:
-        remove_run(config)
+        try:
+            remove_run(config)
+        except OSError as error:
+            return _report(is_rank_zero, CheckpointError(_not_removed(config, error)), 1)
     return _train(make_trainer, config, hf_model, is_rank_zero)
+
+
+def _not_removed(config: JobConfig, error: OSError) -> str:
+    return (
+        f"The earlier run in job.dump_folder = {config.job.dump_folder} must be removed "
+        f"(job.overwrite), but that failed: {error}. Remove the folder, or choose another one."
+    )
 
 
 def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> int:

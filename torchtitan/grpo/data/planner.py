@@ -155,8 +155,8 @@ def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> Sa
     """Opens ``samples.jsonl`` in the dump folder, which is created if it does not exist."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    codec = TextCodec(str(model.path), model.eos_token_ids)
     per_step = config.observe.samples_per_step
+    codec = TextCodec(str(model.path), model.eos_token_ids) if per_step else None
     return SampleLog(folder / "samples.jsonl", per_step, start_version, codec)
 
 

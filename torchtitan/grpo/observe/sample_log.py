@@ -27,13 +27,15 @@ class SampleLog:
         path: The file.
         per_step: ``observe.samples_per_step``.
         step: Number of batches that the run has been trained on so far.
-        codec: Tokenizer of the model, which decodes what the model saw.
+        codec: Tokenizer of the model, which decodes what the model saw; ``None`` if ``per_step``
+            is 0.
 
     Attributes:
         latest: The records of the last step.
     """
 
-    def __init__(self, path: Path, per_step: int, step: int, codec: TextCodec) -> None:
+    def __init__(self, path: Path, per_step: int, step: int, codec: TextCodec | None) -> None:
+        assert codec is not None or per_step == 0, "what is written must be decoded"
         self._per_step = per_step
         self._log = RunLog(path, step)
         self._codec = codec
@@ -53,6 +55,7 @@ class SampleLog:
         self._log.close()
 
     def _record(self, group: RolloutGroup, advantages: Advantages) -> dict[str, Any]:
+        assert self._codec is not None, "no sample is written without a tokenizer"
         rollout = group.rollouts[0]
         of_group = advantages.get(group.group_id)
         return {

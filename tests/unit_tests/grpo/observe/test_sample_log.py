@@ -97,3 +97,10 @@ def test_long_columns_are_cut_and_unusual_ones_become_text():
     assert isinstance(brief["cases"], str) and len(brief["cases"]) < 2100
     assert (brief["n"], brief["none"]) == (3, None)
     json.dumps(brief)
+
+
+def test_without_samples_no_tokenizer_is_needed(tmp_path):
+    log = SampleLog(tmp_path / "samples.jsonl", per_step=0, step=0, codec=None)
+    log.write(1, [], {})
+    log.close()
+    assert (tmp_path / "samples.jsonl").read_text() == ""
