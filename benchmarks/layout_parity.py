@@ -293,6 +293,7 @@ def run_layouts(
 def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[str]:
     settings = {
         "job.dump_folder": folder / "dump",
+        "job.overwrite": True,
         "model.hf_assets_path": model,
         "training.steps": 3,
         "training.seq_len": SEQ_LEN,

@@ -173,6 +173,7 @@ def run_layouts(
 def _arguments(layout: Layout, model: Path, folder: Path) -> list[str]:
     settings = {
         "job.dump_folder": folder / "dump",
+        "job.overwrite": True,
         "model.hf_assets_path": model,
         "training.steps": 1,
         "training.seq_len": 96,
