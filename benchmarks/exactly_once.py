@@ -111,6 +111,10 @@ class KilledRun:
         lines = read_lines(self.folder / "metrics.jsonl")
         return lines[-1]["step"] if lines else 0
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a whole checkpoint."""
+        return any((self.folder / "checkpoint").glob("step-*/.metadata"))
+
     def wait_for(self, holds: Callable[[], bool], what: str) -> None:
         """Waits until ``holds`` returns True.
 
@@ -191,6 +195,8 @@ def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[st
     """Kills processes of a run, which is alive afterwards; returns the number of kills of each kind."""
     killed: Counter[str] = Counter()
     run.start(steps=1_000_000)
+    # A run that is killed before its first checkpoint has nothing to resume from.
+    run.wait_for(run.has_checkpoint, "save its first checkpoint")
     while killed.total() < num_kills:
         if rng.random() > HASTE:
             before = run.steps
