@@ -95,9 +95,7 @@ def run_with_pool(
             await body(pool)
         finally:
             await pool.close()
-        children = psutil.Process().children(recursive=True)
-        left = [c for c in children if "torchtitan.grpo.rewards.scoring_worker" in c.cmdline()]
-        assert not left, "a worker outlived its pool"
+        assert not _scoring_workers(), "a worker outlived its pool"
 
     asyncio.run(run())
 
@@ -159,7 +157,8 @@ def test_what_cannot_be_trained_on_is_a_failure_of_one_group(
 
 def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(functions: str):
     async def body(pool: RewardPool) -> None:
-        before = psutil.Process().children(recursive=True)
+        before = _scoring_workers()
+        assert before
         with pytest.raises(ScoringFailed, match=r"reward.timeout_seconds = 2"):
             await pool.score(PROMPT, ["hang", "b"], IDS)
         # The kernel ends a killed process some time after the signal was sent.
@@ -169,6 +168,12 @@ def test_hanging_function_is_killed_with_its_children_and_the_worker_replaced(fu
         assert await pool.score(PROMPT, ["a", "b"], IDS) == [[1.0, 1.0]]
 
     run_with_pool([f"{functions}:by_completion"], body, timeout_seconds=2)
+
+
+def _scoring_workers() -> list[psutil.Process]:
+    """The workers of this test; a process of the suite may have other children."""
+    children = psutil.Process().children(recursive=True)
+    return [c for c in children if "torchtitan.grpo.rewards.scoring_worker" in c.cmdline()]
 
 
 def _alive(process: psutil.Process) -> bool:
