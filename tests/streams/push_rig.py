@@ -166,7 +166,7 @@ class Server(InferenceClient):
     async def _never(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pushes do not need it")
 
-    generate = abort = load = update_from_disk = prompt_logprobs = _never
+    describe = generate = abort = load = update_from_disk = prompt_logprobs = _never
 
 
 class PushRig:

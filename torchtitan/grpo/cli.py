@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
+from torchtitan.grpo.run_folder.packages import package_versions
 
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...
@@ -36,7 +37,6 @@ On several hosts, start torchrun on each of them:
   torchrun ... -m torchtitan.grpo_train --job.config_file X.toml
 """
 _HELP = ("-h", "--help", "help")
-_PACKAGES = ("torch", "torchtitan", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 
 
 def train(arguments: list[str]) -> int:
@@ -116,10 +116,9 @@ def verify(arguments: list[str]) -> int:
 
 def versions(arguments: list[str]) -> int:
     """Prints a line for each package that matters."""
-    print(f"torchtitan-grpo {version()}")
     print(f"python {platform.python_version()}")
-    for name in _PACKAGES:
-        print(f"{name} {importlib.metadata.version(name)}")
+    for name, number in package_versions().items():
+        print(f"{name} {number}")
     return 0
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The advantages of a batch, for the log of samples. Pure."""
+"""Computes the advantages of a batch for the log of samples."""
 
 from collections.abc import Sequence
 

@@ -129,6 +129,7 @@ class InferenceClient(ABC):
     async def abort(self, request_id: str | None) -> None:
         """Aborts one request, or all requests if ``request_id`` is ``None``."""
 
+    @abstractmethod
     async def describe(self, temperature: float) -> ServerFacts:
         """Returns what the server tells about itself. Nothing is changed on it.
 
@@ -139,7 +140,6 @@ class InferenceClient(ABC):
         Raises:
             WrongKind: If the URL is not that of a server of this kind.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not describe its server")
 
     @abstractmethod
     async def health(self) -> None:

@@ -3,7 +3,8 @@
 
 """Notices that nothing is learned because the rewards of each group are all equal."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 
 from torchtitan.grpo.job_config import JobConfig
 
@@ -26,7 +27,9 @@ class EqualRewardsWatch:
     def __init__(self, config: JobConfig) -> None:
         self._config = config
         self._first = self._due = config.observe.equal_rewards_steps
-        self._steps: list[Mapping[str, float]] = []
+        self._num_steps = 0
+        # The latest steps, from whose metrics the causes are ranked.
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=max(1, self._first))
 
     def update(self, metrics: Mapping[str, float], is_chat: bool | None) -> str | None:
         """Adds a step, and returns a notice if one is due.
@@ -38,10 +41,12 @@ class EqualRewardsWatch:
         if not self._first:
             return None
         if metrics["reward/equal_groups_fraction"] < 1:
-            self._steps, self._due = [], self._first
+            self._num_steps, self._due = 0, self._first
+            self._steps.clear()
             return None
+        self._num_steps += 1
         self._steps.append(metrics)
-        if len(self._steps) < self._due:
+        if self._num_steps < self._due:
             return None
         self._due *= 2
         return self._notice(is_chat)
@@ -52,11 +57,11 @@ class EqualRewardsWatch:
         return self._notice(is_chat) if self._first and self._steps and is_early else None
 
     def _notice(self, is_chat: bool | None) -> str:
-        count = len(self._steps)
+        count = self._num_steps
         steps = "step" if count == 1 else f"{count} steps"
         unit = "group" if self._config.grpo.group_size > 1 else "batch"
         lost = "nothing is learned" if self._has_rewards_alone() else "rewards teach nothing"
-        causes = likely_causes(self._config, self._steps[-self._first :], is_chat)
+        causes = likely_causes(self._config, self._steps, is_chat)
         return "\n".join(
             [
                 f"No {unit} of the last {steps} had two different rewards; {lost} "
@@ -74,7 +79,7 @@ class EqualRewardsWatch:
 
 
 def likely_causes(
-    config: JobConfig, steps: list[Mapping[str, float]], is_chat: bool | None
+    config: JobConfig, steps: Collection[Mapping[str, float]], is_chat: bool | None
 ) -> list[str]:
     """Returns the possible causes in the order of what the metrics of the steps support."""
     lowest = min(step["reward/mean"] for step in steps)

@@ -113,10 +113,15 @@ class GRPOMetricsProcessor(MetricsProcessor):
         steps, evaluations = self.steps.records, self.evaluations.records
         summary = summarise(outcome, steps, evaluations)
         write_summary(self._folder, summary)
+        print(json.dumps(summary, indent=2), flush=True)
         draw_reward_curve(self._folder, steps, evaluations, self._config)
         self.close()
-        print(json.dumps(summary, indent=2))
-        print(f"Everything is in {self._folder}: metrics.jsonl, samples.jsonl, reward_curve.png.")
+        files = [
+            name
+            for name in ("metrics.jsonl", "samples.jsonl", "reward_curve.png")
+            if (self._folder / name).is_file()
+        ]
+        print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)
 
     def close(self) -> None:
         super().close()

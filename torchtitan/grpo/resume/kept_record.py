@@ -7,6 +7,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.grpo.job_config import JobConfig
@@ -23,6 +25,10 @@ STATE_KEY = "run_record"
 """Name of the record among the states of a checkpoint."""
 
 _SAMPLE_BYTES = 65536
+
+
+class CheckpointError(ValueError):
+    """A run cannot start as asked from a checkpoint or in its folder; the message says why."""
 
 
 class RunRecord(msgspec.Struct):
@@ -105,10 +111,14 @@ def states_in(folder: Path) -> set[str]:
     """Returns the names of the states that a checkpoint holds, such as ``optimizer``.
 
     A directory that is no checkpoint of torch, such as a Hugging Face directory, has none.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
     """
     if not (folder / ".metadata").is_file():
         return set()
-    metadata = FileSystemReader(folder).read_metadata()
+    with _refusing_damage(folder):
+        metadata = FileSystemReader(folder).read_metadata()
     return {key.partition(".")[0] for key in metadata.state_dict_metadata}
 
 
@@ -116,14 +126,31 @@ def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
     """Returns the step of a whole checkpoint and its record, without a process group.
 
     The record is None if the checkpoint was written before checkpoints had records.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
     """
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
         wanted[STATE_KEY] = {"json": ""}
-    with warnings.catch_warnings():
+    with _refusing_damage(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it reads in a single process
         dcp.load(wanted, checkpoint_id=str(folder), no_dist=True)
-    record = None
-    if STATE_KEY in states:
-        record = msgspec.json.decode(wanted[STATE_KEY]["json"], type=RunRecord)
-    return int(wanted["train_state"]["step"]), record
+        record = None
+        if STATE_KEY in states:
+            record = msgspec.json.decode(wanted[STATE_KEY]["json"], type=RunRecord)
+        return int(wanted["train_state"]["step"]), record
+
+
+@contextmanager
+def _refusing_damage(folder: Path) -> Iterator[None]:
+    """Turns whatever reading a damaged file raises into one error that names the checkpoint."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(
+            f"A run must resume from a checkpoint that can be read, and {folder} cannot ({reason}). "
+            "Its files are damaged, or were written by an incompatible release. Name an earlier "
+            "step of that folder with --checkpoint.load_step, or remove the damaged checkpoint."
+        ) from error

@@ -23,13 +23,15 @@ from torchtitan.grpo.resume.changes import (
     model_refusal,
     refusal,
 )
-from torchtitan.grpo.resume.kept_record import RunRecord, read_kept, record_of, states_in
+from torchtitan.grpo.resume.kept_record import (
+    CheckpointError,
+    RunRecord,
+    read_kept,
+    record_of,
+    states_in,
+)
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
 from torchtitan.grpo.training.lr_schedule import schedule_of
-
-
-class CheckpointError(ValueError):
-    """A run cannot start as asked from a checkpoint or in its folder; the message says why."""
 
 
 @dataclass(frozen=True)

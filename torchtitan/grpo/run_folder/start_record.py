@@ -15,20 +15,16 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torchtitan.grpo
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
+from torchtitan.grpo.run_folder.packages import package_versions
 from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
 
-_PACKAGES = (
-    *("torchtitan-grpo", "torch", "torchtitan", "transformers", "tokenizers", "safetensors"),
-    *("datasets", "numpy", "pyzmq", "vllm", "sglang"),
-)
 _GIT_SECONDS = 5.0
 _SECRETS = ("--inference.api_key", "--inference.admin_key")
 
@@ -76,17 +72,6 @@ def environment(step: int, arguments: Sequence[str]) -> dict[str, Any]:
         "devices": _devices(),
         "commit": git_commit(Path(torchtitan.grpo.__file__).parent),
     }
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of the installed packages that a run depends on."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def git_commit(folder: Path) -> str | None:

@@ -27,7 +27,7 @@ def choose_num_ranks(config: JobConfig, num_gpus: int, asked: int | None) -> int
     if asked is not None:
         if num_gpus and asked > num_gpus:
             raise ConfigError(
-                f"--gpus must be at most the number of visible GPUs, {num_gpus}, got {asked}."
+                f"--gpus (or --nproc) must be at most the number of visible GPUs, {num_gpus}, got {asked}."
             )
         return asked
     smallest, is_fixed = _ranks_of_layout(config)

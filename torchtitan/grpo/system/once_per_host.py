@@ -32,6 +32,7 @@ def once_per_host(name: str, make: Callable[[], dict[str, Any]], timeout_seconds
 
     Raises:
         TimeoutError: If the first rank has not answered in time, or torchrun has ended.
+        RuntimeError: If the folder for the answers belongs to another user.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
         return make()
@@ -48,7 +49,24 @@ def _answer_file(name: str) -> Path:
     run = (os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
     identity = "|".join([str(parent), _start_time(parent), *run, name])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    return Path(tempfile.gettempdir()) / f"torchtitan-grpo-{os.getuid()}" / f"{digest}.json"
+    return _own_folder() / f"{digest}.json"
+
+
+def _own_folder() -> Path:
+    """Returns a folder in the temporary folder that nobody else can write to.
+
+    Raises:
+        RuntimeError: If somebody else has made it before.
+    """
+    folder = Path(tempfile.gettempdir()) / f"torchtitan-grpo-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    owner = folder.lstat().st_uid
+    if owner != os.getuid():
+        raise RuntimeError(
+            f"{folder} must belong to the user who trains (uid {os.getuid()}), but it belongs to uid "
+            f"{owner}. Remove it, or set TMPDIR to a folder of your own."
+        )
+    return folder
 
 
 def _start_time(pid: int) -> str:
@@ -59,7 +77,6 @@ def _start_time(pid: int) -> str:
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:
-    file.parent.mkdir(mode=0o700, exist_ok=True)
     for old in file.parent.glob("*.json"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _STALE_SECONDS:

@@ -219,3 +219,18 @@ def test_a_run_is_finished_when_its_steps_its_export_and_its_summary_are_there(w
     assert "is finished: it has taken 150 steps" in describe_finished(config, start)
     assert not is_finished(world.config("--training.steps=200"), start)
     assert not is_finished(config, replace(start, folder=None))
+
+
+@pytest.mark.parametrize("damaged", [".metadata", "data", "record"])
+def test_a_damaged_checkpoint_is_refused_by_name(world, damaged: str):
+    world.checkpoint(4, world.plan().record)
+    folder = world.folder / "run/checkpoint/step-4"
+    if damaged == "record":
+        shutil.rmtree(folder)
+        states = {"train_state": {"step": 4}, STATE_KEY: {"json": '{"settings": {'}}
+        dcp.save(states, checkpoint_id=str(folder), no_dist=True)
+    else:
+        for file in folder.glob(".metadata" if damaged == ".metadata" else "*.distcp"):
+            file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match=r"step-4 cannot \(\w+.*--checkpoint\.load_step"):
+        world.plan()

@@ -59,7 +59,7 @@ class Server(InferenceClient):
         raise NotImplementedError("this server only generates")
 
     abort = health = load = version = num_workers = pause = resume = _none
-    join_weight_group = leave_weight_groups = begin_update = _none
+    describe = join_weight_group = leave_weight_groups = begin_update = _none
     receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
 
 

@@ -124,7 +124,7 @@ class ServerFleet:
             for supervisor in self._supervisors:
                 tasks.create_task(self._supervise(supervisor, dispatcher, tell))
             if self._file is not None:
-                tasks.create_task(self._follow_file(self._file, dispatcher, tell))
+                tasks.create_task(self._follow_file(self._file, dispatcher, tell, tasks))
 
     def reread_urls(self) -> None:
         """Reads ``inference.urls_file`` now, even if it does not seem to have changed."""
@@ -176,7 +176,9 @@ class ServerFleet:
         logger.error("%d inference servers are left. %s", len(self._members), end)
         await tell(self.servers)
 
-    async def _follow_file(self, file: UrlsFile, dispatcher: Dispatcher, tell: Tell) -> None:
+    async def _follow_file(
+        self, file: UrlsFile, dispatcher: Dispatcher, tell: Tell, tasks: asyncio.TaskGroup
+    ) -> None:
         while True:
             is_asked = await self._asked_within(_FILE_POLL_SECONDS)
             try:
@@ -185,7 +187,7 @@ class ServerFleet:
             except ValueError as error:
                 logger.error("%s The set of servers does not change.", error)
                 continue
-            if urls is not None and self._change_to(urls, dispatcher, tell):
+            if urls is not None and self._change_to(urls, dispatcher, tell, tasks):
                 await tell(self.servers)
             elif is_asked:
                 logger.info(
@@ -201,16 +203,19 @@ class ServerFleet:
         self._reread.clear()
         return True
 
-    def _change_to(self, urls: list[str], dispatcher: Dispatcher, tell: Tell) -> bool:
-        """Makes ``urls`` the servers. Returns ``False`` if they already are."""
+    def _change_to(
+        self, urls: list[str], dispatcher: Dispatcher, tell: Tell, tasks: asyncio.TaskGroup
+    ) -> bool:
+        """Makes ``urls`` the servers. Returns ``False`` if they already are.
+
+        New servers are checked in ``tasks``, so that an unforeseen error ends the run.
+        """
         new = [url for url in urls if url not in self._members]
         gone = [url for url in self._members if url not in urls]
         for url in new:
             client = self._join(url)
             dispatcher.add(client)
-            self._checks[client.url] = asyncio.create_task(
-                self._check_late(client, dispatcher, tell)
-            )
+            self._checks[client.url] = tasks.create_task(self._check_late(client, dispatcher, tell))
             logger.info("Server %s joins (inference.urls_file) and waits for weights.", url)
         for url in gone:
             self._leave(url, dispatcher)

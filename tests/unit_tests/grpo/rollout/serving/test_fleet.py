@@ -139,3 +139,41 @@ def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_p
         assert "The run goes on without it" in text
 
     asyncio.run(main())
+
+
+def test_an_unforeseen_error_in_a_late_check_ends_the_watch(tmp_path: Path, monkeypatch):
+    file = tmp_path / "urls.txt"
+
+    async def main() -> None:
+        first, port = await healthy_server()
+        second, other = await healthy_server()
+        up, late = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{other}"
+        file.write_text(f"{up}\n")
+
+        async def tell(servers) -> None:
+            pass
+
+        async def fail(client, needs):
+            raise KeyError("a mistake of ours")
+
+        fleet = fleet_of(file=file)
+        try:
+            await fleet.start()
+            dispatcher = Dispatcher(
+                fleet.clients,
+                vocab_size=128,
+                request_timeout_seconds=60,
+                max_consecutive_failures=8,
+            )
+            monkeypatch.setattr("torchtitan.grpo.rollout.serving.fleet.check_server", fail)
+            watching = asyncio.create_task(fleet.watch(dispatcher, tell))
+            file.write_text(f"{up}\n{late}\n")
+            with pytest.raises(ExceptionGroup) as raised:
+                await asyncio.wait_for(watching, 120)
+            assert raised.group_contains(KeyError, match="a mistake of ours")
+        finally:
+            await fleet.close()
+            await first.cleanup()
+            await second.cleanup()
+
+    asyncio.run(main())
