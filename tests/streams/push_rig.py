@@ -25,6 +25,7 @@ import torch.distributed as dist
 from recorder import Channel, Group, Recorder
 
 from torchtitan.grpo.attestation import Attestation, Probes
+from torchtitan.grpo.attestation_bound import Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerError
 from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates
@@ -245,7 +246,7 @@ class PushRig:
                 [agent], [agent], transport, lambda s: self.servers[s.url], _listen, close
             )
             listeners = Listeners(on_change, lambda *_: None, lambda *_: None)
-            attestation = Attestation(0, [], Probes(), 1.0, 1.0)
+            attestation = Attestation(0, [], Probes(), Tolerances(1.0, 1.0), 1.0)
             infos = [ServerInfo(url, "vllm") for url in self.servers]
             return Leader(slots, parts, sync, attestation, listeners, infos, lambda: None)
 

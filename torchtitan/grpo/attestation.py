@@ -7,7 +7,8 @@ The server must rate fixed tokens as the trainer does.
 
 This is stronger evidence than the version that the server reports, because the compared
 numbers are computed from the weights. Dropout is off and no token is sampled, so both sides
-compute the same numbers except for rounding.
+compute the same numbers except for what their kernels round differently; see
+`attestation_bound.py`.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchtitan.grpo.attestation_bound import Bound, Tolerances, bound_for
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.job_config import JobConfig
 
@@ -66,6 +68,8 @@ def is_attested(version: int, every: int) -> bool:
 class Probes:
     """The trainer's log-probabilities of attested versions; safe to use from any thread.
 
+    Those of version 0, the weights with which a run begins, are kept for good.
+
     Args:
         num_kept: Number of versions that are kept, which are the newest ones.
     """
@@ -76,6 +80,13 @@ class Probes:
         self._num_kept = num_kept
         self._changed = threading.Lock()
         self._expected: dict[int, tuple[float, ...]] = {}
+        self._initial: tuple[float, ...] | None = None
+
+    @property
+    def initial(self) -> tuple[float, ...] | None:
+        """The log-probabilities under version 0; ``None`` in a run that was resumed."""
+        with self._changed:
+            return self._initial
 
     def put(self, version: int, logprobs: Sequence[float]) -> None:
         """Stores the log-probabilities under ``version``; called by the training thread.
@@ -86,6 +97,8 @@ class Probes:
         """
         with self._changed:
             self._expected[version] = tuple(float(logprob) for logprob in logprobs)
+            if version == 0:
+                self._initial = self._expected[0]
             for oldest in sorted(self._expected)[: -self._num_kept]:
                 del self._expected[oldest]
 
@@ -124,16 +137,35 @@ class Probes:
             return len(kept) == self._num_kept and version < min(kept) and version not in kept
 
 
-def compare(expected: Sequence[float], served: Sequence[float], tolerance: float) -> None:
-    """Checks that the server's log-probabilities equal the trainer's.
+def compare(expected: Sequence[float], served: Sequence[float], bound: Bound) -> float:
+    """Checks that the server's log-probabilities equal the trainer's; returns their difference.
 
     Args:
         expected: The trainer's, [num_tokens - 1].
         served: The server's, [num_tokens - 1].
-        tolerance: Largest mean absolute difference.
+        bound: Largest mean absolute difference.
 
     Raises:
         AttestationFailed: If they differ, or are not finite.
+    """
+    mean, where = mean_difference(expected, served)
+    if not mean <= bound.value:
+        largest = abs(expected[where] - served[where])
+        raise AttestationFailed(
+            "The server's log-probabilities of the probe tokens must equal the trainer's within "
+            f"{bound.describe()} on average, but they differ by {mean:.3g}, at most by {largest:.3g} "
+            f"at position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). Either "
+            "the server does not serve the weights that were sent, or it computes less exactly "
+            "than weight_sync.attest_tolerance allows."
+        )
+    return mean
+
+
+def mean_difference(expected: Sequence[float], served: Sequence[float]) -> tuple[float, int]:
+    """Returns the mean absolute difference, and the position of the largest one.
+
+    Raises:
+        AttestationFailed: If the numbers of values differ, or a value is not finite.
     """
     if len(expected) != len(served) or not expected:
         raise AttestationFailed(
@@ -148,42 +180,61 @@ def compare(expected: Sequence[float], served: Sequence[float], tolerance: float
                     "All log-probabilities of the probe tokens must be finite, but the "
                     f"{whose}'s at position {position} is {value}."
                 )
-    mean, largest = sum(differences) / len(differences), max(differences)
-    if not mean <= tolerance:
-        where = differences.index(largest)
-        raise AttestationFailed(
-            "The server's log-probabilities of the probe tokens must equal the trainer's within "
-            f"{tolerance:g} on average, but they differ by {mean:.3g}, at most by {largest:.3g} at "
-            f"position {where} (trainer {expected[where]:.5f}, server {served[where]:.5f}). Either "
-            "the server does not serve the weights that were sent, or it computes less exactly "
-            "than weight_sync.attest_tolerance allows."
-        )
+    return sum(differences) / len(differences), differences.index(max(differences))
 
 
 @dataclass(frozen=True)
 class Attestation:
-    """Compares log-probabilities with a server after a push.
+    """What servers must prove after a push; the same for all of them.
 
     Attributes:
         every: Versions divisible by this are attested by log-probabilities; 0 attests none.
         tokens: Token ids that trainer and server rate.
         probes: The trainer's log-probabilities of these tokens.
-        tolerance: Largest mean absolute difference.
+        tolerances: Limits of the mean absolute difference.
         timeout_seconds: How long the trainer, and then the server, may take to rate them.
     """
 
     every: int
     tokens: list[int]
     probes: Probes
-    tolerance: float
+    tolerances: Tolerances
     timeout_seconds: float
 
     def concerns(self, version: int) -> bool:
         """Returns whether ``version`` is attested by log-probabilities."""
         return is_attested(version, self.every)
 
-    async def check(self, client: InferenceClient, version: int) -> bool:
-        """Compares a server's log-probabilities with the trainer's.
+
+class ServerAttestation:
+    """Compares the log-probabilities of one server with the trainer's.
+
+    Args:
+        attestation: What the server must prove.
+        client: The server.
+    """
+
+    def __init__(self, attestation: Attestation, client: InferenceClient) -> None:
+        self._attestation, self._client = attestation, client
+        self._before: list[float] | None = None
+        self._bound: Bound | None = None
+
+    async def observe(self) -> None:
+        """Rates the probe tokens by a server that nobody has pushed to; called before a push.
+
+        Such a server is a new process, perhaps on another machine, so its bound is measured anew.
+
+        Raises:
+            ServerError: If the server failed to rate the tokens.
+            TimeoutError: If the server did not rate the tokens in time.
+        """
+        if not self._attestation.every or self._attestation.tolerances.is_fixed:
+            return
+        if await self._client.version() is None:
+            self._before, self._bound = await self._rated("its own weights"), None
+
+    async def check(self, version: int) -> bool:
+        """Compares the server's log-probabilities with the trainer's.
 
         Returns:
             Whether they were compared. They are not if the version need not be attested, or
@@ -194,26 +245,62 @@ class Attestation:
             ServerError: If the server failed to rate the tokens.
             TimeoutError: If the server did not rate the tokens in time.
         """
-        if not self.concerns(version):
+        common, url = self._attestation, self._client.url
+        if not common.concerns(version):
             return False
         try:
-            expected = await self.probes.wait_for(version, self.timeout_seconds)
+            expected = await common.probes.wait_for(version, common.timeout_seconds)
         except TimeoutError as error:
-            logger.warning("%s serves version %d, unattested: %s", client.url, version, error)
+            logger.warning("%s serves version %d, unattested: %s", url, version, error)
             return False
         if expected is None:
             return False  # the trainer is far ahead, and a newer version will be pushed soon
-        compare(expected, await self._rated(client, version), self.tolerance)
+        if self._bound is None:
+            self._bound = self._measured_before()
+        served = await self._rated(f"version {version}")
+        if self._bound is not None:
+            compare(expected, served, self._bound)
+        else:
+            # Never measured: the weights that were just pushed are the first that both have.
+            mean = compare(expected, served, bound_for(None, common.tolerances))
+            self._set_bound(mean)
         return True
 
-    async def _rated(self, client: InferenceClient, version: int) -> list[float]:
-        # The request waits its turn among those that generate.
+    def _measured_before(self) -> Bound | None:
+        """Returns the bound by what the server rated before its first push, if that is known."""
+        before, initial = self._before, self._attestation.probes.initial
+        if self._attestation.tolerances.is_fixed or before is None or initial is None:
+            return None
         try:
-            async with asyncio.timeout(self.timeout_seconds):
-                return await client.prompt_logprobs(self.tokens)
+            mean, _ = mean_difference(initial, before)
+        except AttestationFailed:
+            return None  # the comparison after the push says what is wrong
+        ceiling = self._attestation.tolerances.ceiling
+        if mean <= ceiling:
+            return self._set_bound(mean)
+        logger.warning(
+            "%s rated the probe tokens before its first push otherwise than the trainer does under "
+            "model.hf_assets_path, by %.3g on average. Kernels explain at most %g, so it was "
+            "started with other weights, or it computes wrongly. Its first attestation decides.",
+            self._client.url, mean, ceiling,
+        )  # fmt: skip
+        return None
+
+    def _set_bound(self, mean: float) -> Bound:
+        self._bound = bound = bound_for(mean, self._attestation.tolerances)
+        if not self._attestation.tolerances.is_fixed:
+            logger.info("%s is attested within %s.", self._client.url, bound.describe())
+        return bound
+
+    async def _rated(self, weights: str) -> list[float]:
+        # The request waits its turn among those that generate.
+        seconds = self._attestation.timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._client.prompt_logprobs(self._attestation.tokens)
         except TimeoutError as error:
             raise TimeoutError(
-                f"{client.url} must rate the probe tokens under version {version} within "
-                f"weight_sync.timeout_seconds = {self.timeout_seconds:g} and did not. It is "
-                "overloaded or has stopped."
+                f"{self._client.url} must rate the probe tokens under {weights} within "
+                f"weight_sync.timeout_seconds = {seconds:g} and did not. It is overloaded or has "
+                "stopped."
             ) from error

@@ -10,7 +10,12 @@ import threading
 import pytest
 
 from torchtitan.grpo.attestation import Probes, compare, probe_tokens
+from torchtitan.grpo.attestation_bound import Bound
 from torchtitan.grpo.inference.client import ServerError
+
+
+def fixed(value: float) -> Bound:
+    return Bound(value, None, value)
 
 
 def test_probe_tokens_are_the_same_each_time_and_of_the_vocabulary():
@@ -65,8 +70,8 @@ def test_nobody_waits_for_a_version_whose_place_newer_ones_have_taken():
 
 
 def test_equal_within_the_tolerance_passes():
-    compare([-1.0, -2.0], [-1.0, -2.0], 0.0)
-    compare([-1.0, -2.0], [-1.1, -2.0], 0.051)
+    assert compare([-1.0, -2.0], [-1.0, -2.0], fixed(0.0)) == 0
+    assert compare([-1.0, -2.0], [-1.1, -2.0], fixed(0.051)) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("served", [-2.4, -1.6])
@@ -76,12 +81,12 @@ def test_a_difference_is_told_with_its_size_place_and_setting(served: float):
         rf"\(trainer -2\.00000, server {served:.5f}\).*weight_sync\.attest_tolerance"
     )
     with pytest.raises(ServerError, match=message):
-        compare([-1.0, -2.0], [-1.0, served], 0.05)
+        compare([-1.0, -2.0], [-1.0, served], fixed(0.05))
 
 
 def test_differences_of_both_signs_do_not_cancel():
     with pytest.raises(ServerError, match=r"differ by 0\.4, at most by 0\.4 at position 0"):
-        compare([-1.0, -2.0], [-1.4, -1.6], 0.05)
+        compare([-1.0, -2.0], [-1.4, -1.6], fixed(0.05))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -90,10 +95,10 @@ def test_what_is_not_finite_never_passes(value, whose):
     fine, bad = [-1.0, -2.0], [-1.0, value]
     expected, served = (bad, bad) if whose == "trainer" else (fine, bad)
     with pytest.raises(ServerError, match=f"the {whose}'s at position 1 is {value}"):
-        compare(expected, served, math.inf)
+        compare(expected, served, fixed(math.inf))
 
 
 @pytest.mark.parametrize("served", [[], [-1.0], [-1.0, -2.0, -3.0]])
 def test_another_number_of_logprobs_is_refused(served):
     with pytest.raises(ServerError, match=f"must return 2 .* got {len(served)}"):
-        compare([-1.0, -2.0], served, 1.0)
+        compare([-1.0, -2.0], served, fixed(1.0))

@@ -17,6 +17,7 @@ from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.attestation import Attestation, Probes, attested_tokens
+from torchtitan.grpo.attestation_bound import tolerances_of
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
@@ -41,7 +42,6 @@ from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
 # A push makes many requests in a row, and connecting costs as much as a request. Servers keep
 # idle connections open for at least 5 s (uvicorn, which vLLM and SGLang use).
 _IDLE_SECONDS = 1.0
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _attestation(config: JobConfig, plan: PushPlan, probes: Probes, vocab_size: 
         every=sync.attest_every,
         tokens=attested_tokens(config, vocab_size),
         probes=probes,
-        tolerance=sync.attest_tolerance or _TOLERANCES[plan.wire_dtype],
+        tolerances=tolerances_of(plan.wire_dtype, sync.attest_tolerance),
         timeout_seconds=sync.timeout_seconds,
     )
 

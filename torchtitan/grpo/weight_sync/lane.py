@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan.grpo.attestation import Attestation, AttestationFailed
+from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.weight_sync.first_join import FirstJoin
@@ -95,7 +95,8 @@ class Lane:
         self.last_push: PushReport | None = None
         self._connection, self._client = connection, connection.client
         self._versions, self._listeners = versions, listeners
-        self._sync, self._attestation = sync, attestation
+        self._sync = sync
+        self._attestation = ServerAttestation(attestation, self._client)
         self._backoff = Backoff(sync.retry_seconds, sync.max_retry_seconds)
         self._server = versions.add_server()
         self._first_join = FirstJoin(self.url, is_initial=is_initial)
@@ -144,6 +145,7 @@ class Lane:
         """Brings one version to the server: joins if necessary, pushes, attests, confirms."""
         if self.state is LaneState.JOINING:
             await self._connection.join()
+            await self._attestation.observe()
             self._take(LaneEvent.JOINED)
             version = self._versions.newest  # newer ones may have come meanwhile
         with self._versions.sending(version):
@@ -194,7 +196,7 @@ class Lane:
     async def _attest(self, version: int) -> None:
         await self._check_version(version)
         try:
-            self.num_attested += await self._attestation.check(self._client, version)
+            self.num_attested += await self._attestation.check(version)
         except AttestationFailed as error:
             raise VersionMismatch(f"{self.url}, version {version}: {error}") from error
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan.grpo.attestation import Attestation, Probes
+from torchtitan.grpo.attestation_bound import Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import RouteError
@@ -22,6 +23,7 @@ from torchtitan.grpo.weight_sync.transports.interface import PushReport
 from torchtitan.grpo.weight_sync.versions import Versions
 
 VERSION = 4
+FIXED = Tolerances(1e-3, 1e-3)
 PATIENCE = 30.0
 SYNC = WeightSync(push_timeout_seconds=PATIENCE, retry_seconds=PATIENCE, max_retry_seconds=PATIENCE)
 
@@ -71,7 +73,7 @@ def attested(expected: list[float] | None, served: list[float] | None) -> tuple[
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server: Any = Server(served)
         way: Any = Way(server)
-        attestation = Attestation(2, [1, 2, 3], probes, 1e-3, timeout_seconds=0.05)
+        attestation = Attestation(2, [1, 2, 3], probes, FIXED, timeout_seconds=0.05)
         lane = Lane(
             way,
             versions,
@@ -120,7 +122,7 @@ def test_a_server_that_does_not_rate_tokens_in_time_is_lost():
 @pytest.mark.parametrize("every", [0, 3])
 def test_other_versions_need_no_rating(every):
     probes = Probes()
-    assert not Attestation(every, [1, 2], probes, 1e-3, 1.0).concerns(VERSION)
+    assert not Attestation(every, [1, 2], probes, FIXED, 1.0).concerns(VERSION)
 
 
 class Scripted(Server):
@@ -185,7 +187,7 @@ class LaneRig:
             way,
             self.versions,
             sync,
-            Attestation(0, [1, 2], Probes(), 1e-3, PATIENCE),
+            Attestation(0, [1, 2], Probes(), FIXED, PATIENCE),
             Listeners(
                 on_change=lambda: None,
                 on_version=lambda url, version: self.heard.put_nowait(("version", version)),
