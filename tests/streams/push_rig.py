@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from recorder import Channel, Group, Recorder
 
-from torchtitan.grpo.attestation import Attestation, Probes
-from torchtitan.grpo.attestation_bound import Tolerances
+from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerError
 from torchtitan.grpo.inference.vllm.updates import UpdateRequest, WorkerUpdates

@@ -16,8 +16,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
-from torchtitan.grpo.attestation import Attestation, Probes, attested_tokens
-from torchtitan.grpo.attestation_bound import tolerances_of
+from torchtitan.grpo.attestation import (
+    Attestation,
+    Probes,
+    attested_tokens,
+    tolerances_of,
+)
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.grpo.attestation import Attestation, Probes
-from torchtitan.grpo.attestation_bound import Tolerances
+from torchtitan.grpo.attestation import Attestation, Probes, Tolerances
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import RouteError

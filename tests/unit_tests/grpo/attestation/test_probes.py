@@ -9,8 +9,9 @@ import threading
 
 import pytest
 
-from torchtitan.grpo.attestation import Probes, compare, probe_tokens
-from torchtitan.grpo.attestation_bound import Bound
+from torchtitan.grpo.attestation.bound import Bound
+from torchtitan.grpo.attestation.comparison import compare
+from torchtitan.grpo.attestation.probes import Probes, probe_tokens
 from torchtitan.grpo.inference.client import ServerError
 
 

@@ -15,8 +15,9 @@ from torchtitan.grpo.attestation import (
     AttestationFailed,
     Probes,
     ServerAttestation,
+    tolerances_of,
 )
-from torchtitan.grpo.attestation_bound import bound_for, tolerances_of
+from torchtitan.grpo.attestation.bound import bound_for
 
 INITIAL, LATER = [-4.0, -6.0, -5.0], [-3.0, -7.0, -4.5]
 
