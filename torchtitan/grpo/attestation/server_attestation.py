@@ -50,11 +50,12 @@ class ServerAttestation:
         self._attestation, self._client = attestation, client
         self._before: list[float] | None = None
         self._bound: Bound | None = None
+        self._may_observe = True
 
     async def observe(self) -> None:
         """Rates the probe tokens by a server that nobody has pushed to; called before a push.
 
-        Such a server is a new process, perhaps on another machine, so its bound is measured anew.
+        A server whose update broke off names no version either, so that only the first call counts.
 
         Raises:
             ServerError: If the server failed to rate the tokens.
@@ -62,8 +63,9 @@ class ServerAttestation:
         """
         if not self._attestation.every or self._attestation.tolerances.is_fixed:
             return
-        if await self._client.version() is None:
-            self._before, self._bound = await self._rated("its own weights"), None
+        if self._may_observe and await self._client.version() is None:
+            self._before = await self._rated("its own weights")
+        self._may_observe = False
 
     async def check(self, version: int) -> bool:
         """Compares the server's log-probabilities with the trainer's.
