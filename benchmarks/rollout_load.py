@@ -125,7 +125,7 @@ def settings(urls: list[str], steps: int) -> dict[str, Any]:
         "rollout.buffer_size_limit": 1000 * GROUP_SIZE,
         "inference.kind": "embedded",
         "inference.urls": ",".join(urls),
-        "weight_sync.backend": "gloo",
+        "weight_sync.transport": "host",
         "reward.functions": "exact_match",
         "observe.progress": "none",
         "observe.samples_per_step": 0,

@@ -46,6 +46,7 @@ _SHARING = (
     "test_exactly_once",
     "test_environments",
     "test_transports",
+    "test_handshake",
     "test_hostile",
 )
 _KINDS = ("vllm", "sglang", "embedded")

@@ -131,7 +131,7 @@ def test_a_full_disk_costs_the_versions_that_do_not_fit(rig: FaultRig, tmp_path:
     unhindered = rig.loop.wait_for("file_limit", mark, bytes=-1)["at"]
     rig.assert_recovered(mark, unhindered)
     mark = rig.loop.mark()
-    rig.loop.command("rebuild", weight_sync={"transport": "group", "disk_path": None})
+    rig.loop.command("rebuild", weight_sync={"transport": "host", "disk_path": None})
     rig.loop.wait_for("rebuilt", mark)
     rig.wait_for_push(mark)
     shutil.rmtree(tmp_path)

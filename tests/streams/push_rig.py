@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,18 @@ from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 from torchtitan.grpo.weight_sync.slots import SlotTable
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
-from torchtitan.grpo.weight_sync.transports import group_end
+from torchtitan.grpo.weight_sync.transports import group_end, group_transport
 from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupTransport
 from torchtitan.grpo.weight_wire import receiving
+from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 CUDA = torch.device("cuda", 0)
 WIRE = torch.bfloat16
 SHAPES = {"norm": (7,), "rows": (6, 5), "turned": (4, 3), "last": (9,)}
+# What both ends are said to be, so that `auto` takes NCCL; they differ in their GPUs.
+FACTS = GroupFacts("cuda", "2.13.0", "2.29.7", "GPU-0", dict.fromkeys(NCCL_SETTINGS, ""))
 # Longer than anything takes here; the tests that wait for a deadline set their own.
 PATIENCE_SECONDS = 20.0
 
@@ -120,6 +123,9 @@ class Server(InferenceClient):
 
     async def num_workers(self) -> int:
         return 1
+
+    async def group_facts(self) -> list[GroupFacts]:
+        return [replace(FACTS, gpu="GPU-1")]
 
     async def version(self) -> int | None:
         return self.served
@@ -200,6 +206,9 @@ class PushRig:
                     module, "destroy_weight_group", lambda group: group.channel.abort()
                 )
             )
+        self._patches.enter_context(
+            mock.patch.object(group_transport, "own_group_facts", lambda device: FACTS)
+        )
         self.parameters = {n: torch.zeros(s, device=CUDA) for n, s in SHAPES.items()}
         self.servers = {
             url: Server(url, recorder)
@@ -225,7 +234,7 @@ class PushRig:
         sizes = [bucket.num_bytes for bucket in source.buckets]
         pool = PayloadPool([b.spec for b in source.buckets], sizes, False, memory.buckets)
         settings = GroupSettings(
-            "127.0.0.1", "nccl", sync.timeout_seconds, CUDA, max(sizes), deltas=sync.delta
+            "127.0.0.1", "auto", sync.timeout_seconds, CUDA, max(sizes), deltas=sync.delta
         )
         transport = GroupTransport(plan, settings)
 

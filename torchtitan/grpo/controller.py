@@ -307,7 +307,7 @@ def process_config(
         seq_len=config.training.seq_len,
         seed=config.debug.seed or 0,
         dump_folder=config.job.dump_folder,
-        server_gpus=gpus_for_servers()[0],
+        server_gpus=gpus_for_servers(),
         start_version=start_version,
         progress=progress,
         saved_rollouts=str(saved) if saved.is_file() else None,

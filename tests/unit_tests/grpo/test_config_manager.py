@@ -200,15 +200,20 @@ def test_loss_settings_out_of_range_or_without_effect_are_refused(load, argument
                 *("--weight_sync.transport=disk", "--weight_sync.disk_path=/shared"),
                 "--weight_sync.delta",
             ],
-            r"weight_sync\.delta needs weight_sync\.transport = 'group', got True",
+            r"weight_sync\.delta needs weight_sync\.transport = 'auto', 'nccl' or 'host', got True",
         ),
         (
             [
                 *("--weight_sync.transport=disk", "--weight_sync.disk_path=/shared"),
-                "--weight_sync.backend=gloo",
+                "--weight_sync.master_address=10.0.0.1",
             ],
-            r"weight_sync\.backend needs weight_sync\.transport = 'group', got 'gloo'",
+            r"weight_sync\.master_address needs weight_sync\.transport = 'auto', 'nccl' or 'host'",
         ),
+        (
+            ["--weight_sync.transport=nccl", "--inference.device=cpu"],
+            r"transport = 'nccl' needs servers on GPUs, got inference\.device = 'cpu'",
+        ),
+        (["--weight_sync.transport=group"], r'got \'group\'. Process groups are "auto"'),
     ],
 )
 def test_weight_sync_settings_that_cannot_hold_are_refused(load, arguments, message):

@@ -17,6 +17,7 @@ import msgspec
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.keys import all_keys, all_tables, check_keys, hint_for
+from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.command_line.values import (
     ValueReadError,
     expected,
@@ -165,7 +166,8 @@ def _read(given: _Given, target: _Target) -> Override:
         value = read_value(annotation, words)
         return Override(target.path, _checked(annotation, value))
     except ValueReadError as error:
-        raise ConfigError(f"{given.option} {error}. {_REMEDY}") from error
+        hint = answer_to_value(".".join(target.path), " ".join(words))
+        raise ConfigError(f"{given.option} {error}. {hint or _REMEDY}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{given.option} must be {expected(annotation)}, got {' '.join(words)!r} "

@@ -192,6 +192,10 @@ OTHER_NAMES: dict[str, str] = {
     "vllm_server_port": "inference.urls",
     "base_url": "inference.urls",
     "server_url": "inference.urls",
+    "weight_sync.backend": (
+        'It is part of weight_sync.transport now: "nccl" stands for backend = "nccl", "host" for '
+        'backend = "gloo", and "auto", the default, chooses for each server.'
+    ),
     "engine": "inference.kind",
     "rollout_backend": "inference.kind",
     "backend_name": "inference.kind",
@@ -350,6 +354,18 @@ OTHER_TABLES: dict[str, str] = {
     "sglang": "Servers are set in [inference].",
     "server": "Servers are set in [inference].",
 }
+
+# Values that a setting of ours had once, by key and value.
+_FORMER_VALUES: dict[tuple[str, str], str] = {
+    ("weight_sync.transport", "group"): (
+        'Process groups are "auto" (the default), "nccl" or "host" now.'
+    ),
+}
+
+
+def answer_to_value(key: str, value: object) -> str:
+    """Returns what is answered to a value that a setting does not take; mostly empty."""
+    return _FORMER_VALUES.get((key, str(value)), "")
 
 
 def answer_to(key: str) -> str:

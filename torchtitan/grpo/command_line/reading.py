@@ -17,6 +17,7 @@ import msgspec
 from torchtitan.grpo.command_line.arguments import apply, read_arguments
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.keys import check_keys
+from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -83,4 +84,13 @@ def _from_toml(cls: type[JobConfig], data: dict[str, Any]) -> JobConfig:
         return msgspec.convert(data, type=cls)
     except msgspec.ValidationError as error:
         message = re.sub(r"`\$\.(.*)`", r"\1", str(error))
-        raise ConfigError(f"{message}. Change the value in the TOML file.") from error
+        hint = _hint_for_value(message.rpartition(" ")[2], data)
+        raise ConfigError(f"{message}. {hint}Change the value in the TOML file.") from error
+
+
+def _hint_for_value(key: str, data: dict[str, Any]) -> str:
+    value: Any = data
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    answer = answer_to_value(key, value)
+    return answer and f"{answer} "

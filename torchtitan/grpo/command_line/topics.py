@@ -39,7 +39,7 @@ HEADINGS: dict[str, str] = {
     "rollout.max_process_restarts": "Dispatch and failures",
     "rollout.record": "Record and replay",
     "inference.kind": "Servers",
-    "weight_sync.backend": "How weights reach the servers",
+    "weight_sync.transport": "How weights reach the servers",
     "observe.samples_per_step": "What a run prints and writes",
 }
 """Heading that stands before a setting, by the setting's key."""

@@ -13,11 +13,13 @@ from torchtitan.grpo.config.bounds import above, at_least
 class WeightSync:
     """``[weight_sync]``: how weights travel from the trainer to the servers."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend of the process groups between trainer and servers. With ``inference.launch``, ``auto``
-    takes NCCL if trainer and servers each have GPUs of their own, and gloo otherwise. With servers
-    that were started by hand, ``auto`` takes NCCL if the trainer has a GPU: set ``gloo`` if the
-    servers run on CPU or share the trainer's GPU, which the trainer cannot find out."""
+    transport: Literal["auto", "nccl", "host", "disk"] = "auto"
+    """How weights travel. ``nccl`` broadcasts from the GPUs of the source ranks. ``host`` sends from
+    host memory over gloo, which uses neither NCCL nor the multiprocessors of a GPU and works between
+    any versions of torch. ``disk`` writes safetensors files to ``disk_path``, for servers that share
+    a file system with the trainer. ``auto`` compares both ends when a server joins: it takes
+    ``nccl`` if their versions and settings of NCCL agree and they have GPUs of their own, and
+    ``host`` otherwise, with a warning that says why."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which weights are sent. ``auto`` takes ``training.mixed_precision_param``, the
@@ -51,10 +53,6 @@ class WeightSync:
 
     max_retry_seconds: Annotated[float, above(0)] = 30.0
     """Upper bound of the pause that grows from ``retry_seconds``."""
-
-    transport: Literal["group", "disk"] = "group"
-    """How weights travel. ``group`` uses process groups between trainer and servers. ``disk`` writes
-    safetensors files to ``disk_path``, for servers that share a file system with the trainer."""
 
     disk_path: str | None = None
     """Directory for ``transport = "disk"``, under the same name on all hosts. The run creates it if

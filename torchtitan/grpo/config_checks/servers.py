@@ -56,9 +56,9 @@ _SyncHolds = Callable[[grpo_config.WeightSync], bool]
 
 _SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
     (
-        lambda sync: sync.transport == "group",
-        "weight_sync.transport = 'group'",
-        ("backend", "master_address", "delta"),
+        lambda sync: sync.transport != "disk",
+        "weight_sync.transport = 'auto', 'nccl' or 'host'",
+        ("master_address", "delta"),
     ),
     (
         lambda sync: sync.transport == "disk",
@@ -87,6 +87,11 @@ def check_weight_sync(config: JobConfig) -> None:
         sync.transport != "disk" or sync.disk_path is not None,
         "weight_sync.transport = 'disk' needs weight_sync.disk_path, a directory that trainer and "
         "servers share, got none.",
+    )
+    require(
+        sync.transport != "nccl" or config.inference.device != "cpu",
+        "weight_sync.transport = 'nccl' needs servers on GPUs, got inference.device = 'cpu'. Set "
+        "weight_sync.transport = 'auto' or 'host'.",
     )
     path = sync.disk_path
     require(

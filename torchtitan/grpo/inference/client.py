@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 
@@ -156,6 +157,13 @@ class InferenceClient(ABC):
     @abstractmethod
     async def num_workers(self) -> int:
         """Returns the number of the server's processes that hold weights (TP x PP)."""
+
+    async def group_facts(self) -> list[GroupFacts]:
+        """Returns what weight groups over NCCL depend on, for each worker that tells it.
+
+        If the server does not tell it, the list holds one element in which the facts are ``None``.
+        """
+        return [GroupFacts()]
 
     @abstractmethod
     async def pause(self) -> None:

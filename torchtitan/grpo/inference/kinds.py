@@ -12,8 +12,8 @@ name their client and launcher as ``module:name``, and the modules are imported 
 
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient
@@ -36,6 +36,8 @@ class KindRow:
             ``None`` if it runs in the trainer's. `scripts/install_<name>.sh` makes the folder.
         key_options: Command-line options of the server whose value is a secret key. The value
             is hidden where a command line is printed.
+        nccl_settings: Environment variables of NCCL that the server sets in its own processes,
+            unless its environment names other values.
         known_releases: Beginnings of the release numbers of servers that this project is tested
             with; empty if the server belongs to this project.
     """
@@ -46,6 +48,7 @@ class KindRow:
     capabilities: Capabilities
     environment: str | None = None
     key_options: tuple[str, ...] = ("--api-key",)
+    nccl_settings: Mapping[str, str] = field(default_factory=dict)
     known_releases: tuple[str, ...] = ()
 
     @property
@@ -79,6 +82,7 @@ _ROWS = (
         ),
         environment=".venv-sglang",
         key_options=("--api-key", "--admin-api-key"),
+        nccl_settings={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},
         known_releases=("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
     ),
     KindRow(

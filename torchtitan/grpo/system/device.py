@@ -132,20 +132,17 @@ def lower_timeouts(dims: "ParallelDims", timeout_seconds: float) -> None:
         _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def gpus_for_servers() -> tuple[list[str], bool]:
+def gpus_for_servers() -> list[str]:
     """Returns the GPUs that servers launched on this machine may use.
 
-    Returns:
-        The GPUs, named as in ``CUDA_VISIBLE_DEVICES``, and whether the servers have them for
-        themselves. These are the GPUs that the training ranks of this machine do not use, or all
-        GPUs if there are no others.
+    They are named as in ``CUDA_VISIBLE_DEVICES``. They are the GPUs that the training ranks of this
+    machine do not use, or all GPUs if there are no others.
     """
     if not torch.cuda.is_available():
-        return [], False
+        return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    spare = gpus[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
-    return spare or gpus, bool(spare)
+    return gpus[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :] or gpus
 
 
 def default_backend(device_type: str) -> str:

@@ -19,10 +19,10 @@ from torchtitan.grpo.system.device import (
 @pytest.mark.parametrize(
     ("visible", "local_ranks", "expected"),
     [
-        (None, "2", (["2", "3"], True)),
-        (None, "4", (["0", "1", "2", "3"], False)),
-        ("5,7,9", "1", (["7", "9"], True)),
-        ("5", "1", (["5"], False)),
+        (None, "2", ["2", "3"]),
+        (None, "4", ["0", "1", "2", "3"]),
+        ("5,7,9", "1", ["7", "9"]),
+        ("5", "1", ["5"]),
     ],
 )
 def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expected, monkeypatch):
@@ -38,7 +38,7 @@ def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expecte
 
 def test_without_gpus_servers_get_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpus_for_servers() == ([], False)
+    assert gpus_for_servers() == []
 
 
 @pytest.mark.parametrize(

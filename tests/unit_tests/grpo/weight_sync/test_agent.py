@@ -50,7 +50,7 @@ def make_hands(
     """An agent and the senders of both transports, of one source rank."""
     gatherer: Any = FillingGatherer()
     pool = PayloadPool(SPECS, [4 * NUMEL] * 2, checksum=True)
-    group = GroupSender(0, pool, GroupSettings("auto", "gloo", 5.0, CPU))
+    group = GroupSender(0, pool, GroupSettings("auto", "host", 5.0, CPU))
     return Agent(0, gatherer, read, pool), group, DiskSender(0, pool, len(SPECS), 5.0)
 
 

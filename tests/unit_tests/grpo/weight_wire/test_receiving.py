@@ -51,7 +51,10 @@ os._exit(0)  # gloo's threads are none that Python could end well
 def test_a_group_that_was_left_is_kept_no_longer_than_the_trainer_keeps_its_end():
     async def body() -> None:
         end = GroupEnd(
-            "http://127.0.0.1:9", 2, GroupSettings("auto", "gloo", 60.0, torch.device("cpu"))
+            "http://127.0.0.1:9",
+            2,
+            "gloo",
+            GroupSettings("auto", "host", 60.0, torch.device("cpu")),
         )
         process = subprocess.Popen(
             [sys.executable, "-c", SERVER, json.dumps(asdict(end.info))],

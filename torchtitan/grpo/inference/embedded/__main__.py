@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+from dataclasses import asdict
 
 import transformers
 from aiohttp import web
@@ -32,6 +33,7 @@ from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")
 
@@ -122,6 +124,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
             "device": str(runner.device),
             "dtype": str(runner.dtype).removeprefix("torch."),
             "seed": seed,
+            "group_facts": asdict(own_group_facts(runner.device)),
         },
         api_key=arguments.api_key,
         admin_api_key=arguments.admin_api_key,

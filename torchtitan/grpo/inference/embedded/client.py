@@ -9,6 +9,7 @@ from torchtitan.grpo.inference.answers import joined_group
 from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
 from torchtitan.grpo.inference.sglang.client import SGLangClient
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
@@ -27,6 +28,9 @@ class EmbeddedClient(SGLangClient):
     ) -> None:
         super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
         self._sequences: dict[str, int] = {}
+
+    async def group_facts(self) -> list[GroupFacts]:
+        return [facts_from_json((await self._server_info()).get("group_facts"))]
 
     async def leave_weight_groups(self) -> None:
         self._groups.clear()

@@ -116,7 +116,7 @@ class WeightUpdater:
         if backend == "nccl" and self._device.type != "cuda":
             raise UpdateError(
                 "backend must be gloo, because this server runs on a CPU, got nccl. Set "
-                "weight_sync.backend = 'gloo'."
+                "weight_sync.transport = 'host'."
             )
         if not 0 < rank < world_size:
             raise UpdateError(f"rank_offset must be in [1, {world_size}), got {rank}.")

@@ -32,9 +32,11 @@ from torchtitan.grpo.inference.client import (
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.model_cards import card_of, first_architecture, smallest
+from torchtitan.grpo.inference.sglang.group_facts import facts_of_server
 from torchtitan.grpo.inference.sglang.load import parse_loads
 from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
@@ -172,6 +174,9 @@ class SGLangClient(InferenceClient):
                 f"{self.url}/server_info must give tp_size as a number, got {tp_size}."
             )
         return tp_size
+
+    async def group_facts(self) -> list[GroupFacts]:
+        return [facts_of_server(await self._server_info())]
 
     async def pause(self) -> None:
         await self._http.post("/pause_generation", {"mode": "retract"})

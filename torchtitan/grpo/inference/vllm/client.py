@@ -38,8 +38,10 @@ from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.model_cards import card_of, smallest
 from torchtitan.grpo.inference.vllm.examine import GENERATE_ROUTE, NO_ROOM, WRONG_LOGPROBS, examine
+from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
 from torchtitan.grpo.inference.vllm.load import parse_metrics
 from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID_PREFIX = "generate-tokens-"
 _PROBE_TOKENS = (0, 1)  # in every vocabulary
 _PROBE_TOLERANCE = 1e-3
+NO_EXTENSION = (
+    f"vLLM tells it if it is started with --worker-extension-cls {WORKER_EXTENSION}, as "
+    "scripts/serve_vllm.sh starts it."
+)
 
 
 class VLLMClient(InferenceClient):
@@ -192,6 +198,15 @@ class VLLMClient(InferenceClient):
                 f"{sizes[0]} workers in replicas of {sizes[1]}. Start one server for each replica."
             )
         return sizes[0]
+
+    async def group_facts(self) -> list[GroupFacts]:
+        # A server that was started without the extension answers with an error.
+        body = {"method": GROUP_FACTS_METHOD}
+        answer = await self._http.post("/collective_rpc", body, accept=(400, 404, 500))
+        results = answer.body.get("results") if isinstance(answer.body, dict) else None
+        if answer.status != 200 or not results:
+            return [GroupFacts(hint=NO_EXTENSION)]
+        return [facts_from_json(result) for result in results]
 
     async def pause(self) -> None:
         await self._http.post("/pause?mode=keep")

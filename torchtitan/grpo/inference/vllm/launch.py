@@ -8,6 +8,11 @@ import sys
 
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 
+WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtension"
+"""Class whose methods vLLM adds to its workers, for requests to ``/collective_rpc``."""
+GROUP_FACTS_METHOD = "torchtitan_grpo_group_facts"
+"""Name of the method that tells what weight groups over NCCL depend on."""
+
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
     """Returns the command that starts one vLLM server as :class:`VLLMClient` needs it."""
@@ -19,6 +24,7 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     # The route that takes and returns token ids, with the weight version of each token.
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
+    command += ["--worker-extension-cls", WORKER_EXTENSION]
     command += seed_option("--seed", spec)
     defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if spec.device == "cpu":

@@ -3,6 +3,9 @@
 
 """The ways in which versions travel to servers: one row for each ``weight_sync.transport``.
 
+Process groups serve three of the values, because their backend is chosen for each server when it
+joins (see `handshake.py`).
+
 To add a transport, implement the classes of `interface.py` in a file of its own, add a
 function here that makes it from the configuration, and name the new value in
 ``WeightSync.transport``.
@@ -17,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.device import gpus_for_servers
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskTransport
 from torchtitan.grpo.weight_sync.transports.group_end import GroupSettings
@@ -40,14 +42,15 @@ def make_transport(config: JobConfig, plan: PushPlan, device: torch.device) -> T
 def _make_group_transport(
     config: JobConfig, plan: PushPlan, device: torch.device
 ) -> GroupTransport:
-    sync, backend = config.weight_sync, group_backend(config, device.type)
+    sync = config.weight_sync
+    assert sync.transport != "disk"
     # The configured address is one of rank 0's host. Sources on other hosts find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(
         master_address=sync.master_address if is_on_first_host else "auto",
-        backend=backend,
+        transport=sync.transport,
         timeout_seconds=sync.timeout_seconds,
-        device=device if backend == "nccl" else torch.device("cpu"),
+        device=device,
         largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
         deltas=sync.delta,
     )
@@ -65,19 +68,9 @@ def _make_disk_transport(config: JobConfig, plan: PushPlan, device: torch.device
     )
 
 
-def group_backend(config: JobConfig, device_type: str) -> str:
-    """Resolves ``weight_sync.backend``; see its description."""
-    if config.weight_sync.backend != "auto":
-        return config.weight_sync.backend
-    if device_type == "cpu" or config.inference.device == "cpu":
-        return "gloo"
-    # Launched servers share the trainer's GPUs unless there are some to spare, and NCCL
-    # refuses two ranks on one GPU.
-    _, are_their_own = gpus_for_servers()
-    return "gloo" if config.inference.launch and not are_their_own else "nccl"
-
-
 _MAKERS: dict[str, Callable[[JobConfig, PushPlan, torch.device], Transport[Any]]] = {
-    "group": _make_group_transport,
+    "auto": _make_group_transport,
+    "nccl": _make_group_transport,
+    "host": _make_group_transport,
     "disk": _make_disk_transport,
 }

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import listening_store, route_address
 from torchtitan.grpo.weight_wire.device_broadcast import DeviceBroadcast
+from torchtitan.grpo.weight_wire.group_facts import GroupTransportName
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
@@ -40,15 +41,15 @@ class GroupSettings:
 
     Attributes:
         master_address: ``weight_sync.master_address``.
-        backend: ``gloo`` or ``nccl``.
+        transport: ``weight_sync.transport``.
         timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
-        device: Device from which payloads are broadcast; the CPU for gloo.
+        device: The training device, from which payloads are broadcast over NCCL.
         largest_bucket: Number of bytes of the largest bucket.
         deltas: ``weight_sync.delta``.
     """
 
     master_address: str
-    backend: str
+    transport: GroupTransportName
     timeout_seconds: float
     device: torch.device
     largest_bucket: int = 0
@@ -63,13 +64,16 @@ class GroupEnd:
     Args:
         server_url: Address of the server.
         world_size: 1 plus the number of the server's workers.
+        backend: ``gloo`` or ``nccl``.
         settings: Settings of all groups.
 
     Attributes:
         info: What the server must be told in order to join.
     """
 
-    def __init__(self, server_url: str, world_size: int, settings: GroupSettings) -> None:
+    def __init__(
+        self, server_url: str, world_size: int, backend: str, settings: GroupSettings
+    ) -> None:
         self._settings = settings
         address = route_address(settings.master_address, server_url)
         self._store = listening_store(address, world_size, settings.timeout_seconds)
@@ -85,7 +89,7 @@ class GroupEnd:
             rank_offset=1,
             world_size=world_size,
             group_name=f"torchtitan_grpo_{uuid.uuid4().hex}",
-            backend=settings.backend,
+            backend=backend,
             timeout_seconds=settings.timeout_seconds,
             deltas=settings.deltas,
         )

@@ -31,6 +31,7 @@ from torchtitan.grpo.system.rank_channel import operation
 from torchtitan.grpo.weight_sync.payloads import Bucket, Payload, PayloadPool
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan
 from torchtitan.grpo.weight_sync.transports.group_end import GroupEnd, GroupSettings
+from torchtitan.grpo.weight_sync.transports.handshake import Handshake
 from torchtitan.grpo.weight_sync.transports.interface import (
     Connection,
     PushReport,
@@ -39,6 +40,8 @@ from torchtitan.grpo.weight_sync.transports.interface import (
 )
 from torchtitan.grpo.weight_wire import sparse
 from torchtitan.grpo.weight_wire.buckets import bucket_bytes
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts, GroupTransportName
+from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 logger = logging.getLogger(__name__)
@@ -91,13 +94,18 @@ class GroupSender(Sender):
         return delta.spec
 
     @operation
-    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
+    async def group_facts(self) -> GroupFacts:
+        """Returns what this process's groups over NCCL depend on."""
+        return own_group_facts(self._settings.device)
+
+    @operation
+    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
         """Makes a group with a server, which nobody has joined yet.
 
         A former group with the same server is taken down first.
         """
         await self.leave(server_url)
-        end = self._ends[server_url] = GroupEnd(server_url, world_size, self._settings)
+        end = self._ends[server_url] = GroupEnd(server_url, world_size, backend, self._settings)
         return end.info
 
     @operation
@@ -158,7 +166,10 @@ class GroupTransport(Transport[GroupSender]):
         self._senders: Sequence[GroupSender] = ()
 
     def describe(self) -> str:
-        return f"over {self._settings.backend}"
+        if self._settings.transport == "host":
+            return "from host memory over gloo"
+        over = "over NCCL" if self._settings.transport == "nccl" else "over NCCL or gloo"
+        return f"{over} (weight_sync.transport = '{self._settings.transport}')"
 
     def make_sender(self, rank: int, pool: PayloadPool) -> GroupSender:
         return GroupSender(rank, pool, self._settings)
@@ -173,6 +184,7 @@ class GroupTransport(Transport[GroupSender]):
             {source.rank: len(source.buckets) for source in self._plan.sources},
             self._plan.selection.name,
             self._settings.timeout_seconds,
+            self._settings.transport,
         )
 
 
@@ -185,6 +197,7 @@ class GroupConnection(Connection):
         num_buckets: Number of buckets that each source rank sends, by rank.
         selection: Name of the parameters that are pushed.
         timeout_seconds: Maximum duration of a join, and of the transfer of each bucket.
+        transport: ``weight_sync.transport``, which decides about the backend of the groups.
     """
 
     def __init__(
@@ -194,8 +207,10 @@ class GroupConnection(Connection):
         num_buckets: Mapping[int, int],
         selection: str,
         timeout_seconds: float,
+        transport: GroupTransportName,
     ) -> None:
         super().__init__(client)
+        self._handshake = Handshake(client, transport)
         self._senders, self._num_buckets = senders, num_buckets
         self._selection, self._timeout_seconds = selection, timeout_seconds
         self._group_of: dict[int, str] = {}
@@ -208,8 +223,9 @@ class GroupConnection(Connection):
         await self.client.leave_weight_groups()
         await self.client.resume()
         world_size = 1 + await self.client.num_workers()
+        backend = await self._handshake.backend(self._senders)
         for sender in self._senders:
-            info = await sender.open(self.client.url, world_size)
+            info = await sender.open(self.client.url, world_size, backend)
             self._group_of[sender.rank] = info.group_name
             await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))
 

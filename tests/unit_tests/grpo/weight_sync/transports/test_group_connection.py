@@ -35,7 +35,7 @@ class Server:
 def test_a_server_is_resumed_even_if_recovering_was_cancelled():
     async def body() -> None:
         server: Any = Server()
-        connection = GroupConnection(server, [], {}, "all", timeout_seconds=60.0)
+        connection = GroupConnection(server, [], {}, "all", 60.0, "host")
         await connection.close()
         assert server.told == []  # it was never joined
         await connection.join()
@@ -92,8 +92,9 @@ class Source:
     async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
         return SPEC
 
-    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
+    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
         assert world_size == 3  # this rank, and the server's two workers
+        assert backend == "gloo"
         return WeightGroupInfo("127.0.0.1", 1, 1, 3, f"group{self.rank}", "gloo", 1.0)
 
     async def join(self, server_url: str) -> None: ...
@@ -121,7 +122,7 @@ def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(st
     async def body() -> None:
         server: Any = Taking(stops_for)
         sources: Any = [Source(0), Source(2)]
-        connection = GroupConnection(server, sources, {0: 2, 2: 1}, "all", timeout_seconds=20.0)
+        connection = GroupConnection(server, sources, {0: 2, 2: 1}, "all", 20.0, "host")
         with pytest.raises(RuntimeError, match="join before push"):
             await connection.push(7, None)
         await connection.join()

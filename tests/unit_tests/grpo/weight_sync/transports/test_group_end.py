@@ -43,7 +43,7 @@ for line in sys.stdin:
 
 
 def settings(timeout_seconds: float) -> GroupSettings:
-    return GroupSettings("auto", "gloo", timeout_seconds, torch.device("cpu"))
+    return GroupSettings("auto", "host", timeout_seconds, torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ async def send(end: GroupEnd, payload: torch.Tensor) -> None:
 
 def test_a_peer_joins_and_is_sent_payloads():
     async def body() -> None:
-        end = GroupEnd(URL, 2, settings(60.0))
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
         assert (end.info.rank_offset, end.info.world_size) == (1, 2)
         assert end.info.master_address == "127.0.0.1"
         with peer(end.info) as process:
@@ -96,7 +96,7 @@ def test_a_peer_joins_and_is_sent_payloads():
 
 def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
     async def body() -> None:
-        end = GroupEnd(URL, 2, settings(2.0))
+        end = GroupEnd(URL, 2, "gloo", settings(2.0))
         with pytest.raises(dist.DistError):
             await end.join()
         await end.leave()
@@ -107,7 +107,7 @@ def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_dies_or_stops_fails_the_broadcast_and_leaving_is_short(signum):
     async def body() -> None:
-        end = GroupEnd(URL, 2, settings(60.0))
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
         with peer(end.info) as process:
             await end.join()
             assert await line_of(process) == "joined"
@@ -140,7 +140,7 @@ def test_a_communicator_that_is_slow_to_end_holds_up_no_other_server(monkeypatch
         assert may_end.wait(30)
 
     async def body() -> None:
-        end = GroupEnd(URL, 2, settings(60.0))
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
         end._group = object()  # pyright: ignore[reportAttributeAccessIssue]
         leaving = asyncio.create_task(end.leave())
         assert await asyncio.to_thread(ending.wait, 30), "the loop goes on"
@@ -154,7 +154,7 @@ def test_a_communicator_that_is_slow_to_end_holds_up_no_other_server(monkeypatch
 
 def test_nothing_is_broadcast_after_one_that_was_given_up_before_its_turn():
     async def body() -> None:
-        end = GroupEnd(URL, 2, settings(60.0))
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
         begun, may_end, sent = threading.Event(), threading.Event(), list[int]()
 
         def first(broadcast: object) -> None:
@@ -185,6 +185,6 @@ def test_the_address_is_that_on_the_way_to_the_server():
 
 
 def test_an_address_of_another_host_is_refused():
-    elsewhere = GroupSettings("192.0.2.1", "gloo", 5.0, torch.device("cpu"))
+    elsewhere = GroupSettings("192.0.2.1", "host", 5.0, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"weight_sync\.master_address must be an address of this"):
-        GroupEnd(URL, 2, elsewhere)
+        GroupEnd(URL, 2, "gloo", elsewhere)

@@ -1,0 +1,154 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A trainer and a real server with different versions of NCCL, under each setting.
+
+Neither has a GPU: the server is a real embedded one that claims to have another NCCL, and the
+trainer's source rank claims one, too. What they then do is what they would do on GPUs.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from forked import ForkedProcess
+
+sys.path.append(str(Path(__file__).parent))
+
+from test_transports import MODEL, PATIENCE, Training, ask, wait_until
+
+from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.local_servers import free_ports
+from torchtitan.grpo.weight_sync.first_join import WeightsRefused
+from torchtitan.grpo.weight_sync.transports import group_transport
+from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
+
+TRAINER = GroupFacts("cuda", "2.13.0+cu130", "2.29.7", "GPU-a", dict.fromkeys(NCCL_SETTINGS, ""))
+SERVER = replace(TRAINER, torch="2.14.1+cu130", nccl="2.30.7", gpu="GPU-b")
+
+
+@pytest.fixture(scope="module")
+def url(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An embedded server in a process of its own, with the facts of `SERVER`."""
+    folder, (port,) = tmp_path_factory.mktemp("server"), free_ports(1)
+    program = Path(__file__).parents[1] / "programs/claiming_server.py"
+    arguments = [
+        *(json.dumps(asdict(SERVER)), "--model-path", str(MODEL), "--device", "cpu"),
+        *("--dtype", "float32", "--port", str(port), "--max-model-len", "64"),
+    ]
+    with (folder / "log").open("wb") as log:
+        process: ForkedProcess = fork_server.start(
+            program, arguments, environment=os.environ | {"OMP_NUM_THREADS": "1"},
+            folder=folder, output=log,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: process.poll() is not None or is_up(port), "the server is up")
+        assert process.poll() is None, (folder / "log").read_text()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def is_up(port: int) -> bool:
+    try:
+        ask(f"http://127.0.0.1:{port}", "/health")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def only_rank() -> Iterator[None]:
+    """Makes this process the only rank of a training run."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def claim(only_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the source rank claim the facts of `TRAINER`."""
+    monkeypatch.setattr(group_transport, "own_group_facts", lambda device: TRAINER)
+
+
+@contextmanager
+def training(url: str, folder: Path, transport: str) -> Iterator[Training]:
+    one = Training([url], folder, transport=transport)
+    try:
+        yield one
+    finally:
+        one.publisher.close(15)
+
+
+def handshake_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.endswith("handshake")
+    ]
+
+
+def test_the_server_tells_what_it_claims(url):
+    async def facts() -> list[GroupFacts]:
+        client = make_client("embedded", url)
+        try:
+            return await client.group_facts()
+        finally:
+            await client.close()
+
+    assert asyncio.run(facts()) == [SERVER]
+
+
+def test_auto_sends_from_host_memory_with_one_warning_however_often_the_server_joins(
+    url, claim, tmp_path, caplog
+):
+    with training(url, tmp_path, "auto") as run:
+        run.publish()
+        run.assert_serves_newest(url)
+        # The server drops its groups, so the next push fails and it is joined again.
+        ask(url, "/leave_weight_groups", reason="a test")
+        run.publish()
+        run.assert_serves_newest(url)
+        assert run.publisher.num_failures > 0
+    (warning,) = handshake_warnings(caplog)
+    assert f"{url} receives weights from host memory over gloo" in warning
+    assert "the trainer has NCCL 2.29.7" in warning
+    assert "the server has NCCL 2.30.7" in warning
+
+
+def test_nccl_refuses_the_join_and_the_run_ends_with_both_versions_and_the_remedy(
+    url, claim, tmp_path
+):
+    with training(url, tmp_path, "nccl") as run:
+        run.publish()
+        wait_until(lambda: run.publisher.error, f"a refusal within {PATIENCE:g} s")
+        error = run.publisher.error
+    assert isinstance(error, WeightsRefused)
+    for part in (
+        "cannot receive weights over NCCL, as weight_sync.transport = 'nccl' demands",
+        "the trainer has NCCL 2.29.7 (torch 2.13.0+cu130)",
+        "the server has NCCL 2.30.7 (torch 2.14.1+cu130)",
+        "Install the same release of torch in both environments. Or set weight_sync.transport = "
+        "'auto' or 'host'.",
+    ):
+        assert part in str(error)
+    assert ask(url, "/server_info")["weight_groups"] == []
+
+
+def test_host_is_given_without_a_question(url, claim, tmp_path, caplog):
+    with training(url, tmp_path, "host") as run:
+        run.publish()
+        run.assert_serves_newest(url)
+    assert handshake_warnings(caplog) == []

@@ -1,0 +1,42 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The trainer takes its servers' settings of NCCL over only where groups over NCCL need them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan.grpo.inference import nccl_settings
+from torchtitan.grpo.inference.nccl_settings import take_nccl_settings_of
+
+CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
+
+
+@pytest.fixture
+def environment(monkeypatch) -> dict[str, str]:
+    environment = {"PATH": "/bin"}
+    monkeypatch.setattr(nccl_settings, "os", SimpleNamespace(environ=environment))
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "taken"),
+    [
+        ("sglang", "nccl", {CUMEM: "0", NVLS: "0"}),
+        ("sglang", "auto", {}),
+        ("sglang", "host", {}),
+        ("sglang", "disk", {}),
+        ("vllm", "nccl", {}),
+        ("embedded", "nccl", {}),
+    ],
+)
+def test_they_are_those_of_sglang_where_nccl_is_demanded(kind, transport, taken, environment):
+    take_nccl_settings_of(kind, transport)
+    assert environment == {"PATH": "/bin", **taken}
+
+
+def test_values_of_the_user_stay(environment):
+    environment[CUMEM] = "1"
+    take_nccl_settings_of("sglang", "nccl")
+    assert environment == {"PATH": "/bin", CUMEM: "1", NVLS: "0"}

@@ -1,0 +1,180 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What both ends of a weight group must have in common, and the choice of its backend.
+
+NCCL does not adapt one rank to another:
+
+- A communicator compares the versions of its ranks, and refuses any difference. Torch makes the
+  communicator with the first broadcast, so the refusal would come in the middle of a push; if the
+  two versions do not even exchange the same data, they wait for each other instead.
+- A communicator refuses two ranks on one GPU.
+- ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers with ranks on the same host. Each rank
+  opens the buffers of the others in the way of its own setting, which fails if theirs is another.
+- ``NCCL_NVLS_ENABLE`` decides whether a rank takes part in setting up NVLink SHARP.
+
+NCCL reads these two variables once in a process, with the first communicator, so no group can have
+settings of its own. (From 2.29.7 on ``NCCL_NO_CACHE`` makes NCCL read them again, but the first of
+them also decides how memory is released, so it must not change while a process has communicators.)
+
+Gloo needs nothing of all this. These are plain data without torch, so that HTTP clients can import
+them; `own_group_facts.py` finds out the facts of a process.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""Environment variables whose values must agree between the ranks of a communicator."""
+
+GroupTransportName = Literal["auto", "nccl", "host"]
+"""The values of ``weight_sync.transport`` that use process groups."""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Facts about one process that joins weight groups; ``None`` stands for what is not known.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        torch: Version of torch, such as ``2.13.0+cu130``.
+        nccl: Version of NCCL, such as ``2.29.7``.
+        gpu: UUID of the process's GPU.
+        settings: Value of each of :data:`NCCL_SETTINGS` in the process's environment; empty for a
+            variable that is not set.
+        hint: A sentence on facts that are not known, for messages.
+    """
+
+    device: str | None = None
+    torch: str | None = None
+    nccl: str | None = None
+    gpu: str | None = None
+    settings: dict[str, str] | None = None
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The result of :func:`choose_backend`.
+
+    Attributes:
+        backend: ``nccl``, ``gloo``, or ``None`` if ``weight_sync.transport`` demands NCCL and NCCL
+            cannot work.
+        obstacles: Sentences that say why NCCL cannot work and what to change. Empty if nobody
+            would expect it to, because ``auto`` has met a side without a GPU.
+        doubts: Sentences that say what is not known about whether NCCL can work.
+    """
+
+    backend: Literal["nccl", "gloo"] | None
+    obstacles: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+
+def choose_backend(
+    transport: GroupTransportName, ours: Sequence[GroupFacts], theirs: Sequence[GroupFacts]
+) -> BackendChoice:
+    """Decides how weights travel to one server.
+
+    ``auto`` takes NCCL only if nothing is known to prevent it and nothing is unknown. ``nccl`` is
+    refused only for what is known to prevent it.
+
+    Args:
+        transport: ``weight_sync.transport``.
+        ours: Facts about the trainer's source ranks.
+        theirs: Facts about the server's workers.
+    """
+    if transport == "host":
+        return BackendChoice("gloo")
+    has_cpu = any(one.device == "cpu" for one in (*ours, *theirs))
+    if transport == "auto" and has_cpu:
+        return BackendChoice("gloo")
+    pairs = list(itertools.product(ours, theirs))
+    obstacles = _each_once(line for pair in pairs for line in _obstacles(*pair))
+    doubts = _each_once(line for pair in pairs for line in _doubts(*pair))
+    if obstacles:
+        return BackendChoice("gloo" if transport == "auto" else None, obstacles)
+    return BackendChoice("gloo" if doubts and transport == "auto" else "nccl", doubts=doubts)
+
+
+def facts_from_json(body: Any) -> GroupFacts:
+    """Returns the facts in a server's answer; what is missing or malformed is not known."""
+    if not isinstance(body, Mapping):
+        return GroupFacts()
+    texts = {
+        name: value if isinstance(value := body.get(name), str) else None
+        for name in ("device", "torch", "nccl", "gpu")
+    }
+    settings = body.get("settings")
+    is_known = isinstance(settings, Mapping) and all(
+        isinstance(settings.get(name), str) for name in NCCL_SETTINGS
+    )
+    return GroupFacts(
+        **texts, settings={name: settings[name] for name in NCCL_SETTINGS} if is_known else None
+    )
+
+
+def _obstacles(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
+    """Yields the reasons for which NCCL cannot connect a source rank with a worker."""
+    for side, facts in (("the trainer", ours), ("the server", theirs)):
+        if facts.device == "cpu":
+            yield f"NCCL needs a GPU on both sides, but {side} runs on a CPU."
+    if ours.nccl and theirs.nccl and ours.nccl != theirs.nccl:
+        yield (
+            f"NCCL must have the same version on both sides, but the trainer has NCCL {ours.nccl} "
+            f"(torch {ours.torch or 'unknown'}) and the server has NCCL {theirs.nccl} (torch "
+            f"{theirs.torch or 'unknown'}). Install the same release of torch in both environments."
+        )
+    if ours.gpu and ours.gpu == theirs.gpu:
+        yield (
+            f"NCCL refuses two ranks on one GPU, but trainer and server both use {ours.gpu}. Give "
+            "them GPUs of their own with CUDA_VISIBLE_DEVICES."
+        )
+    for name in NCCL_SETTINGS:
+        if ours.settings is None or theirs.settings is None:
+            continue
+        own, other = ours.settings[name], theirs.settings[name]
+        if _is_off(own) != _is_off(other):
+            yield (
+                f"{name} must agree on both sides, but it is {own or 'not set'} in the trainer's "
+                f"environment and {other or 'not set'} in the server's. Start both with the same "
+                "value."
+            )
+
+
+def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
+    """Yields what is not known about a source rank and a worker, or was never tried."""
+    for side, facts in (("The trainer", ours), ("The server", theirs)):
+        unknown = [
+            what
+            for what, value in (
+                ("its device", facts.device),
+                ("the version of its NCCL", facts.nccl),
+                ("its GPU", facts.gpu),
+                (f"its settings of NCCL ({', '.join(NCCL_SETTINGS)})", facts.settings),
+            )
+            if value is None
+        ]
+        if unknown:
+            yield f"{side} does not tell {', '.join(unknown)}. {facts.hint}".strip()
+    if ours.torch and theirs.torch and _release(ours.torch) != _release(theirs.torch):
+        yield (
+            f"Process groups over NCCL were never tried between torch {ours.torch}, which the "
+            f"trainer has, and torch {theirs.torch}, which the server has."
+        )
+
+
+def _is_off(value: str) -> bool:
+    # A variable that is not set, or has another value, leaves the feature on where the device
+    # has it.
+    return value.strip() == "0"
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Returns ``("2", "13")`` for ``"2.13.0+cu130"``."""
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def _each_once(lines: Iterator[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(lines))
