@@ -11,6 +11,7 @@ The trainer's part is played by bare process groups (`programs/bare_trainer.py`)
 import asyncio
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,9 +47,12 @@ from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import free_ports, start_server
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.vllm import client as vllm_client
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts, choose_backend
+from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 
 LONG_COMPLETION = 400
 TEMPERATURE = 0.8
@@ -496,5 +500,46 @@ def test_a_trainer_that_died_amid_a_push_leaves_the_server_to_the_next(
             await trainer.push(make_buckets(make_model(10), 3), version)
             await assert_serves(client, make_model(10), version)
             await client.leave_weight_groups()  # once more than needed: harmless
+
+    run(test)
+
+
+def test_a_vllm_server_without_the_extension_says_how_to_add_it(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if server.kind != "vllm":
+        return  # no other kind has the extension
+
+    async def test() -> None:
+        async with joined(server) as (client, trainer):
+            monkeypatch.setattr(vllm_client, "GROUP_FACTS_METHOD", "no_such_method")
+            assert await client.group_facts() == [GroupFacts(hint=vllm_client.NO_EXTENSION)]
+            model, version = make_model(24), next(_versions)
+            await trainer.push(make_buckets(model, 2), version)  # the server goes on
+            await assert_serves(client, model, version)
+
+    run(test)
+
+
+def test_a_server_tells_what_weight_groups_over_nccl_depend_on(server: RunningServer) -> None:
+    """On a CPU every kind means gloo. Embedded and vLLM workers know all; SGLang tells its device."""
+
+    async def test() -> None:
+        async with joined(server) as (client, _):
+            (facts,) = await client.group_facts()
+        assert facts.device == "cpu"
+        assert (facts.nccl, facts.gpu) == (None, None)
+        if server.kind == "sglang":
+            assert (facts.torch, facts.settings) == (None, None)
+            assert "SGLang 0.5.23 requires torch 2.14.1 and sets NCCL_CUMEM_ENABLE=0" in facts.hint
+        else:
+            assert facts.torch is not None
+            assert facts.settings == {name: os.environ.get(name, "") for name in NCCL_SETTINGS}
+        ours = own_group_facts(torch.device("cpu"))
+        assert choose_backend("auto", [ours], [facts]).backend == "gloo"
+        refused = choose_backend("nccl", [replace(ours, device="cuda")], [facts])
+        assert refused.obstacles == (
+            "NCCL needs a GPU on both sides, but the server runs on a CPU.",
+        )
 
     run(test)

@@ -102,17 +102,21 @@ def facts_from_json(body: Any) -> GroupFacts:
     """Returns the facts in a server's answer; what is missing or malformed is not known."""
     if not isinstance(body, Mapping):
         return GroupFacts()
-    texts = {
-        name: value if isinstance(value := body.get(name), str) else None
-        for name in ("device", "torch", "nccl", "gpu")
-    }
     settings = body.get("settings")
-    is_known = isinstance(settings, Mapping) and all(
-        isinstance(settings.get(name), str) for name in NCCL_SETTINGS
-    )
+    values = settings if isinstance(settings, Mapping) else {}
+    is_known = all(isinstance(values.get(name), str) for name in NCCL_SETTINGS)
     return GroupFacts(
-        **texts, settings={name: settings[name] for name in NCCL_SETTINGS} if is_known else None
+        device=_text(body, "device"),
+        torch=_text(body, "torch"),
+        nccl=_text(body, "nccl"),
+        gpu=_text(body, "gpu"),
+        settings={name: values[name] for name in NCCL_SETTINGS} if is_known else None,
     )
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    return value if isinstance(value, str) else None
 
 
 def _obstacles(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:

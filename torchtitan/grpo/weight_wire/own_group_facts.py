@@ -10,6 +10,7 @@ import ctypes
 import os
 
 import torch
+from torch.cuda import nccl
 
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts
 
@@ -25,7 +26,8 @@ def own_group_facts(device: torch.device) -> GroupFacts:
     on_gpu = device.type == "cuda"
     return GroupFacts(
         device=device.type,
-        torch=torch.__version__,
+        # A plain string: its own type is a subclass, which vLLM's processes cannot send.
+        torch=str(torch.__version__),
         nccl=nccl_version() if on_gpu else None,
         gpu=f"GPU-{torch.cuda.get_device_properties(device).uuid}" if on_gpu else None,
         settings={name: os.environ.get(name, "") for name in NCCL_SETTINGS},
@@ -42,7 +44,7 @@ def nccl_version() -> str:
         # Torch has loaded it, so this is the same library and not a second one.
         library = ctypes.CDLL(_LIBRARY)
     except OSError:  # this torch contains its NCCL
-        return ".".join(map(str, torch.cuda.nccl.version()[:3]))
+        return ".".join(map(str, nccl.version()[:3]))
     code = ctypes.c_int()
     status = library.ncclGetVersion(ctypes.byref(code))
     assert status == 0, f"ncclGetVersion returned {status}"

@@ -119,6 +119,8 @@ def test_a_process_on_a_cpu_knows_its_torch_and_its_environment(monkeypatch):
         "cpu", torch.__version__, None, None, settings
     )
     assert tuple(settings) == NCCL_SETTINGS
+    # vLLM's workers cannot send a subclass of str, which torch.__version__ is.
+    assert type(own_group_facts(torch.device("cpu")).torch) is str
 
 
 def test_the_loaded_library_tells_its_version_and_torch_does_where_it_contains_nccl(monkeypatch):

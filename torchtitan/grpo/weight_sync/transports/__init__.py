@@ -43,7 +43,7 @@ def _make_group_transport(
     config: JobConfig, plan: PushPlan, device: torch.device
 ) -> GroupTransport:
     sync = config.weight_sync
-    assert sync.transport != "disk"
+    assert sync.transport != "disk", "a row of its own"
     # The configured address is one of rank 0's host. Sources on other hosts find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(

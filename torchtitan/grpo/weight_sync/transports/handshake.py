@@ -44,7 +44,8 @@ class Handshake:
     """
 
     def __init__(self, client: InferenceClient, transport: GroupTransportName) -> None:
-        self._client, self._transport = client, transport
+        self._client = client
+        self._transport: GroupTransportName = transport
         self._last: BackendChoice | None = None
 
     async def backend(self, senders: Sequence[FactSource]) -> str:
