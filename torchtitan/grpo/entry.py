@@ -29,7 +29,7 @@ from torchtitan.grpo.config_manager import is_dry_run, load_config
 from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.dry_run import dry_run
-from torchtitan.grpo.inference.nccl_settings import take_nccl_settings_of
+from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
@@ -150,7 +150,7 @@ def _train(
 ) -> int:
     init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
     keep_gloo_on_loopback(named_urls(config.inference))
-    take_nccl_settings_of(config.inference.kind, config.weight_sync.transport)
+    take_nccl_setting_of(config.inference.kind, config.weight_sync.transport)
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     trainer: RunnableTrainer | None = None
     try:

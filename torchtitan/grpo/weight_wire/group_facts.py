@@ -11,9 +11,11 @@ NCCL does not adapt one rank to another:
 - A communicator refuses two ranks on one GPU.
 - ``NCCL_CUMEM_ENABLE`` decides how a rank shares its buffers with ranks on the same host. Each rank
   opens the buffers of the others in the way of its own setting, which fails if theirs is another.
-- ``NCCL_NVLS_ENABLE`` decides whether a rank takes part in setting up NVLink SHARP.
+- ``NCCL_ALGO`` and ``NCCL_PROTO`` restrict what a rank may choose for a broadcast. Ranks that choose
+  differently wait for each other. For ``NCCL_NVLS_ENABLE`` the ranks agree on the lesser, by the
+  sources of 2.18 to 2.30; nobody has tried it here.
 
-NCCL reads these two variables once in a process, with the first communicator, so no group can have
+NCCL reads these variables once in a process, with the first communicator, so no group can have
 settings of its own. (From 2.29.7 on ``NCCL_NO_CACHE`` makes NCCL read them again, but the first of
 them also decides how memory is released, so it must not change while a process has communicators.)
 
@@ -26,8 +28,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-NCCL_SETTINGS = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""Environment variables whose values must agree between the ranks of a communicator."""
+SHARING_SETTING = "NCCL_CUMEM_ENABLE"
+"""Environment variable of NCCL that must agree between the ranks of a communicator."""
+NCCL_SETTINGS = (SHARING_SETTING, "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
+"""Environment variables of NCCL that are compared."""
 
 GroupTransportName = Literal["auto", "nccl", "host"]
 """The values of ``weight_sync.transport`` that use process groups."""
@@ -135,16 +139,8 @@ def _obstacles(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
             f"NCCL refuses two ranks on one GPU, but trainer and server both use {ours.gpu}. Give "
             "them GPUs of their own with CUDA_VISIBLE_DEVICES."
         )
-    for name in NCCL_SETTINGS:
-        if ours.settings is None or theirs.settings is None:
-            continue
-        own, other = ours.settings[name], theirs.settings[name]
-        if _is_off(own) != _is_off(other):
-            yield (
-                f"{name} must agree on both sides, but it is {own or 'not set'} in the trainer's "
-                f"environment and {other or 'not set'} in the server's. Start both with the same "
-                "value."
-            )
+    if difference := _difference(SHARING_SETTING, ours, theirs):
+        yield f"{SHARING_SETTING} must agree on both sides, but {difference}"
 
 
 def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
@@ -162,6 +158,9 @@ def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
         ]
         if unknown:
             yield f"{side} does not tell {', '.join(unknown)}. {facts.hint}".strip()
+    for name in NCCL_SETTINGS:
+        if name != SHARING_SETTING and (difference := _difference(name, ours, theirs)):
+            yield f"{name} should agree on both sides, but {difference}"
     if ours.torch and theirs.torch and _release(ours.torch) != _release(theirs.torch):
         yield (
             f"Process groups over NCCL were never tried between torch {ours.torch}, which the "
@@ -169,10 +168,25 @@ def _doubts(ours: GroupFacts, theirs: GroupFacts) -> Iterator[str]:
         )
 
 
-def _is_off(value: str) -> bool:
-    # A variable that is not set, or has another value, leaves the feature on where the device
-    # has it.
-    return value.strip() == "0"
+def _difference(name: str, ours: GroupFacts, theirs: GroupFacts) -> str:
+    """Returns how a setting differs, and what to do; empty if it agrees or is not known."""
+    if ours.settings is None or theirs.settings is None:
+        return ""
+    own, other = ours.settings[name], theirs.settings[name]
+    if _meaning(name, own) == _meaning(name, other):
+        return ""
+    return (
+        f"it is {own or 'not set'} in the trainer's environment and {other or 'not set'} in the "
+        "server's. Start both with the same value."
+    )
+
+
+def _meaning(name: str, value: str) -> str:
+    value = value.strip().lower()
+    if name.endswith("_ENABLE"):
+        # Whatever is not 0 leaves the feature on where the device has it.
+        return "off" if value == "0" else "on"
+    return value
 
 
 def _release(version: str) -> tuple[str, ...]:

@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The trainer takes its servers' settings of NCCL over only where groups over NCCL need them."""
+"""The trainer takes over its servers' setting of NCCL only where groups over NCCL need it."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.grpo.inference import nccl_settings
-from torchtitan.grpo.inference.nccl_settings import take_nccl_settings_of
+from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
 
-CUMEM, NVLS = "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
+CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def environment(monkeypatch) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("kind", "transport", "taken"),
     [
-        ("sglang", "nccl", {CUMEM: "0", NVLS: "0"}),
+        ("sglang", "nccl", {CUMEM: "0"}),
         ("sglang", "auto", {}),
         ("sglang", "host", {}),
         ("sglang", "disk", {}),
@@ -31,12 +31,12 @@ def environment(monkeypatch) -> dict[str, str]:
         ("embedded", "nccl", {}),
     ],
 )
-def test_they_are_those_of_sglang_where_nccl_is_demanded(kind, transport, taken, environment):
-    take_nccl_settings_of(kind, transport)
+def test_it_is_that_of_sglang_where_nccl_is_demanded(kind, transport, taken, environment):
+    take_nccl_setting_of(kind, transport)
     assert environment == {"PATH": "/bin", **taken}
 
 
-def test_values_of_the_user_stay(environment):
+def test_a_value_of_the_user_stays(environment):
     environment[CUMEM] = "1"
-    take_nccl_settings_of("sglang", "nccl")
-    assert environment == {"PATH": "/bin", CUMEM: "1", NVLS: "0"}
+    take_nccl_setting_of("sglang", "nccl")
+    assert environment == {"PATH": "/bin", CUMEM: "1"}

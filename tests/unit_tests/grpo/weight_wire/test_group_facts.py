@@ -20,7 +20,7 @@ from torchtitan.grpo.weight_wire.group_facts import (
 )
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts, version_text
 
-UNSET = {"NCCL_CUMEM_ENABLE": "", "NCCL_NVLS_ENABLE": ""}
+UNSET = dict.fromkeys(NCCL_SETTINGS, "")
 TRAINER = GroupFacts("cuda", "2.13.0+cu130", "2.29.7", "GPU-a", UNSET)
 SERVER = replace(TRAINER, gpu="GPU-b")
 CPU = GroupFacts("cpu", "2.13.0+cpu", None, None, UNSET)
@@ -41,7 +41,6 @@ OBSTACLES = [
         "NCCL_CUMEM_ENABLE must agree on both sides, but it is not set in the trainer's "
         "environment and 0 in the server's",
     ),
-    (replace(SERVER, settings=UNSET | {"NCCL_NVLS_ENABLE": "0"}), "NCCL_NVLS_ENABLE must agree"),
     # What is known to be different decides, whatever else is unknown.
     (replace(SERVER, nccl="2.28.3", settings=None, gpu=None), "the server has NCCL 2.28.3"),
 ]
@@ -51,7 +50,13 @@ DOUBTS = [
         "The server does not tell its device, the version of its NCCL, its GPU, its set",
     ),
     (replace(SERVER, nccl=None, hint="It is old."), "does not tell the version of its NCCL. It is"),
-    (replace(SERVER, settings=None), "(NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE)"),
+    (replace(SERVER, settings=None), "its settings of NCCL (NCCL_CUMEM_ENABLE, NCCL_NVLS_ENABLE,"),
+    (
+        replace(SERVER, settings=UNSET | {"NCCL_NVLS_ENABLE": "0"}),
+        "NCCL_NVLS_ENABLE should agree on both sides, but it is not set in the trainer's "
+        "environment and 0 in the server's",
+    ),
+    (replace(SERVER, settings=UNSET | {"NCCL_PROTO": "Simple"}), "NCCL_PROTO should agree"),
     (replace(SERVER, torch="2.14.1"), "between torch 2.13.0+cu130, which the trainer has, and"),
 ]
 
@@ -113,12 +118,12 @@ def test_facts_come_back_from_json_and_what_is_malformed_is_unknown():
 
 def test_a_process_on_a_cpu_knows_its_torch_and_its_environment(monkeypatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    settings = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": ""}
+    for name in NCCL_SETTINGS[1:]:
+        monkeypatch.delenv(name, raising=False)
+    settings = UNSET | {"NCCL_CUMEM_ENABLE": "0"}
     assert own_group_facts(torch.device("cpu")) == GroupFacts(
         "cpu", torch.__version__, None, None, settings
     )
-    assert tuple(settings) == NCCL_SETTINGS
     # vLLM's workers cannot send a subclass of str, which torch.__version__ is.
     assert type(own_group_facts(torch.device("cpu")).torch) is str
 
