@@ -47,7 +47,7 @@ class FirstJoin:
         if self._num_left == 0:
             raise WeightsRefused(
                 f"The server {self._url} must take the weights of this run, but it has refused "
-                f"them {_MAX_REFUSALS} times and has never taken any. Start it with the model of "
-                f"model.hf_assets_path (scripts/serve_vllm.sh, scripts/serve_sglang.sh). Its last "
-                f"answer: {error}"
+                f"them {_MAX_REFUSALS} times and has never taken any. The last reason: {error} "
+                "If that does not say what to change, start the server with the model of "
+                "model.hf_assets_path (scripts/serve_vllm.sh, scripts/serve_sglang.sh)."
             ) from error
