@@ -16,10 +16,12 @@ from torchtitan.grpo.system.rank_channel import (
     remote,
     serve,
 )
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 SPEC = BucketSpec(("a.weight",), ("bfloat16",), ((3, 4),), (2**64 - 1,), (-1,), 6)
 INFO = WeightGroupInfo("127.0.0.1", 4711, 1, 3, "group", "gloo", 2.5)
+FACTS = GroupFacts("cuda", "2.13.0", "2.29.7", None, {"NCCL_ALGO": ""}, "a hint")
 
 
 class SomeAgent:
@@ -49,8 +51,12 @@ class SomeAgent:
         return SPEC
 
     @operation
-    async def open(self, server_url: str, world_size: int) -> WeightGroupInfo:
-        self.calls.append(["open", server_url, world_size])
+    async def group_facts(self) -> GroupFacts:
+        return FACTS
+
+    @operation
+    async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
+        self.calls.append(["open", server_url, world_size, backend])
         return INFO
 
     @operation
@@ -82,7 +88,8 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
     await asyncio.sleep(0)  # called first, and so to arrive first
     results = {
         "prepared": await agent.prepare(7, 0, 6) == SPEC,
-        "opened": await agent.open("http://server", 3) == INFO,
+        "facts": await agent.group_facts() == FACTS,
+        "opened": await agent.open("http://server", 3, "gloo") == INFO,
         # Later calls are answered while the first is under way.
         "gathering_waits": not gathering.done(),
     }

@@ -7,6 +7,7 @@ from torchtitan.grpo.system.rank_channel import operations_of
 from torchtitan.grpo.weight_sync.agent import Agent
 from torchtitan.grpo.weight_sync.transports.disk_transport import DiskSender
 from torchtitan.grpo.weight_sync.transports.group_transport import GroupSender
+from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 NOTHING = type(None)
@@ -15,6 +16,7 @@ NOTHING = type(None)
 def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ranks):
     leader, follower = run_ranks("channel_ranks", 2)
     assert leader["prepared"]
+    assert leader["facts"]
     assert leader["opened"]
     assert leader["gathering_waits"]
     assert leader["join"] == ["CallFailed", "rank 1: RuntimeError: http://server did not come"]
@@ -26,7 +28,7 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
     assert follower["calls"] == [
         ["gather", 1, 7, True],
         ["prepare", 7, 0, 6],
-        ["open", "http://server", 3],
+        ["open", "http://server", 3, "gloo"],
         ["wait_copied", 0, 8],
         ["drop", 5],
         ["send", "http://server", 7, 0, None],
@@ -40,6 +42,7 @@ def test_the_remote_form_of_an_object_has_its_operations_and_their_results():
     assert operations_of(DiskSender) == {"write": NOTHING}
     assert operations_of(GroupSender) == {
         "prepare": BucketSpec,
+        "group_facts": GroupFacts,
         "open": WeightGroupInfo,
         "join": NOTHING,
         "send": NOTHING,
