@@ -369,7 +369,7 @@ class GRPOTrainer(Trainer):
 
     def _build_probe(self) -> PolicyProbe:
         tokens = attested_tokens(self.config, self.hf_model.vocab_size)
-        shape = probe_shape(self.config, self.parallel_dims, len(tokens))
+        shape = probe_shape(self.config, self.parallel_dims, len(tokens), self.device.type)
         is_speaker = self.role.is_counted and self.role.batch_rank == 0
         return PolicyProbe(
             self.runner, self.model_parts, self.feed, tokens, shape, self.device, is_speaker

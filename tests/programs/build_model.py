@@ -34,6 +34,7 @@ def build(
     ac: str = "none",
     compiled: bool = False,
     local_batch_size: int = 4,
+    precision: str = "float32",
     **degrees: int,
 ) -> Built:
     """Returns a loaded model; ``degrees`` are those of ParallelDims, with 1 as the default."""
@@ -41,7 +42,7 @@ def build(
     config.model.hf_assets_path = model
     config.training.seq_len = seq_len
     config.training.local_batch_size = local_batch_size
-    config.training.mixed_precision_param = "float32"
+    config.training.mixed_precision_param = precision
     config.activation_checkpoint.mode = ac
     config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule

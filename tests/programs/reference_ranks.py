@@ -30,7 +30,6 @@ def reference_of(built: Built, path: str) -> Reference:
         train_spec=hf_train_spec(built.hf_model, built.config),
         model_args=built.hf_model.model_args,
         device=torch.device("cpu"),
-        maybe_enable_amp=None,
     )
     return build_reference(trainer)
 

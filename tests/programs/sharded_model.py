@@ -25,6 +25,10 @@ def main(arguments):
     built = build(arguments["model"], arguments["seq_len"], **arguments["layout"])
     rows = rows_of(arguments)
     runner = WholeModelRunner(built.parts[0], rows_at_once=2)
+    operands = set()
+    built.parts[0].output.register_forward_pre_hook(
+        lambda head, inputs: operands.update((str(inputs[0].dtype), str(head.weight.dtype)))
+    )
     logprobs = runner.forward(rows)[..., 0]
     runner.forward_backward(
         rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
@@ -34,4 +38,5 @@ def main(arguments):
         "logprobs": logprobs.tolist(),
         "mask": rows.loss_mask.tolist(),
         "grad_norm": float(grad_norm),
+        "operands": sorted(operands),
     }

@@ -143,18 +143,18 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
         else:
             edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
             apply_fsdp(model, **dtypes, **sharing, ep_degree=dims.ep, edp_mesh=edp_mesh)
-    elif dims.dp_replicate_enabled or _lacks_mixed_precision(dims, config):
+    elif dims.dp_replicate_enabled or _is_mixed(config):
         # A mesh of one rank has nothing to sum, but FSDP2 still casts for mixed precision.
+        # Autocast, which upstream takes, would leave the output layer in float32.
         mesh = dims.get_optional_mesh("dp_replicate") or dims._meshes["dp_replicate"]
         _apply_replication(model, mesh, **dtypes)
     if utils.device_type == "cpu":
         prepare_fsdp_for_gloo([model])
 
 
-def _lacks_mixed_precision(dims: ParallelDims, config: JobConfig) -> bool:
-    """Returns whether mixed precision is wanted and neither FSDP nor autocast would apply it."""
-    wanted = config.training.mixed_precision_param != config.training.dtype
-    return wanted and (dims.tp_enabled or dims.pp_enabled)
+def _is_mixed(config: JobConfig) -> bool:
+    """Returns whether the forward pass computes in another dtype than that of the weights."""
+    return config.training.mixed_precision_param != config.training.dtype
 
 
 def _apply_replication(

@@ -110,7 +110,7 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
         loss: Any = trainer.loss_fn
         return PipelineRunner(schedule, loss, config)
     rows_at_once = config.training.local_batch_size
-    return WholeModelRunner(trainer.model_parts[0], rows_at_once, trainer.maybe_enable_amp)
+    return WholeModelRunner(trainer.model_parts[0], rows_at_once)
 
 
 def build_reference(trainer: Trainer) -> Reference:
@@ -148,7 +148,7 @@ def build_reference(trainer: Trainer) -> Reference:
         runner = PipelineForwardRunner(stages, config)
     else:
         rows_at_once = config.training.local_batch_size
-        runner = WholeModelRunner(parts[0], rows_at_once, trainer.maybe_enable_amp)
+        runner = WholeModelRunner(parts[0], rows_at_once)
     return Reference(
         runner,
         parts,

@@ -15,6 +15,7 @@ from torchtitan.grpo.data.feed import Feed
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.logprob_head import LogprobHead
+from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.training.runner import ForwardRunner
 
 
@@ -63,19 +64,25 @@ class PolicyProbe:
         return self._feed.all_reduce_sum(rated).tolist()
 
 
-def probe_shape(config: JobConfig, dims: ParallelDims, num_tokens: int) -> tuple[int, int]:
+def probe_shape(
+    config: JobConfig, dims: ParallelDims, num_tokens: int, device_type: str
+) -> tuple[int, int]:
     """Returns the number and the length of the rows that a probe's forward pass needs.
 
-    Pipelines and compiled models accept one shape only, that of training. Other models run a
-    single row, just long enough for the tokens.
+    Pipelines accept one shape only, that of training, and compiled models and FlexAttention would
+    be compiled once more for another one. Other models run a single row, just long enough for the
+    tokens.
 
     Args:
         config: Configuration of the run.
         dims: Meshes of the run; rows must be divisible by their sequence degrees.
         num_tokens: Number of tokens to be rated.
+        device_type: Type of the training device.
     """
-    if dims.pp_enabled or config.compile.enable:
-        return config.training.local_batch_size, config.training.seq_len
+    training = config.training
+    attention = choose_packed_attention(config.grpo.packed_attention, device_type, training.seq_len)
+    if dims.pp_enabled or config.compile.enable or attention == "flex":
+        return training.local_batch_size, training.seq_len
     divisor = dims.seq_len_divisor
     return 1, -(-num_tokens // divisor) * divisor
 

@@ -10,7 +10,6 @@ and data parallelism are inside the model. Only pipelines need another runner, w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn as nn
@@ -53,23 +52,15 @@ class WholeModelRunner(ModelRunner):
     Args:
         model: A :class:`PackedModel`, parallelized.
         rows_at_once: ``training.local_batch_size``, the number of rows of a microbatch.
-        precision: Context of every forward pass; autocast if nothing else applies mixed
-            precision.
     """
 
     has_output = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rows_at_once: int,
-        precision: AbstractContextManager | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, rows_at_once: int) -> None:
         self.model, self.rows_at_once = model, rows_at_once
-        self.precision = precision or nullcontext()
 
     def forward(self, rows: TrainRows) -> torch.Tensor:
-        with torch.no_grad(), self.precision:
+        with torch.no_grad():
             outputs = [
                 self.model(part.tokens, **model_inputs(part))
                 for part in rows.microbatches(self.rows_at_once)
@@ -80,10 +71,8 @@ class WholeModelRunner(ModelRunner):
     def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
         begin = 0
         for part in rows.microbatches(self.rows_at_once):
-            with self.precision:
-                output = self.model(part.tokens, **model_inputs(part))
-                loss_part = loss(output, slice(begin, begin + part.num_rows))
-            loss_part.backward()
+            output = self.model(part.tokens, **model_inputs(part))
+            loss(output, slice(begin, begin + part.num_rows)).backward()
             begin += part.num_rows
 
 

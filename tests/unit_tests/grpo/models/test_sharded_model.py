@@ -46,3 +46,21 @@ def test_sharded_model_equals_hugging_face(kind, num_ranks, layout, make_model, 
         torch.testing.assert_close(scored, torch.cat(expected), atol=1e-5, rtol=1e-5)
         # Gradients are summed over ranks, and here every rank had all rows.
         assert result["grad_norm"] == pytest.approx(num_data_ranks * grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}])
+def test_the_output_layer_multiplies_in_the_dtype_of_mixed_precision(
+    layout: dict, make_model, run_ranks
+):
+    _, folder = make_model("qwen3", intermediate_size=78)
+    common = {"model": folder, "seq_len": 12, "sequences": SEQUENCES, "rows": ROWS}
+    num_ranks = 2 if layout else 1
+    mixed = {**layout, "precision": "bfloat16"}
+    for result in run_ranks("sharded_model", num_ranks, layout=mixed, **common):
+        assert result["operands"] == ["torch.bfloat16"]
+    (whole,) = run_ranks("sharded_model", 1, layout={"precision": "bfloat16"}, **common)
+    torch.testing.assert_close(
+        torch.tensor(result["logprobs"]), torch.tensor(whole["logprobs"]), atol=0.02, rtol=0
+    )
+    if "tp" not in layout:
+        assert result["logprobs"] == whole["logprobs"], "each layout rounds in the same places"
