@@ -28,7 +28,7 @@ from torchtitan.grpo.rollout.drops import run_summary
 from torchtitan.grpo.rollout.link import RolloutFailed, RolloutKilled, RolloutLink
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.saved import discard_after, file_of
-from torchtitan.grpo.system.device import gpus_for_servers
+from torchtitan.grpo.system.device import are_gpus_shared, gpus_for_servers
 from torchtitan.grpo.system.groups import leader_address
 from torchtitan.grpo.types import PromptProgress, RolloutGroup, ServerInfo
 from torchtitan.grpo.weight_sync.build import client_for
@@ -308,6 +308,7 @@ def process_config(
         seed=config.debug.seed or 0,
         dump_folder=config.job.dump_folder,
         server_gpus=gpus_for_servers(),
+        servers_beside_training=are_gpus_shared(),
         start_version=start_version,
         progress=progress,
         saved_rollouts=str(saved) if saved.is_file() else None,

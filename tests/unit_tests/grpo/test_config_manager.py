@@ -189,6 +189,10 @@ def test_loss_settings_out_of_range_or_without_effect_are_refused(load, argument
             ["--weight_sync.attest_every=0", "--weight_sync.attest_tolerance=0.1"],
             r"attest_tolerance needs weight_sync\.attest_every above 0, got 0\.1",
         ),
+        (
+            ["--inference.tensor_parallel_size=2"],
+            r"inference\.tensor_parallel_size needs inference\.launch = true and",
+        ),
         (["--weight_sync.transport=disk"], r"transport = 'disk' needs weight_sync\.disk_path"),
         (["--weight_sync.disk_path=/shared"], r"disk_path needs weight_sync\.transport = 'disk'"),
         (

@@ -50,6 +50,21 @@ class Inference:
     """Data type of the weights in launched servers. ``auto`` takes float32 on CPU and bfloat16 on
     CUDA."""
 
+    tensor_parallel_size: Annotated[
+        int, at_least(1).or_value(0, "as many of its GPUs as divide the attention heads")
+    ] = 0
+    """Number of GPUs that each launched vLLM or SGLang server divides the model among. The GPUs that
+    no training rank uses are divided among the servers; without spare ones, servers share the GPUs
+    of training. On CPU, 0 is 1."""
+
+    gpu_memory_utilization: Annotated[
+        float,
+        above(0).at_most(1).or_value(0, "the server's default, or a part of a GPU that is shared"),
+    ] = 0.0
+    """Part of each GPU's memory that a launched vLLM or SGLang server may use
+    (``--gpu-memory-utilization``, ``--mem-fraction-static``). With 0, servers on the GPUs of training
+    get 0.4 together, and servers that share another GPU get 0.9 together."""
+
     max_model_len: Annotated[int, at_least(1).or_value(0, "training.seq_len")] = 0
     """Maximum length of a sequence on launched servers, in tokens. It must fit the longest prompt
     with ``rollout.max_new_tokens``."""

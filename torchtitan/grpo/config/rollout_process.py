@@ -49,6 +49,8 @@ class RolloutProcessConfig:
     """Number of rollout processes that this run has had before."""
     samples_per_step: int = 0
     """``observe.samples_per_step``: rank 0 receives the token ids of these rollouts in any case."""
+    servers_beside_training: bool = False
+    """Whether training uses the GPUs in ``server_gpus``, too."""
     fetch_host: str = ""
     """Address at which ranks fetch rollouts, with ``prompts.single_rank_load = false``."""
     fetch_secret: str = ""

@@ -13,6 +13,17 @@ from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
 
+_INFERENCE_READ_WITH: tuple[
+    tuple[Callable[[grpo_config.Inference], bool], str, tuple[str, ...]], ...
+] = (
+    (
+        lambda inference: inference.launch and inference.kind != "embedded",
+        "inference.launch = true and inference.kind = 'vllm' or 'sglang'",
+        ("tensor_parallel_size", "gpu_memory_utilization"),
+    ),
+)
+"""Keys of ``[inference]`` that are read only if other settings hold."""
+
 
 def check_inference(config: JobConfig) -> None:
     """Checks that the servers of the run are named in one place, and that they can be started."""
@@ -37,6 +48,7 @@ def check_inference(config: JobConfig) -> None:
         named_urls(inference)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    check_read("inference", inference, _INFERENCE_READ_WITH)
     row = _row_of(inference.kind)
     needs_python = inference.launch and row.environment is not None
     require(

@@ -3,6 +3,7 @@
 
 """Starts inference servers on this machine, as child processes that end with the run."""
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.inference.gpu_shares import share_gpus
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
@@ -115,12 +117,28 @@ def mask_keys(command: Sequence[str]) -> list[str]:
 def server_specs(
     config: "RolloutProcessConfig", environ: Mapping[str, str], ports: Sequence[int]
 ) -> list[ServerSpec]:
-    """Returns the settings of the servers of ``[inference]``, one server for each port."""
+    """Returns the settings of the servers of ``[inference]``, one server for each port.
+
+    Raises:
+        ValueError: If there are not enough GPUs for ``inference.tensor_parallel_size``.
+    """
     inference = config.inference
     device = inference.device if inference.device != "auto" else default_device(environ)
     dtype = inference.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
+    gpus = config.server_gpus if device == "cuda" else []
+    shares = share_gpus(
+        len(ports),
+        gpus,
+        beside_training=config.servers_beside_training,
+        tensor_parallel_size=inference.tensor_parallel_size,
+        memory=inference.gpu_memory_utilization,
+        # The embedded server computes on one GPU.
+        num_heads=_num_heads(config.hf_assets_path)
+        if gpus and inference.kind != "embedded"
+        else None,
+    )
     return [
         ServerSpec(
             kind=inference.kind,
@@ -135,22 +153,20 @@ def server_specs(
             api_key=inference.api_key or environ.get(API_KEY_VARIABLE),
             admin_key=inference.admin_key or environ.get(ADMIN_KEY_VARIABLE),
             extra_args=tuple(inference.extra_args),
-            gpus=gpus_of(index, len(ports), config.server_gpus),
+            gpus=share.gpus,
+            tensor_parallel_size=share.tensor_parallel_size,
+            gpu_memory_utilization=share.memory,
             # Servers with equal seeds would sample equal completions of a prompt.
             seed=config.seed + index,
         )
-        for index, port in enumerate(ports)
+        for index, (port, share) in enumerate(zip(ports, shares, strict=True))
     ]
 
 
-def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Returns the GPUs of server ``index``: an even part, or one that servers have in common."""
-    if not gpus:
-        return ()
-    share = len(gpus) // num_servers
-    if share == 0:
-        return (gpus[index % len(gpus)],)
-    return tuple(gpus[index * share : (index + 1) * share])
+def _num_heads(model_path: str) -> int | None:
+    """Returns the number of attention heads in a model's config.json, which has been read before."""
+    text = (Path(model_path) / "config.json").read_text(encoding="utf-8")
+    return json.loads(text).get("num_attention_heads")
 
 
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:
@@ -160,7 +176,7 @@ def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[
     them.
 
     Raises:
-        ValueError: If ``inference.python`` cannot be run.
+        ValueError: If ``inference.python`` cannot be run, or if there are too few GPUs.
     """
     specs = server_specs(config, os.environ, ports)
     folder = Path(config.dump_folder).resolve() / "servers"

@@ -30,6 +30,10 @@ class ServerSpec:
         extra_args: Command-line arguments appended last. If an option is given twice, the last
             one counts.
         gpus: GPUs that are visible to the server. If empty, it sees those of this process.
+        tensor_parallel_size: Number of workers that the model is divided among. The embedded server
+            has one.
+        gpu_memory_utilization: Part of each GPU's memory that the server may use; ``None`` leaves
+            the server's default. The embedded server takes what it needs.
         seed: Sampling seed; ``None`` leaves the server's default.
     """
 
@@ -46,6 +50,8 @@ class ServerSpec:
     admin_key: str | None = None
     extra_args: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
     seed: int | None = None
 
 

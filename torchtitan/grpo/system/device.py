@@ -142,7 +142,16 @@ def gpus_for_servers() -> list[str]:
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return gpus[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :] or gpus
+    return gpus[_num_training_gpus() :] or gpus
+
+
+def are_gpus_shared() -> bool:
+    """Returns whether the GPUs of :func:`gpus_for_servers` are those that training uses."""
+    return 0 < torch.cuda.device_count() <= _num_training_gpus()
+
+
+def _num_training_gpus() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def default_backend(device_type: str) -> str:

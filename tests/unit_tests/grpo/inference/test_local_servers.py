@@ -20,7 +20,6 @@ from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     default_device,
     free_ports,
-    gpus_of,
     mask_keys,
     server_command,
     server_specs,
@@ -275,13 +274,29 @@ def test_a_server_that_loads_is_described_with_the_last_line_of_its_log(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("num_servers", "gpus", "expected"),
+    ("kind", "parallel", "memory"),
     [
-        (1, ["2", "3"], [("2", "3")]),
-        (2, ["2", "3"], [("2",), ("3",)]),
-        (3, ["0"], [("0",), ("0",), ("0",)]),
-        (2, [], [(), ()]),
+        ("vllm", "--tensor-parallel-size", "--gpu-memory-utilization"),
+        ("sglang", "--tp-size", "--mem-fraction-static"),
     ],
 )
-def test_servers_share_the_gpus_evenly(num_servers, gpus, expected):
-    assert [gpus_of(i, num_servers, gpus) for i in range(num_servers)] == expected
+def test_a_server_is_told_its_gpus_and_its_part_of_their_memory(kind, parallel, memory) -> None:
+    spec = replace(SPEC, kind=kind, device="cuda", gpus=("2", "3"), tensor_parallel_size=2)
+    command, environ = server_command(replace(spec, gpu_memory_utilization=0.4), {})
+    assert option(command, parallel) == "2"
+    assert option(command, memory) == "0.4"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert memory not in server_command(spec, {})[0], "it has them for itself"
+
+
+def test_servers_beside_training_share_a_gpus_memory(tmp_path: Path) -> None:
+    process = make_config(tmp_path, num_servers=2)
+    process.inference.kind, process.inference.device = "vllm", "cuda"
+    process.server_gpus, process.servers_beside_training = ["0"], True
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
+    specs = server_specs(process, {}, [4321, 4322])
+    assert [(spec.gpus, spec.gpu_memory_utilization) for spec in specs] == [(("0",), 0.2)] * 2
+    process.server_gpus, process.servers_beside_training = ["4", "5", "6", "7"], False
+    specs = server_specs(process, {}, [4321, 4322])
+    assert [spec.gpus for spec in specs] == [("4", "5"), ("6", "7")]
+    assert {(s.tensor_parallel_size, s.gpu_memory_utilization) for s in specs} == {(2, None)}

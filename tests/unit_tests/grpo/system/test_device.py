@@ -10,6 +10,7 @@ import torch
 
 from torchtitan.grpo.system.device import (
     HostMemoryMonitor,
+    are_gpus_shared,
     default_backend,
     gpus_for_servers,
     keep_gloo_on_loopback,
@@ -36,9 +37,20 @@ def test_servers_get_the_gpus_that_the_ranks_leave(visible, local_ranks, expecte
     assert gpus_for_servers() == expected
 
 
+@pytest.mark.parametrize(("local_ranks", "are_shared"), [("1", False), ("2", True)])
+def test_servers_share_the_gpus_of_training_where_no_other_is_left(
+    local_ranks, are_shared, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    assert are_gpus_shared() is are_shared
+
+
 def test_without_gpus_servers_get_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpus_for_servers() == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert not are_gpus_shared()
 
 
 @pytest.mark.parametrize(

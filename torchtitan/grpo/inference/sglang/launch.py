@@ -29,6 +29,9 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--device", spec.device, "--dtype", spec.dtype]
     command += ["--context-length", str(spec.max_model_len)] if spec.max_model_len else []
     command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += ["--tp-size", str(spec.tensor_parallel_size)]
+    if spec.gpu_memory_utilization is not None and spec.device == "cuda":
+        command += ["--mem-fraction-static", f"{spec.gpu_memory_utilization:g}"]
     command += seed_option("--random-seed", spec)
     for option, key in (("--api-key", spec.api_key), ("--admin-api-key", spec.admin_key)):
         command += [option, key] if key else []

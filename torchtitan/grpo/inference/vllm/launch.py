@@ -25,6 +25,9 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
+    command += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
+    if spec.gpu_memory_utilization is not None and spec.device == "cuda":
+        command += ["--gpu-memory-utilization", f"{spec.gpu_memory_utilization:g}"]
     command += seed_option("--seed", spec)
     defaults = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if spec.device == "cpu":

@@ -1,0 +1,89 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Divides the GPUs of a machine, and the memory of shared ones, among launched servers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_BESIDE_TRAINING = 0.4
+"""Part of a GPU's memory for servers if training uses the same GPU. Weights, gradients and optimizer
+state of training need several times what a server's weights do."""
+_WITHOUT_TRAINING = 0.9
+"""Part of a GPU's memory for servers that have it for themselves, as vLLM's own default."""
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """What one server gets.
+
+    Attributes:
+        gpus: Its GPUs, named as in ``CUDA_VISIBLE_DEVICES``; empty without GPUs.
+        tensor_parallel_size: Number of workers that the model is divided among.
+        memory: Part of each GPU's memory that the server may use; ``None`` is its own default.
+    """
+
+    gpus: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+    memory: float | None = None
+
+
+def share_gpus(
+    num_servers: int,
+    gpus: Sequence[str],
+    *,
+    beside_training: bool,
+    tensor_parallel_size: int,
+    memory: float,
+    num_heads: int | None,
+) -> list[GpuShare]:
+    """Returns the share of each server.
+
+    Args:
+        num_servers: ``inference.num_servers``.
+        gpus: The GPUs that servers may use.
+        beside_training: Whether training uses these GPUs, too.
+        tensor_parallel_size: ``inference.tensor_parallel_size``; 0 takes as many of a server's GPUs
+            as divide the attention heads.
+        memory: ``inference.gpu_memory_utilization``; 0 divides shared GPUs evenly.
+        num_heads: Number of the model's attention heads; ``None`` if a server takes one GPU.
+
+    Raises:
+        ValueError: If a server would get fewer GPUs than ``tensor_parallel_size``.
+    """
+    if not gpus:
+        return [GpuShare((), max(1, tensor_parallel_size), memory or None)] * num_servers
+    shares = []
+    for index in range(num_servers):
+        own = gpus_of(index, num_servers, gpus)
+        if tensor_parallel_size > len(own):
+            raise ValueError(
+                "inference.tensor_parallel_size must be at most the number of GPUs of each server, "
+                f"which is {len(own)} with {len(gpus)} GPUs for inference.num_servers = "
+                f"{num_servers}, got {tensor_parallel_size}. Lower it, or lower inference.num_servers "
+                "or the number of training ranks."
+            )
+        size = tensor_parallel_size or _largest_divisor(num_heads or 1, len(own))
+        shares.append((own[:size], size))
+    users = [gpu for own, _ in shares for gpu in own]
+    part = _BESIDE_TRAINING if beside_training else _WITHOUT_TRAINING
+    found = []
+    for own, size in shares:
+        num_users = max(users.count(gpu) for gpu in own)
+        is_alone = num_users == 1 and not beside_training
+        found.append(GpuShare(own, size, memory or (None if is_alone else part / num_users)))
+    return found
+
+
+def gpus_of(index: int, num_servers: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """Returns the GPUs of server ``index``: an even part, or one that servers have in common."""
+    if not gpus:
+        return ()
+    share = len(gpus) // num_servers
+    if share == 0:
+        return (gpus[index % len(gpus)],)
+    return tuple(gpus[index * share : (index + 1) * share])
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(size for size in range(1, limit + 1) if number % size == 0)
