@@ -62,6 +62,8 @@ def test_too_few_gpus_are_refused():
         ConfigError, match=r"\[parallelism\] needs 4 ranks .*and 2 GPUs are visible"
     ):
         choose_num_ranks(config, 2, None)
-    with pytest.raises(ConfigError, match=r"--gpus \(or --nproc\) must be at most .*visible GPUs, 2, got 3"):
+    with pytest.raises(
+        ConfigError, match=r"--gpus \(or --nproc\) must be at most .*visible GPUs, 2, got 3"
+    ):
         choose_num_ranks(config, 2, 3)
     assert choose_num_ranks(config, 0, 3) == 3
