@@ -25,7 +25,9 @@ def get(config: JobConfig, key: str) -> Any:
     return getattr(getattr(config, table), name)
 
 
-_Table = TypeVar("_Table", grpo_config.GRPO, grpo_config.Rollout, grpo_config.WeightSync)
+_Table = TypeVar(
+    "_Table", grpo_config.Inference, grpo_config.GRPO, grpo_config.Rollout, grpo_config.WeightSync
+)
 
 
 def check_read(
