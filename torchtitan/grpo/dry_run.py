@@ -24,14 +24,17 @@ from torchtitan.grpo.config_checks.description import describe
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
+from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.rollout.input_check import REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.training.weights_check import check_weights
+from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.weight_sync.memory_plan import predict_memory
 
 _OUTPUT_FILE = "output.log"
 _SHOWN_OUTPUT_LINES = 20
@@ -70,11 +73,24 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
         yield from (f"warning: {warning}" for warning in report.warnings)
         if report.error is not None:
             raise ConfigError(report.error)
+        yield from _push_memory(config, model)
     if "snapshots" in model.path.parts and not any(model.path.glob("*.safetensors")):
         yield "  weights: not downloaded yet; the run will compare them with config.json"
         return
     num_tensors = check_weights(config, model)
     yield f"  weights: {num_tensors} tensors in {model.path} with the names and shapes of the model"
+
+
+def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
+    """Yields what the push of weights will hold, which is allocated when the run starts."""
+    built, adapter_of = build_without_memory(config, model)
+    shapes = {name: tuple(p.shape) for name, p in named_parameters([built])}
+    inference = config.inference
+    num_servers = inference.num_servers if inference.launch else len(named_urls(inference))
+    on_gpu = torch.cuda.is_available()
+    memory = predict_memory(config, shapes, adapter_of(str(model.path)), num_servers, on_gpu=on_gpu)
+    yield "Memory of the weight push"
+    yield from (f"  {line}" for line in memory.describe(on_gpu=on_gpu))
 
 
 def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputReport:

@@ -34,14 +34,12 @@ def make_model(tmp_path: Path) -> Callable[..., tuple[PreTrainedModel, str]]:
     def make(kind: str, **sizes: Any) -> tuple[PreTrainedModel, str]:
         torch.manual_seed(0)
         if kind == "llama":
-            config = LlamaConfig(hidden_size=48, tie_word_embeddings=False, **COMMON | sizes)
+            config = LlamaConfig(tie_word_embeddings=False, **{"hidden_size": 48} | COMMON | sizes)
             model = LlamaForCausalLM(config)
         else:
             config = Qwen3Config(
-                hidden_size=50,
-                head_dim=16,
                 tie_word_embeddings=kind == "qwen3_tied",
-                **COMMON | sizes,
+                **{"hidden_size": 50, "head_dim": 16} | COMMON | sizes,
             )
             model = Qwen3ForCausalLM(config)
         folder = tmp_path / kind

@@ -3,9 +3,12 @@
 
 """Compares the weights of a Hugging Face directory with its config.json, without loading them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn as nn
+from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -28,14 +31,26 @@ def check_weights(config: JobConfig, model: HFModel) -> int:
     Raises:
         ModelError: If a tensor is missing or has another shape.
     """
+    built, adapter_of = build_without_memory(config, model)
+    reference = config.grpo.ref_model_path
+    if config.grpo.kl_coef > 0 and reference is not None:
+        adapter = adapter_of(reference)
+        check_hf_weights(built, adapter, Path(reference), setting="grpo.ref_model_path")
+    adapter = adapter_of(str(model.path))
+    return check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
+
+
+def build_without_memory(
+    config: JobConfig, model: HFModel
+) -> tuple[nn.Module, Callable[[str], BaseStateDictAdapter]]:
+    """Returns the model on the meta device, and what makes the adapter of a directory.
+
+    Building the model changes its arguments.
+    """
     spec, args = hf_train_spec(model, config, config.training.steps), model.model_args
     args.update_from_config(config)
     with torch.device("meta"):
         built = spec.model_cls(args)
-    assert spec.state_dict_adapter is not None
-    reference = config.grpo.ref_model_path
-    if config.grpo.kl_coef > 0 and reference is not None:
-        adapter = spec.state_dict_adapter(args, reference)
-        check_hf_weights(built, adapter, Path(reference), setting="grpo.ref_model_path")
-    adapter = spec.state_dict_adapter(args, str(model.path))
-    return check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
+    adapter = spec.state_dict_adapter
+    assert adapter is not None
+    return built, lambda path: adapter(args, path)

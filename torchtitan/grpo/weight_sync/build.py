@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 
@@ -34,6 +33,7 @@ from torchtitan.grpo.weight_sync.agent import Agent, ReadSnapshot
 from torchtitan.grpo.weight_sync.gather import Gatherer, agree_on_push
 from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
+from torchtitan.grpo.weight_sync.memory_plan import memory_of, wire_dtype
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
@@ -90,13 +90,13 @@ def build_publisher(
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
     plan = agree_on_push(
-        parameters, adapter, _wire_dtype(config), sync.bucket_bytes, contiguous=on_gpu
+        parameters, adapter, wire_dtype(config), sync.bucket_bytes, contiguous=on_gpu
     )
     transport = make_transport(config, plan, device)
     max_held = _agree_on_held(sync, len(servers))
     if link is not None:  # logged before the memory is allocated
-        memory = _describe_memory(sync, plan, max_held)
-        logger.info(f"Weight sync: {plan.wire_dtype} {transport.describe()}; {memory}")
+        memory = memory_of(plan, sync, max_held, len(servers)).describe(on_gpu=on_gpu)
+        logger.info(f"Weight sync: {plan.wire_dtype} {transport.describe()}; {'; '.join(memory)}.")
     memory_slots = SnapshotSlots(plan, sync.num_slots + max_held, pinned=on_gpu)
     snapshots = Snapshots(parameters, memory_slots.shards, device)
     gatherer = Gatherer(plan, memory_slots, adapter, _patience_seconds(sync))
@@ -136,12 +136,6 @@ def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
         control_timeout_seconds=inference.control_timeout_seconds,
         idle_seconds=_IDLE_SECONDS,
     )
-
-
-def _wire_dtype(config: JobConfig) -> torch.dtype:
-    dtype = config.weight_sync.dtype
-    name = config.training.mixed_precision_param if dtype == "auto" else dtype
-    return TORCH_DTYPE_MAP[name]
 
 
 def _patience_seconds(sync: WeightSync) -> float:
@@ -250,17 +244,4 @@ def _leader_parts(
         make_client=lambda server: client_for(config.inference, server),
         listen=lambda: asyncio.create_task(channel.listen(), name="agents"),
         close=close,
-    )
-
-
-def _describe_memory(sync: WeightSync, plan: PushPlan, max_held: int) -> str:
-    gib = 1024**3
-    slot = max(layout.num_bytes for layout in plan.layouts.values())
-    return (
-        f"a version has {plan.num_bytes / gib:.3f} GiB in "
-        f"{sum(len(s.buckets) for s in plan.sources)} buckets from {len(plan.sources)} source "
-        f"rank(s). Host memory: on a source rank {sync.num_slots + max_held} slots of at most "
-        f"{slot / gib:.3f} GiB, {max_held} of them for versions that servers still receive; on a "
-        "rank that cannot reach its source's memory, as many slots of its own shards "
-        "(weight_sync.num_slots, weight_sync.max_versions)."
     )

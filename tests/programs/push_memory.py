@@ -1,0 +1,55 @@
+"""Counts the memory that snapshot slots take in a layout, and compares it with the prediction."""
+
+import ctypes
+import gc
+
+import psutil
+import torch.distributed as dist
+from build_model import build
+
+from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.weight_sync.gather import agree_on_push
+from torchtitan.grpo.weight_sync.leader import max_alive
+from torchtitan.grpo.weight_sync.memory_plan import memory_of, predict_memory, wire_dtype
+from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+
+NUM_SERVERS = 2
+
+
+def proportional_bytes() -> int:
+    """Returns this process's memory, with shared pages divided among those who map them."""
+    dist.barrier()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that would be used again does not count
+    found = psutil.Process().memory_full_info().pss
+    dist.barrier()
+    return found
+
+
+def main(arguments):
+    layout = arguments["layout"]
+    built = build(arguments["model"], seq_len=8, **layout)
+    config = built.config
+    config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
+    config.weight_sync.bucket_bytes = 8 * 1024**2
+    parameters = dict(named_parameters(built.parts))
+    sync, dtype = config.weight_sync, wire_dtype(config)
+    on_gpu = arguments["on_gpu"]
+    plan = agree_on_push(parameters, built.adapter, dtype, sync.bucket_bytes, contiguous=on_gpu)
+    shapes: dict[str, tuple[int, ...]] = {}
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {n: tuple(p.shape) for n, p in parameters.items()})
+    for held in everyone:
+        shapes |= held
+    predicted = predict_memory(config, shapes, built.adapter, NUM_SERVERS, on_gpu=on_gpu)
+    held = max_alive(sync, NUM_SERVERS)
+    before = proportional_bytes()
+    slots = SnapshotSlots(plan, sync.num_slots + held)
+    counted = proportional_bytes() - before
+    assert len(slots.shards) == predicted.num_slots
+    return {
+        "counted": counted,
+        "predicted": predicted.slots,
+        "planned": memory_of(plan, sync, held, NUM_SERVERS).slots,
+        "buckets": [predicted.largest_bucket, memory_of(plan, sync, held, 2).largest_bucket],
+    }

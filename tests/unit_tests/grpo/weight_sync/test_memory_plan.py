@@ -1,0 +1,45 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the push will hold is told before the run, and is what it then holds."""
+
+import pytest
+
+from torchtitan.grpo.weight_sync.memory_plan import PushMemory
+
+# Large enough, so that other memory of a process does not matter.
+SIZES = {"hidden_size": 288, "intermediate_size": 768, "vocab_size": 8000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "on_gpu"),
+    [
+        ("qwen3", {}, False),
+        ("llama", {"dp_shard": 2}, False),
+        ("qwen3", {"dp_replicate": 2}, False),
+        ("qwen3", {"pp": 2}, False),
+        ("llama", {"tp": 2}, False),
+        ("llama", {"tp": 2}, True),
+        ("qwen3", {"dp_shard": 2, "tp": 2}, True),
+    ],
+)
+def test_the_memory_that_was_predicted_is_counted(kind, layout, on_gpu, make_model, run_ranks):
+    _, folder = make_model(kind, **SIZES)
+    num_ranks = 1
+    for degree in layout.values():
+        num_ranks *= degree
+    results = run_ranks("push_memory", num_ranks, model=folder, layout=layout, on_gpu=on_gpu)
+    predicted = results[0]["predicted"]
+    assert sum(result["counted"] for result in results) == pytest.approx(predicted, rel=0.05)
+    assert results[0]["planned"] == pytest.approx(predicted, rel=0.05)
+    ours, planned = results[0]["buckets"]
+    assert ours == pytest.approx(planned, rel=0.05)
+
+
+def test_the_lines_name_the_places_and_the_settings():
+    memory = PushMemory(2**30, 2**30, 5, 3, 2**28, 2)
+    host = list(memory.describe(on_gpu=False))
+    assert host[1].startswith("host memory of the ranks that send: 5.00 GiB together, in 5")
+    *same, gpu = memory.describe(on_gpu=True)
+    assert same == host
+    assert gpu.startswith("GPU of a rank that sends: 512.0 MiB over NCCL, a buffer of 256.0 MiB")

@@ -1,0 +1,140 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""How much memory the push of weights will hold, told before a run starts.
+
+All of it is allocated at the start: snapshot slots in the memory of hosts, and over NCCL a buffer
+for each server on the GPUs of ranks that send.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.config import WeightSync
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.shards import Assembly, Block, Piece
+from torchtitan.grpo.weight_sync.leader import max_alive
+from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
+
+_MIB, _GIB = 1024**2, 1024**3
+# Parameters that tensor parallelism divides by columns, so that a rank's part is not contiguous.
+_BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
+
+
+@dataclass(frozen=True)
+class PushMemory:
+    """What the push holds, in bytes.
+
+    Attributes:
+        version: One version of the weights, as it is sent.
+        slot: One version in the snapshot slots of all ranks that send.
+        num_slots: Number of slots.
+        num_held: How many of them are for versions that servers still receive.
+        largest_bucket: The largest message to a server.
+        num_servers: Number of servers that are known at the start.
+    """
+
+    version: int
+    slot: int
+    num_slots: int
+    num_held: int
+    largest_bucket: int
+    num_servers: int
+
+    @property
+    def slots(self) -> int:
+        """Host memory of all slots, over all ranks that send."""
+        return self.slot * self.num_slots
+
+    def describe(self, *, on_gpu: bool) -> Iterator[str]:
+        """Yields one line for each place where memory is held.
+
+        Args:
+            on_gpu: Whether the trainer has GPUs.
+        """
+        yield f"a version of the weights has {_text(self.version)}"
+        yield (
+            f"host memory of the ranks that send: {_text(self.slots)} together, in {self.num_slots} "
+            f"snapshot slots (weight_sync.num_slots), {self.num_held} of them for versions that "
+            "servers still receive (weight_sync.max_versions)"
+        )
+        yield (
+            "host memory of a rank on another host than the rank that sends its weights: "
+            f"{self.num_slots} copies of its own shards"
+        )
+        if on_gpu:
+            buffers = self.largest_bucket * self.num_servers
+            yield (
+                f"GPU of a rank that sends: {_text(buffers)} over NCCL, a buffer of "
+                f"{_text(self.largest_bucket)} for each of {self.num_servers} servers "
+                "(weight_sync.bucket_bytes), and NCCL's own; nothing over gloo or disk"
+            )
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
+
+
+def memory_of(plan: PushPlan, sync: WeightSync, max_held: int, num_servers: int) -> PushMemory:
+    """Returns the memory of a push that has been planned by the ranks."""
+    return PushMemory(
+        version=plan.num_bytes,
+        slot=sum(layout.num_bytes for layout in plan.layouts.values()),
+        num_slots=sync.num_slots + max_held,
+        num_held=max_held,
+        largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
+        num_servers=num_servers,
+    )
+
+
+def predict_memory(
+    config: JobConfig,
+    shapes: dict[str, tuple[int, ...]],
+    adapter: BaseStateDictAdapter,
+    num_servers: int,
+    *,
+    on_gpu: bool,
+) -> PushMemory:
+    """Returns the memory that a push will need, before any rank exists.
+
+    The layout matters in one way: GPUs copy to contiguous memory only, so that parameters which
+    tensor parallelism divides by columns lie in a slot twice.
+
+    Args:
+        config: Configuration of the run.
+        shapes: Shape of each parameter, by native name.
+        adapter: State-dict adapter of the model family.
+        num_servers: Number of servers.
+        on_gpu: Whether the trainer has GPUs.
+    """
+    sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
+    assemblies = [_assembly(name, shape, degree) for name, shape in shapes.items()]
+    dtype = wire_dtype(config)
+    sources = plan_sources(assemblies, adapter, dtype, sync.bucket_bytes)
+    layouts = {s.rank: lay_out_slot(s, adapter, dtype, contiguous=on_gpu) for s in sources}
+    plan = PushPlan(ALL_PARAMETERS, sources, layouts, dtype)
+    return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
+
+
+def wire_dtype(config: JobConfig) -> torch.dtype:
+    """Resolves ``weight_sync.dtype``."""
+    dtype = config.weight_sync.dtype
+    name = config.training.mixed_precision_param if dtype == "auto" else dtype
+    return TORCH_DTYPE_MAP[name]
+
+
+def _assembly(name: str, shape: tuple[int, ...], degree: int) -> Assembly:
+    """Returns a parameter as tensor parallelism divides it; FSDP's parts are contiguous."""
+    if degree == 1 or not name.endswith(_BY_COLUMNS) or shape[-1] % degree:
+        return Assembly(name, shape, (Piece(0, Block((0,) * len(shape), shape)),))
+    width = shape[-1] // degree
+    pieces = (
+        Piece(rank, Block((*(0,) * (len(shape) - 1), rank * width), (*shape[:-1], width)))
+        for rank in range(degree)
+    )
+    return Assembly(name, shape, tuple(pieces))
