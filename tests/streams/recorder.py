@@ -102,11 +102,21 @@ class Event:
     def __init__(self, recorder: "Recorder") -> None:
         self._recorder = recorder
         self.clock, self.depends = Clock(), set[Token]()
+        self.recorded_at: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._recorder.current_stream()
         self.clock = self._recorder.clocks.tick(stream.actor, self._recorder.clocks.release())
         self.depends = set(stream.depends)
+        self.recorded_at = time.monotonic()
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Returns milliseconds; as in CUDA, both events must be complete."""
+        if self.recorded_at is None or end.recorded_at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        return 1e3 * (end.recorded_at - self.recorded_at)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._recorder.current_stream()).wait_event(self)

@@ -65,6 +65,14 @@ def test_pushes_break_no_rule_and_arrive(make_rig, recorder, num_servers: int, d
     assert recorder.problems == []
 
 
+def test_the_stall_of_the_fence_is_measured_without_a_wait(make_rig, recorder):
+    rig = make_rig()
+    assert rig.publisher.snapshots.stalled_seconds == 0, "there was no fence yet"
+    push_versions(rig)
+    assert rig.publisher.metrics()["weight_sync/fence_seconds"] > 0
+    assert recorder.problems == [], "the training thread must not be synchronised"
+
+
 def test_a_stopped_server_stalls_neither_training_nor_another_server(make_rig, recorder):
     rig = make_rig(2)
     push_versions(rig, 1)

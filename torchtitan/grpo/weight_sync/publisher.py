@@ -219,6 +219,7 @@ class WeightPublisher(Publisher):
             "failures": float(self.num_failures),
             "superseded": float(self.slots.num_superseded),
             "versions_alive": float(self._leader.num_versions if self._leader else 0),
+            "fence_seconds": self.snapshots.stalled_seconds,
             "gather_seconds": self._leader.gather_seconds if self._leader else 0.0,
             "push_seconds": max((r.push_seconds for r in reports), default=0.0),
             "pause_seconds": max((r.pause_seconds for r in reports), default=0.0),

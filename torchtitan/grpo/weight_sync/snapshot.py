@@ -16,6 +16,7 @@ step needs no fence. `slots.py` ensures that no copy writes a slot that is still
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 
@@ -92,6 +93,11 @@ class Snapshots:
         """
         self._copies.fence(timeout_seconds)
 
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the GPU stood still in the last fence that it has passed; 0 on CPU."""
+        return self._copies.stalled_seconds
+
     def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
         """Waits for the last copy into a slot and returns the slot's shards.
 
@@ -143,6 +149,8 @@ class _ThreadCopies:
     interpreter back up to 5 ms later. For that reason this is not a ``ThreadPoolExecutor``,
     whose ``submit`` takes locks that all executors of the process share.
     """
+
+    stalled_seconds = 0.0
 
     def __init__(
         self, slots: list[list[torch.Tensor]], sources: list[torch.Tensor], device: torch.device
@@ -232,6 +240,8 @@ class _StreamCopies:
         self._stream = torch.cuda.Stream(device)
         self._copied: list[torch.cuda.Event | None] = [None] * len(slots)
         self._last: torch.cuda.Event | None = None
+        self._fences: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._stalled_seconds = 0.0
 
     @torch.no_grad()
     def start(self, slot: int, announce: Callable[[], None], wake: Callable[[], None]) -> None:
@@ -249,8 +259,22 @@ class _StreamCopies:
         wake()
 
     def fence(self, timeout_seconds: float) -> None:
-        if self._last is not None:
-            torch.cuda.current_stream().wait_event(self._last)
+        if self._last is None:
+            return
+        stream = torch.cuda.current_stream()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(self._last)
+        after.record(stream)
+        self._fences.append((before, after))
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long the training stream waited in the last fence that it has passed."""
+        while self._fences and self._fences[0][1].query():
+            before, after = self._fences.popleft()
+            self._stalled_seconds = before.elapsed_time(after) / 1e3
+        return self._stalled_seconds
 
     def wait_for(self, slot: int, timeout_seconds: float) -> None:
         copied = self._copied[slot]

@@ -32,8 +32,9 @@ TIME = Section(
         ),
         Metric(
             "time/fence_seconds", "s",
-            "Part of that in which the optimizer waits for the copy of the last weights.", "near 0",
-            "The copy is slower than a step: read `weight_sync/gather_seconds`.",
+            "Part of that in which the training thread waits for the copy of the last weights. On GPUs the "
+            "thread never waits; `weight_sync/fence_seconds` has the time of the GPU.",
+            "near 0", "The copy is slower than a step: read `weight_sync/gather_seconds`.",
         ),
         Metric(
             "time/tokens_per_second", "tokens/s",
@@ -81,6 +82,12 @@ PUSH = Section(
         Metric(
             "weight_sync/versions_alive", "versions", "Versions that are kept in memory.", "1 or 2",
             "A slow server keeps versions alive; each takes the memory of the model.",
+        ),
+        Metric(
+            "weight_sync/fence_seconds", "s",
+            "Time for which the GPU of rank 0 stood still before an optimizer step, until the last weights were "
+            "copied; measured by events, and 0 on CPU.",
+            "near 0", "The copy is slower than a step: the host's memory or PCIe is busy.",
         ),
         Metric("weight_sync/gather_seconds", "s", "Time to gather the version from the ranks.", "below a step", ""),
         Metric(
