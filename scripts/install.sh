@@ -10,6 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 parse_device "$@"
 if [[ "$(made_for "$REPOSITORY/.venv")" == cuda ]]; then DEVICE=cuda; fi
 open_environment "$REPOSITORY/.venv" "${BASH_SOURCE[0]}" "$REPOSITORY/pyproject.toml"
+echo "This takes one to seven minutes."
 # An environment that these scripts did not create may already have a torch of its own, which is kept.
 if ! "$PYTHON" -m pip show -q torch 2>/dev/null; then
     if [[ "$DEVICE" == cpu ]]; then

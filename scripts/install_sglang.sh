@@ -24,6 +24,7 @@ CPU_REQUIREMENTS=(
 
 parse_device "$@"
 open_environment "$REPOSITORY/.venv-sglang" "${BASH_SOURCE[0]}" <(entry_points)
+echo "This takes two to seven minutes. Messages of pip about conflicting requirements are expected."
 if [[ "$DEVICE" == cuda ]]; then
     "$PYTHON" -m pip install -q "sglang==$SGLANG_VERSION"
 else

@@ -30,6 +30,7 @@ PYTHON
 
 parse_device "$@"
 open_environment "$REPOSITORY/.venv-vllm" "${BASH_SOURCE[0]}" <(entry_points)
+echo "This takes two to seven minutes. Messages of pip about conflicting requirements are expected."
 if [[ "$DEVICE" == cuda ]]; then
     "$PYTHON" -m pip install -q "vllm==$VLLM_VERSION"
 else

@@ -51,7 +51,7 @@ class WeightSync:
     """Pause before the trainer connects again to a server that it lost. It doubles with each failure
     in a row."""
 
-    max_retry_seconds: Annotated[float, above(0)] = 30.0
+    max_retry_seconds: Annotated[float, above(0)] = 10.0
     """Upper bound of the pause that grows from ``retry_seconds``."""
 
     disk_path: str | None = None

@@ -105,7 +105,10 @@ def wrong_server(
     if needs.is_launched:
         lines.append("The run has started it. Check inference.extra_args and inference.python.")
     else:
-        lines += ["Start in its place:", f"  {serve_command(needs.kind, url, needs.model_path)}"]
+        lines += [
+            "Stop what listens there, and start in its place:",
+            f"  {serve_command(needs.kind, url, needs.model_path)}",
+        ]
         if found is not None:
             lines.append(f'or set inference.kind = "{found}" to use the server that is there.')
     return WrongServer("\n".join(lines))
@@ -146,8 +149,8 @@ def model_problems(facts: ServerFacts, needs: ServerNeeds) -> list[str]:
         problems.append(
             f"it takes prompts and completions of at most {length} tokens together, but this run "
             f"needs {needs.num_tokens} ({needs.length_source}). Start it with --max-model-len "
-            f"{needs.num_tokens} or more (--context-length for SGLang's own command), or lower "
-            "prompts.max_prompt_tokens or rollout.max_new_tokens"
+            f"{needs.num_tokens} or more (--context-length for SGLang's own command), or set "
+            "prompts.max_prompt_tokens or rollout.max_new_tokens to less"
         )
     return problems
 

@@ -149,7 +149,9 @@ def server_specs(
             dtype=dtype,
             max_model_len=inference.max_model_len or config.seq_len,
             max_running_requests=-(-config.rollout.max_concurrent_rollouts // len(ports)),
-            python=inference.python,
+            # Absolute, like the model's directory; not resolved, because a link to an interpreter
+            # belongs to its environment.
+            python=os.path.abspath(inference.python) if inference.python else None,
             api_key=inference.api_key or environ.get(API_KEY_VARIABLE),
             admin_key=inference.admin_key or environ.get(ADMIN_KEY_VARIABLE),
             extra_args=tuple(inference.extra_args),

@@ -73,6 +73,9 @@ async def _settle(wait: Awaitable[None]) -> Exception | None:
     return None
 
 
+_NO_ANSWER = "none yet"
+
+
 @dataclass
 class _Wait:
     """The wait for one server; see :func:`wait_until_up`."""
@@ -83,7 +86,7 @@ class _Wait:
     check: Check | None
     tell: Tell | None
     kind: str
-    last: str = "none yet"
+    last: str = _NO_ANSWER
     began: float = field(default_factory=time.monotonic)
     reminders: Reminders = field(default_factory=Reminders)
 
@@ -108,7 +111,10 @@ class _Wait:
         except WrongServer:
             raise
         except (ServerError, TimeoutError) as error:
-            self.last = f"{type(error).__name__}: {error}" if str(error) else "none in time"
+            if str(error):
+                self.last = f"{type(error).__name__}: {error}"
+            elif self.last == _NO_ANSWER:
+                self.last = "none in time"
             return False
         return True
 

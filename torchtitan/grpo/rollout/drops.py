@@ -51,7 +51,11 @@ KINDS: dict[str, DropKind] = {
     "reward unusable": _kind("rewards unusable", "rewards that cannot be used"),
     "episode failed": _kind("episodes failed", "episodes that failed"),
     "request refused": _kind("requests refused", "requests that a server refused"),
-    "request unanswered": _kind("requests unanswered", "requests that a server did not answer"),
+    "request unanswered": _kind(
+        "requests unanswered (made again)",
+        "requests that a server did not answer",
+        "requests_unanswered",
+    ),
     "logprobs unusable": _kind("logprobs unusable", "answers without usable logprobs"),
     "answer unusable": _kind("answers unusable", "answers that cannot be used"),
     "answer cut": _kind("answers cut by a server", "answers cut by a server's length"),

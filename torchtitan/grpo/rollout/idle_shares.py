@@ -51,7 +51,7 @@ class IdleShares:
         """Records the state from now on.
 
         Args:
-            is_idle: Whether no completion is in flight.
+            is_idle: Whether nothing is generated: no completion is in flight, or no server is ready.
             is_held_back: Whether a server with room gets no prompt because of the staleness bound
                 or the full buffer, while the trainer is busy with an earlier batch.
         """

@@ -72,7 +72,11 @@ class GroupJudge:
             rollouts = await self._scorer.score(prompt, kept)
             scored = [rollout for rollout in rollouts if rollout.reward is not None]
             if len(scored) < self._fewest:
-                detail = self._too_few(len(scored), "got a reward that is not None")
+                detail = self._too_few(len(scored), f"of {len(rollouts)} got a reward")
+                detail += (
+                    " A function, or an environment, that gives none (None) leaves a completion out; "
+                    "to say that it failed, give 0."
+                )
                 raise Unusable("unscored", detail)
             accepted = await self._scorer.accepted(prompt, scored)
         except ScoringFailed as error:  # logged and counted by the pool

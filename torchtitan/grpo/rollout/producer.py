@@ -288,7 +288,7 @@ class Producer:
         in_flight, servers = self._dispatcher.in_flight, self._dispatcher.servers.values()
         versions = [s.version for s in servers if s.version is not None and s.is_ready()]
         self._shares.note(
-            is_idle=in_flight == 0,
+            is_idle=in_flight == 0 or not versions,
             is_held_back=not self._is_asked
             and any(self._admission.waits_for_trainer(v, in_flight) for v in versions),
         )

@@ -56,7 +56,8 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
     """Returns the configuration, the number of ranks, and the number of visible GPUs.
 
     Raises:
-        ConfigError: If a key or a value is none of the settings, or there are not enough GPUs.
+        ConfigError: If a key or a value is none of the settings, servers are not named or cannot be
+            started, or there are not enough GPUs.
     """
     config = read_config([word for word in parsed.rest if word != "--dry-run"])
     if config.job.config_file is None:
@@ -65,6 +66,9 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
     # Imported here, because torch takes seconds, and the mistakes above should be shown at once.
     import torch
 
+    from torchtitan.grpo.config_checks.servers import check_inference
+
+    check_inference(config)
     num_gpus = torch.cuda.device_count()
     if parsed.counted == "--gpus" and num_gpus == 0:
         raise ConfigError(

@@ -11,6 +11,7 @@ joined again and has confirmed the newest weights.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,6 +101,7 @@ class Lane:
         self._backoff = Backoff(sync.retry_seconds, sync.max_retry_seconds)
         self._server = versions.add_server()
         self._first_join = FirstJoin(self.url, is_initial=is_initial)
+        self._lost_at: float | None = None
 
     @property
     def version(self) -> int:
@@ -122,11 +124,12 @@ class Lane:
                     await self._check_idle()
             except _LOSSES as error:
                 # Reported first, since recovering may take as long as its timeouts allow.
-                self._lose(error)
+                pause = self._backoff.seconds_after_failure()
+                self._lose(error, pause)
                 if not isinstance(error, VersionMismatch):
                     self._first_join.fail(error)
                 await self._connection.recover()
-                await asyncio.sleep(self._backoff.seconds_after_failure())
+                await asyncio.sleep(pause)
                 self._take(LaneEvent.RETRY_DUE)
 
     def announce(self) -> None:
@@ -221,6 +224,9 @@ class Lane:
         self._first_join.succeed()
         self._server.confirmed, self.last_push = report.version, report
         self._backoff.reset()
+        if self._lost_at is not None:
+            seconds, self._lost_at = time.monotonic() - self._lost_at, None
+            logger.warning("%s has joined again, %.0f s after it was lost.", self.url, seconds)
         self._listeners.on_version(self.url, report.version)
         self._take(LaneEvent.ATTESTED)
         logger.info(
@@ -230,12 +236,17 @@ class Lane:
             1e3 * report.pause_seconds,
         )  # fmt: skip
 
-    def _lose(self, error: BaseException) -> None:
+    def _lose(self, error: BaseException, pause: float) -> None:
         reason = str(error) or type(error).__name__
+        what = f"Lost {self.url} while {self.state.value}"
+        if self._lost_at is not None:
+            what = f"{self.url} has not joined again"
+        else:
+            self._lost_at = time.monotonic()
         self.num_failures += 1
         self.is_blocked, self.last_error = False, reason
         self._server.lose()
-        logger.warning("Lost %s while %s: %s", self.url, self.state.value, reason)
+        logger.warning("%s: %s It is tried again in %g s.", what, reason, pause)
         self._listeners.on_lost(self.url, reason)
         is_mismatch = isinstance(error, VersionMismatch)
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)

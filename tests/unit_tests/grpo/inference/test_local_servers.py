@@ -238,7 +238,7 @@ def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: 
 def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path: Path) -> None:
     server = start_script(tmp_path, "echo loading; exec sleep 600")
     try:
-        with pytest.raises(TimeoutError, match=r"inference\.startup_timeout_seconds"):
+        with pytest.raises(TimeoutError, match=r"startup_timeout_seconds .*ClientConnector"):
             asyncio.run(wait(server, timeout_seconds=0.5))
     finally:
         started = time.monotonic()
@@ -300,3 +300,15 @@ def test_servers_beside_training_share_a_gpus_memory(tmp_path: Path) -> None:
     specs = server_specs(process, {}, [4321, 4322])
     assert [spec.gpus for spec in specs] == [("4", "5"), ("6", "7")]
     assert {(s.tensor_parallel_size, s.gpu_memory_utilization) for s in specs} == {(2, None)}
+
+
+def test_the_interpreter_is_found_from_another_folder_and_a_link_stays_a_link(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env/python").symlink_to(sys.executable)
+    process = make_config(tmp_path, num_servers=1)
+    process.inference.python = "env/python"
+    (spec,) = server_specs(process, {"CUDA_VISIBLE_DEVICES": ""}, [4321])
+    assert spec.python == f"{tmp_path}/env/python"

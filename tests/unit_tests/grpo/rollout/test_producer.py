@@ -807,6 +807,31 @@ def test_a_group_is_kept_with_a_checkpoint_whatever_there_is_of_its_completions(
     run_world(body, prompts=list("123456789"), max_staleness=2, segment_tokens=2)
 
 
+def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(run_world):
+    async def body(world: World) -> None:
+        (server,) = world.servers
+        world.push(server, 0)
+        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        generate = server.generate
+
+        async def wait_first(request: GenerateRequest) -> Generation:
+            await held
+            return await generate(request)
+
+        server.generate = wait_first  # pyright: ignore[reportAttributeAccessIssue]
+        waiting = asyncio.create_task(world.producer.batch(0))
+        while not world.dispatcher.in_flight:
+            await asyncio.sleep(0.01)
+        world.dispatcher.set_lost(server.url, "it was killed")
+        await asyncio.sleep(0.5)
+        held.set_result(None)
+        world.push(server, 0)
+        batch = await asyncio.wait_for(waiting, 60)
+        assert batch.metrics["rollout/idle_fraction"] > 0.3
+
+    run_world(body, prompts=list("123"), max_staleness=0)
+
+
 def test_time_without_prompts_counts_as_waiting_for_the_trainer_only_while_it_is_busy(run_world):
     """With a bound of 0, no group may start between two batches before the next weights come."""
 

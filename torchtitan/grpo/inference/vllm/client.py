@@ -37,7 +37,13 @@ from torchtitan.grpo.inference.client import (
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.model_cards import card_of, smallest
-from torchtitan.grpo.inference.vllm.examine import GENERATE_ROUTE, NO_ROOM, WRONG_LOGPROBS, examine
+from torchtitan.grpo.inference.vllm.examine import (
+    ALL_OPTIONS,
+    GENERATE_ROUTE,
+    NO_ROOM,
+    WRONG_LOGPROBS,
+    examine,
+)
 from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
 from torchtitan.grpo.inference.vllm.load import parse_metrics
 from torchtitan.grpo.types import GenerateRequest, Generation
@@ -163,6 +169,8 @@ class VLLMClient(InferenceClient):
                 await self._require_processed_logprobs([0])
             except LogprobsError:
                 found.problems.append(WRONG_LOGPROBS)
+        if found.problems:  # not each of them shows while another is missing
+            found.problems.append(ALL_OPTIONS)
         return ServerFacts(
             software=identity.software,
             release=release,

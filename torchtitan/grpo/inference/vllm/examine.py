@@ -26,6 +26,10 @@ WRONG_LOGPROBS = (
     "it was started without --logprobs-mode processed_logprobs, so that its logprobs are those "
     "before rollout.temperature"
 )
+ALL_OPTIONS = (
+    "a command of your own needs all of VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --logprobs-mode "
+    'processed_logprobs and --weight-transfer-config \'{"backend": "torchtitan_grpo"}\''
+)
 
 _OUTSIDE_VOCABULARY = 2**31 - 1
 _VOCABULARY = re.compile(r"[Vv]ocabulary size: (\d+)")

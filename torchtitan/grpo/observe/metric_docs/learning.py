@@ -84,7 +84,7 @@ MISMATCH = Section(
         Metric(
             "mismatch/kl", "nats/token",
             "k3 estimate of the divergence between the sampling-time policy and the trainer's.",
-            "synchronous: about 1e-13 in float32, at most 1e-3 in bfloat16; asynchronous: below about 0.01",
+            "synchronous: about 1e-13 in float32, at most 1e-3 in bfloat16; asynchronous: below about 0.03; the first step as if synchronous",
             "Compare dtype, `rollout.temperature`, `rollout.top_p`, `rollout.top_k` and chat template; see "
             "[debugging.md](debugging.md).",
         ),

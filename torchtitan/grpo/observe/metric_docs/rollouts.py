@@ -111,7 +111,8 @@ COUNTS = Section(
         ),
         Metric(
             "rollout/requests_unanswered", "requests",
-            "Requests that a server answered with 5xx, not in time, or not at all.", "0",
+            "Requests that a server answered with 5xx, not in time, or not at all. They are made again, and "
+            "nothing is lost.", "0",
             "Read the server's log; raise `rollout.request_timeout_seconds` if it is slow.",
         ),
         Metric(
@@ -204,7 +205,7 @@ GENERATION = Section(
         ),
         Metric(
             "rollout/idle_fraction", "fraction",
-            "Share of time in which no completion was in flight: all servers were without work.",
+            "Share of time in which nothing was generated: no completion was in flight, or no server was ready.",
             "near 0; in synchronous training the share of the training itself",
             "Raise `rollout.max_head_offpolicyness`. At a restart or a lost server, read its log.",
         ),

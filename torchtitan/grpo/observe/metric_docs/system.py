@@ -73,7 +73,8 @@ PUSH = Section(
             "rises, by `weight_sync.attest_every`", "",
         ),
         Metric(
-            "weight_sync/failures", "pushes", "Pushes that failed.", "0", "The console names the reason.",
+            "weight_sync/failures", "losses", "How often a server was lost, or could not be joined again.", "0",
+            "The console names the reason.",
         ),
         Metric(
             "weight_sync/superseded", "versions", "Versions that a newer one replaced before they were sent.",
@@ -109,7 +110,7 @@ PUSH = Section(
             "weight_sync/server{number}/lag", "versions", "Versions that it is behind the newest one.", "0 to 2",
             "Read its `push_seconds`.",
         ),
-        Metric("weight_sync/server{number}/failures", "pushes", "Failed pushes to it.", "0", "As above."),
+        Metric("weight_sync/server{number}/failures", "losses", "The same of one server.", "0", "As above."),
         Metric("weight_sync/server{number}/push_seconds", "s", "Duration of its last push.", "below a step", ""),
         Metric("weight_sync/server{number}/pause_ms", "ms", "Pause of its generation for the last push.", "as above", ""),
         Metric("weight_sync/server{number}/gb_per_second", "GB/s", "Rate of the last transfer to it.", "near the network's", ""),
