@@ -811,11 +811,11 @@ def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(ru
     async def body(world: World) -> None:
         (server,) = world.servers
         world.push(server, 0)
-        held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        held = asyncio.Event()
         generate = server.generate
 
         async def wait_first(request: GenerateRequest) -> Generation:
-            await held
+            await held.wait()
             return await generate(request)
 
         server.generate = wait_first  # pyright: ignore[reportAttributeAccessIssue]
@@ -824,7 +824,7 @@ def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(ru
             await asyncio.sleep(0.01)
         world.dispatcher.set_lost(server.url, "it was killed")
         await asyncio.sleep(0.5)
-        held.set_result(None)
+        held.set()
         world.push(server, 0)
         batch = await asyncio.wait_for(waiting, 60)
         assert batch.metrics["rollout/idle_fraction"] > 0.3
