@@ -82,6 +82,7 @@ def test_one_run_sends_to_one_server_over_nccl_and_to_another_over_gloo():
 
 
 def test_a_reason_is_given_once_for_as_long_as_it_holds(caplog):
+    caplog.set_level(logging.WARNING)
     server: Any = Server(OTHER)
     handshake = Handshake(server, "auto")
     assert [chosen(handshake) for _ in range(3)] == ["gloo"] * 3
@@ -98,6 +99,7 @@ def test_a_reason_is_given_once_for_as_long_as_it_holds(caplog):
 
 
 def test_nccl_refuses_a_server_that_differs_and_tries_one_that_keeps_silent(caplog):
+    caplog.set_level(logging.WARNING)
     server: Any = Server(OTHER)
     with pytest.raises(NcclImpossible) as refused:
         chosen(Handshake(server, "nccl"))
@@ -112,6 +114,8 @@ def test_nccl_refuses_a_server_that_differs_and_tries_one_that_keeps_silent(capl
 
 
 def test_host_asks_neither_side(caplog):
+    caplog.set_level(logging.WARNING)
+
     class Silent:
         url = "http://a"
 
