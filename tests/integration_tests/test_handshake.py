@@ -114,6 +114,7 @@ def test_the_server_tells_what_it_claims(url):
 def test_auto_sends_from_host_memory_with_one_warning_however_often_the_server_joins(
     url, claim, tmp_path, caplog
 ):
+    caplog.set_level(logging.WARNING)
     with training(url, tmp_path, "auto") as run:
         run.publish()
         run.assert_serves_newest(url)
