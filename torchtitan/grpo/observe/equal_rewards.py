@@ -110,7 +110,8 @@ def likely_causes(
     ranked = [
         (3.0 if is_chat and is_constant else 1.5, messages),
         (2.0 if is_constant else 0.5, constant),
-        (4.0 if cut >= _OFTEN_CUT else 0.1, limit),
+        # A completion without its end seldom earns the same as all others, unless that is nothing.
+        ((1.0 if is_constant and lowest > 0 else 4.0) if cut >= _OFTEN_CUT else 0.1, limit),
         (0.2 if is_constant and lowest not in (0.0, 1.0) else 1.8, task),
     ]
     if is_chat is False:

@@ -97,6 +97,7 @@ def test_single_samples_are_compared_over_the_batch():
         ([step(mean=-0.2)] * 5, True, "lists of messages, not strings"),
         ([step(mean=-0.2)] * 5, False, "may not depend on the completion"),
         ([step(cut=0.99)] * 5, None, "rollout.max_new_tokens"),
+        ([step(mean=1.0, cut=0.99)] * 5, False, "may not depend on the completion"),
         ([step(mean=0.9 + i / 100, std=0.1) for i in range(5)], False, "too easy or too hard"),
     ],
 )
