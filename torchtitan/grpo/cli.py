@@ -28,6 +28,8 @@ usage: torchtitan-grpo COMMAND ...
       run the other kinds.
   verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
       Check that a server serves the weights that a run exported.
+  check-gpu [--only NAME] [--list] [--device cpu]
+      Measure on this machine's GPU what tests without one cannot tell (20 minutes).
   versions
       Print the versions of this package and of those that a run depends on.
 
@@ -114,6 +116,13 @@ def verify(arguments: list[str]) -> int:
     return verify_main(arguments)
 
 
+def check_gpu(arguments: list[str]) -> int:
+    """Measures what only a GPU can tell about the weight push and the training step."""
+    from torchtitan.grpo.check_gpu.command import main as check_main
+
+    return check_main(arguments)
+
+
 def versions(arguments: list[str]) -> int:
     """Prints a line for each package that matters."""
     print(f"python {platform.python_version()}")
@@ -142,6 +151,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check-config": check_config,
     "serve": serve,
     "verify": verify,
+    "check-gpu": check_gpu,
     "versions": versions,
 }
 

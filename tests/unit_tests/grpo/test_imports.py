@@ -31,6 +31,7 @@ FLOORS = (
     {"checkpoint", "config_manager", "controller", "verify", "start"},
     {"dry_run", "known_failures"},
     {"entry"},
+    {"check_gpu"},
     {"cli"},
     {"grpo_train"},
 )
