@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from torchtitan.grpo.check_gpu.parts import Stopwatch, join_alone, make_pushed
+from torchtitan.grpo.check_gpu.parts import Pushed, Stopwatch, join_alone, make_pushed
 from torchtitan.grpo.check_gpu.row import Row, Settings
 
 _ROUNDS = 20
@@ -29,10 +29,13 @@ def run(settings: Settings) -> Iterator[Row]:
     """Yields one row for each size."""
     device = torch.device(settings.device)
     join_alone()
+    kept: list[Pushed] = []  # pinned memory must not be freed, and its addresses not be used again
     for name, size in (_SIZES if settings.on_gpu else _SMALL_SIZES).items():
         torch.manual_seed(0)
         shapes = _shapes(*size)
-        yield _measure(name, {n: torch.randn(s, device=device) for n, s in shapes.items()}, device)
+        parameters = {n: torch.randn(s, device=device) for n, s in shapes.items()}
+        kept.append(make_pushed(parameters, device, num_slots=2))
+        yield _measure(name, parameters, kept[-1], device)
 
 
 def _shapes(
@@ -49,9 +52,10 @@ def _shapes(
     return shapes | {"tok_embeddings": (vocab, dim), "norm": (dim,)}
 
 
-def _measure(name: str, parameters: Mapping[str, torch.Tensor], device: torch.device) -> Row:
+def _measure(
+    name: str, parameters: Mapping[str, torch.Tensor], pushed: Pushed, device: torch.device
+) -> Row:
     on_gpu = device.type == "cuda"
-    pushed = make_pushed(parameters, device, num_slots=2)
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
