@@ -37,8 +37,11 @@ def run(settings: Settings) -> Iterator[Row]:
             differing += _differing_bytes(pushed, bases, version - 1)
     differing += _differing_bytes(pushed, bases, rounds - 1)
     pushed.snapshots.close()
-    figures = {"snapshots": rounds, "snapshot_bytes": pushed.plan.num_bytes}
-    figures["differing_bytes"] = differing
+    figures = {
+        "snapshots": float(rounds),
+        "snapshot_bytes": float(pushed.plan.num_bytes),
+        "differing_bytes": float(differing),
+    }
     yield judged("snapshots under stress", differing == 0, "no byte differs", figures)
 
 

@@ -29,6 +29,8 @@ _SERVER_MODULE = "torchtitan.grpo.inference.embedded"
 _STOPPED_SECONDS = 10.0
 _PATIENCE_SECONDS = 150.0
 _END_SECONDS = 60.0
+_STOPPED_STATUS = 128 + signal.SIGTERM
+"""Exit status of a run that was asked to stop, and ended in order."""
 _SETTLED_STEP, _STEPS_AFTER = 20, 10
 _PART, _SECONDS = 1.1, 0.02
 _ARGUMENTS = (
@@ -172,7 +174,8 @@ def _kill(short: ShortRun) -> Row:
     if status is not None:
         figures["exit_status"] = float(status)
     case = "a server is killed, and the run is stopped"
-    row = judged(case, status == 0, "more steps, and exit status 0", figures)
-    if status != 0:
+    is_ended = status == _STOPPED_STATUS
+    row = judged(case, is_ended, f"more steps, and exit status {_STOPPED_STATUS}", figures)
+    if not is_ended:
         return Row(row.case, row.status, figures, row.bound, f"{row.reason}\n{short.tail()}")
     return row

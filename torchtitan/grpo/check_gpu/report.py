@@ -23,6 +23,7 @@ _QUERY_SECONDS = 30
 def machine() -> dict[str, Any]:
     """Returns versions of torch, CUDA, NCCL and driver, the names of the GPUs, and the commit."""
     import torch
+from torch.cuda import nccl
 
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -37,7 +38,7 @@ def machine() -> dict[str, Any]:
         count = torch.cuda.device_count()
         facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(count)]
         with contextlib.suppress(AttributeError, RuntimeError):  # a build without NCCL
-            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            facts["nccl"] = ".".join(map(str, nccl.version()))
     return facts
 
 
