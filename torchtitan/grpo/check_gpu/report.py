@@ -23,7 +23,7 @@ _QUERY_SECONDS = 30
 def machine() -> dict[str, Any]:
     """Returns versions of torch, CUDA, NCCL and driver, the names of the GPUs, and the commit."""
     import torch
-from torch.cuda import nccl
+    from torch.cuda import nccl
 
     facts: dict[str, Any] = {
         "python": platform.python_version(),
