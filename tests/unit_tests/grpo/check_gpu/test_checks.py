@@ -43,7 +43,7 @@ def test_logprobs_are_compared_with_float64():
     assert row.figures["hidden_gradient_error"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long  # lost servers in whole runs are the subject of other tests
 def test_a_real_run_survives_its_servers():
     stopped, killed = rows_of("end-to-end")
     assert stopped.figures["steps"] > 0
