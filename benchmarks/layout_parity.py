@@ -75,6 +75,7 @@ class Layout:
             "compile": "compile.enable",
             "ep": "parallelism.expert_parallel_degree",
             "etp": "parallelism.expert_tensor_parallel_degree",
+            "precision": "training.mixed_precision_param",
             "minibatches": "grpo.num_minibatches",
             "epochs": "grpo.num_epochs",
             "kl_in": "grpo.kl_in",
@@ -89,6 +90,7 @@ class Layout:
 
 
 ONE = "one process, 4 updates a batch"
+MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -125,6 +127,9 @@ LAYOUTS = [
     ),
     Layout("HSDP 2x2, TP x2", 8, {"replicate": 2, "shard": 2, "tp": 2}),
     Layout("FSDP2 x2, CP x2, TP x2", 8, {"shard": 2, "cp": 2, "tp": 2}),
+    Layout(MIXED, 2, {"pp": 2, "schedule": "Interleaved1F1B", "precision": "bfloat16"}, False, MIXED),
+    Layout("PP x2, ZBVZeroBubble, bfloat16", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "precision": "bfloat16"}, False, MIXED),
+    Layout("PP x2, ZBVZeroBubble, op AC", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "selective"}),
     Layout(ONE, 1, UPDATES, False, ONE),
     Layout("TP x2, 4 updates a batch", 2, {"tp": 2} | UPDATES, False, ONE),
     Layout("CP x2, 4 updates a batch", 2, {"cp": 2} | UPDATES, False, ONE),
@@ -167,6 +172,7 @@ MOE_LAYOUTS = [
 # By default a model is also run under these layouts, so that each kind of layout is there once.
 ALSO_BY_DEFAULT = {
     "llama3": (
+        MIXED, "PP x2, ZBVZeroBubble, bfloat16",
         "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
         "PP x2, Interleaved1F1B", "PP x4, InterleavedZeroBubble", "replicate x2, TP x2",
         "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch",

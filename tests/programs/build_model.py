@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.pipelining import PipelineStage
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import BaseStateDictAdapter
@@ -27,7 +28,12 @@ class Built:
     dims: ParallelDims
 
 
-def build(
+def build(*arguments: Any, **settings: Any) -> Built:
+    """Returns a loaded model; the arguments are those of :func:`build_stages`."""
+    return build_stages(*arguments, **settings)[0]
+
+
+def build_stages(
     model: str,
     seq_len: int,
     schedule: str = "1F1B",
@@ -35,15 +41,21 @@ def build(
     compiled: bool = False,
     local_batch_size: int = 4,
     precision: str = "float32",
+    keeps_logits: bool = True,
     **degrees: int,
-) -> Built:
-    """Returns a loaded model; ``degrees`` are those of ParallelDims, with 1 as the default."""
+) -> tuple[Built, list[PipelineStage]]:
+    """Returns a loaded model and the stages of a pipeline.
+
+    ``degrees`` are those of ParallelDims, with 1 as the default.
+    """
     config = JobConfig()
     config.model.hf_assets_path = model
     config.training.seq_len = seq_len
     config.training.local_batch_size = local_batch_size
     config.training.mixed_precision_param = precision
-    config.activation_checkpoint.mode = ac
+    config.activation_checkpoint.mode = ac.partition(" ")[0]
+    config.activation_checkpoint.selective_ac_option = ac.partition(" ")[2] or "2"
+    config.grpo.logprob_keep_logits = keeps_logits
     config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
@@ -60,8 +72,9 @@ def build(
         whole = spec.model_cls(model_args)
     cpu = torch.device("cpu")
     if dims.pp_enabled:
-        parts = split_model(whole, dims, config, cpu)[1]
+        stages, parts = split_model(whole, dims, config, cpu)
     else:
+        stages: list[PipelineStage] = []
         parts = [parallelize(whole, dims, config)]
     if getattr(model_args, "enable_weight_tying", False):
         # Before weights are initialized, where upstream ties once more: two parameters would
@@ -74,4 +87,4 @@ def build(
     assert spec.state_dict_adapter is not None
     adapter = spec.state_dict_adapter(model_args, model)
     load_hf_weights(parts, adapter, model)
-    return Built(config, hf_model, adapter, parts, dims)
+    return Built(config, hf_model, adapter, parts, dims), stages

@@ -198,6 +198,12 @@ class GRPO:
     schedule whose last stage holds several microbatches at once (GPipe,
     InterleavedZeroBubble)."""
 
+    max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
+    """Memory, in GiB on each rank, that a zero-bubble schedule may use to keep the inputs and output
+    gradients of linear layers whose weight gradients it computes later. Beyond it the oldest weight
+    gradients are computed at once: gradients stay the same, but less idle time is filled. Other
+    schedules keep nothing."""
+
     async_weight_update: bool = True
     """Push weights to the servers on a background thread while the next step runs. False makes the
     trainer wait for each push between two steps."""

@@ -156,19 +156,9 @@ def _refused_features(config: JobConfig, schedule: Schedule) -> Iterator[str]:
     if "compile" in schedule.refuses and _compiles_model(config):
         yield (
             f"compile.enable cannot be used with parallelism.pipeline_parallel_schedule = "
-            f"{schedule.name!r}: the schedule runs the backward pass in two halves, for inputs "
-            "and for weights, and the backward pass of a compiled block cannot be split. Use "
+            f"{schedule.name!r}: the schedule computes the weight gradients of linear layers later "
+            "than those of their inputs, and the layers of a compiled block cannot do so. Use "
             f"{' or '.join(schedules_with('compile'))}."
-        )
-    checkpoint = config.activation_checkpoint
-    by_operator = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
-    if "operator_checkpoints" in schedule.refuses and by_operator:
-        yield (
-            "activation_checkpoint.selective_ac_option = 'op' cannot be used with parallelism."
-            f"pipeline_parallel_schedule = {schedule.name!r}: the schedule runs the backward pass "
-            "in two halves, for inputs and for weights, and such a checkpoint allows one. Use "
-            "activation_checkpoint.mode = 'none', or the schedule "
-            f"{' or '.join(schedules_with('operator_checkpoints'))}."
         )
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 _TORCH = "torch.distributed.pipelining.schedules"
 
-Feature = Literal["compile", "operator_checkpoints"]
+Feature = Literal["compile"]
 """A setting that a schedule may refuse: ``compile.enable`` with the model among
-``compile.components``, or selective activation checkpoints by operator."""
+``compile.components``."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Schedule:
         return getattr(importlib.import_module(module), name)
 
 
-# One backward pass of a checkpointed or compiled block cannot be run in two halves.
-_REFUSED_BY_SPLIT_BACKWARD: tuple[Feature, ...] = ("compile", "operator_checkpoints")
+# The layers of a compiled block cannot hand their weight gradients over (`deferred_linear.py`).
+_REFUSED_BY_SPLIT_BACKWARD: tuple[Feature, ...] = ("compile",)
 
 _ROWS = (
     Schedule(

@@ -6,12 +6,15 @@
 import torch
 import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage
-from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
+from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 # Upstream derives the placement of stages from the name of a schedule of torch's. A schedule
 # that torch does not have is placed like the one here that has the same placement.
@@ -33,6 +36,20 @@ def split_model(
     modules = stage_modules(config.parallelism, num_layers)
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
     stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
+    store = _store_of(config)
     for stage, part in zip(stages, parts, strict=True):
+        if store is not None:
+            # Before checkpoints and shards are laid around the layers.
+            defer_linears(part, store)
         stage.submod = parallelize(part, dims, config)
+    if store is not None:
+        stages = [DeferredStage(stage, store) for stage in stages]
     return stages, parts
+
+
+def _store_of(config: JobConfig) -> WeightGradients | None:
+    """Returns a store of weight gradients if the schedule computes them later."""
+    if not schedule_of(config.parallelism).is_zero_bubble:
+        return None
+    bound = config.grpo.max_pending_weight_grads_gib
+    return WeightGradients(None if bound < 0 else int(bound * 2**30))

@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.config import JobConfig
 
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
 from torchtitan.grpo.pipeline.stages import stage_ranks
 from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
@@ -94,6 +95,9 @@ class PipelineRunner(ModelRunner):
             inputs = self.forwards.input_of(part)
             named: dict[str, Any] = {**model_inputs(part)}
             self.schedule.step(*inputs, target=targets, return_outputs=False, **named)
+            for stage in _stages_of(self.schedule):
+                if isinstance(stage, DeferredStage):
+                    stage.store.check_empty()
             begin = end
         self.stage_loss.loss = None
 

@@ -120,15 +120,6 @@ def configured(*settings: str) -> JobConfig:
             [*ZERO_BUBBLE, "compile.enable=true"],
             ["compile.enable", "parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
         ),
-        (
-            2,
-            [
-                *ZERO_BUBBLE,
-                "activation_checkpoint.mode=selective",
-                "activation_checkpoint.selective_ac_option=op",
-            ],
-            ["activation_checkpoint.selective_ac_option", "pipeline_parallel_schedule"],
-        ),
     ],
 )  # fmt: skip
 def test_a_layout_that_cannot_work_is_refused_by_its_keys(num_ranks, settings, keys, monkeypatch):

@@ -131,8 +131,7 @@ def test_an_unknown_schedule_is_refused_with_the_names_there_are():
         schedule_named("DualPipe")
 
 
-@pytest.mark.parametrize("feature", ["compile", "operator_checkpoints"])
-def test_a_split_backward_pass_refuses_compile_and_checkpoints_by_operator(feature):
-    able = schedules_with(feature)
+def test_a_split_backward_pass_refuses_compile():
+    able = schedules_with("compile")
     assert able == [row.name for row in SCHEDULES.values() if not row.is_zero_bubble]
     assert "1F1B" in able and "ZBVZeroBubble" not in able

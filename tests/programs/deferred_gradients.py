@@ -1,0 +1,88 @@
+"""Gradients of a pipeline under several schedules, compared with those of the first case."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from build_model import build_stages
+from sharded_model import rows_of
+from torch.distributed.tensor import DTensor
+from torchtitan.models.qwen3.model.model import TransformerBlock
+
+from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
+from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+
+
+def gathered(parts) -> dict[str, torch.Tensor]:
+    mine = {}
+    for name, parameter in named_parameters(parts):
+        assert parameter.grad is not None, name
+        grad = parameter.grad
+        mine[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return {name: grad for of_rank in everyones for name, grad in of_rank.items()}
+
+
+def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    case = dict(case)
+    torch_split, bound = case.pop("torch_split", False), case.pop("bound", None)
+    # InterleavedZeroBubble keeps no logits, and logits that are computed again round differently.
+    case["keeps_logits"] = False
+    built, stages = build_stages(arguments["model"], arguments["seq_len"], **case)
+    store = None
+    for stage in stages:
+        if isinstance(stage, DeferredStage):
+            store = stage.store
+            store.max_pending_bytes = bound
+    if torch_split:
+        for stage in stages:
+            stage.dw_builder = None
+            stage.store = WeightGradients()
+            stage.forward_maybe_with_nosync = partial(
+                super(DeferredStage, stage).forward_maybe_with_nosync
+            )
+            stage.backward_maybe_with_nosync = partial(
+                super(DeferredStage, stage).backward_maybe_with_nosync
+            )
+    loss = StageLoss()
+    runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+    rows = rows_of(arguments)
+    calls = [0]
+    blocks = [m for part in built.parts for m in part.modules() if isinstance(m, TransformerBlock)]
+    for block in blocks:
+        block.attention.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+
+    def weighted(output, part):
+        return (output[..., 0] * rows.select(part).loss_mask).sum()
+
+    for _ in range(2):  # the first step also infers shapes
+        for part in built.parts:
+            part.zero_grad()
+        calls[0] = 0
+        runner.forward_backward(rows, weighted)
+    return gathered(built.parts), {
+        "forwards": calls[0] / len(blocks) / rows.num_rows,
+        "peak_bytes": store.peak_bytes if store else 0,
+        "pending_bytes": store.pending_bytes if store else 0,
+    }
+
+
+def main(arguments):
+    expected: dict[str, torch.Tensor] = {}
+    results = []
+    for case in arguments["cases"]:
+        found, figures = run(arguments, case)
+        expected = expected or found
+        assert found.keys() == expected.keys()
+        different = [name for name, grad in found.items() if not torch.equal(grad, expected[name])]
+        distance = max(
+            float((grad - expected[name]).norm() / expected[name].norm())
+            for name, grad in found.items()
+        )
+        results.append({"different": different, "distance": distance, **figures})
+    return {"results": results}

@@ -1,0 +1,74 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Zero-bubble schedules compute the gradients of Interleaved1F1B, to the bit."""
+
+import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.pipelining import PipelineStage
+
+SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
+PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}
+ZBV = {"pp": 2, "schedule": "ZBVZeroBubble"}
+IZB = {"pp": 2, "schedule": "InterleavedZeroBubble"}
+
+
+@pytest.fixture
+def compared(make_model, run_ranks):
+    """Runs cases on two or more ranks and returns the figures of each, from rank 0."""
+
+    def compare(num_ranks, *cases):
+        _, folder = make_model("qwen3", num_hidden_layers=4, intermediate_size=78)
+        (result, *_) = run_ranks(
+            "deferred_gradients", num_ranks, model=folder, seq_len=12, sequences=SEQUENCES,
+            rows=[[0], [1], [2], [3]], cases=cases,
+        )  # fmt: skip
+        return result["results"]
+
+    return compare
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("none", 1), ("full", 2), ("selective op", 2)])
+def test_gradients_are_equal_and_a_checkpointed_block_runs_twice(compared, mode, forwards):
+    results = compared(2, *({**case, "ac": mode} for case in (PLAIN, ZBV, IZB)))
+    for result in results:
+        assert result["different"] == []
+        assert result["forwards"] == forwards
+        assert result["pending_bytes"] == 0
+
+
+def test_pending_bytes_are_bounded_and_the_gradients_stay(compared):
+    _, free, bounded, none = compared(2, PLAIN, ZBV, {**ZBV, "bound": 20_000}, {**ZBV, "bound": 0})
+    assert free["peak_bytes"] > 20_000 >= bounded["peak_bytes"] > none["peak_bytes"] == 0
+    assert bounded["different"] == none["different"] == []
+
+
+def test_mixed_precision_adds_microbatches_up_in_the_dtype_of_the_reduction(compared):
+    cases = [{**case, "precision": "bfloat16"} for case in (PLAIN, ZBV, IZB)]
+    cases += [{**cases[1], "bound": 20_000}, {**cases[1], "torch_split": True}]
+    _, zbv, izb, bounded, by_torch = compared(2, *cases)
+    assert zbv["different"] == izb["different"] == bounded["different"] == []
+    assert by_torch["distance"] > 1e-4
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "precision": "bfloat16"}, {"tp": 2}])
+def test_sharded_stages_have_equal_gradients(compared, layout):
+    for result in compared(4, *({**case, **layout, "ac": "full"} for case in (PLAIN, ZBV))):
+        assert result["different"] == []
+        assert result["forwards"] == 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (PipelineStage, "forward_one_chunk"),
+        (PipelineStage, "backward_one_chunk"),
+        (PipelineStage, "forward_maybe_with_nosync"),
+        (PipelineStage, "backward_maybe_with_nosync"),
+        (PipelineStage, "perform_reduce_grad"),
+        (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+        (FSDPParam, "to_accumulated_grad_if_needed"),
+    ],
+)
+def test_torch_has_the_private_name_that_the_deferred_stage_uses(owner, name):
+    assert callable(getattr(owner, name))

@@ -1,0 +1,79 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Linear layers whose weight gradient can be computed later than their input's gradient.
+
+The backward pass of such a layer computes the gradient of the input at once and hands the input
+and the gradient of the output to a store (`pipeline/weight_grads.py`), which multiplies them when
+the pipeline's schedule asks for it. Backward remains one ordinary pass over the graph, so that
+activation checkpoints recompute each block once.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+
+
+class DeferredLinear(nn.Linear):
+    """An ``nn.Linear`` that shares the parameters of another and may defer its weight's gradient.
+
+    While the store does not catch gradients, this is an ordinary linear layer. The gradient of a
+    bias is a cheap sum and is never deferred.
+
+    Args:
+        linear: The layer whose parameters are shared.
+        store: Store of the pipeline's deferred gradients.
+    """
+
+    def __init__(self, linear: nn.Linear, store: "WeightGradients") -> None:
+        super().__init__(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
+        )
+        self.weight, self.bias = linear.weight, linear.bias
+        self.store = store
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
+        if not (is_trained and self.store.is_catching):
+            return super().forward(input)
+        caught: list[torch.Tensor] = []
+        tapped = _Tap.apply(input, self.weight, caught, self.store)
+        # The product itself is torch's own. Inside a function of ours, a checkpoint that is
+        # recomputed could not stop before the last product of its block.
+        output = F.linear(tapped, self.weight.detach(), self.bias)  # pyright: ignore[reportArgumentType]
+        output.register_hook(caught.append)
+        return output
+
+
+class _Tap(torch.autograd.Function):
+    """Passes a layer's input on; its backward hands the factors of the weight's gradient over."""
+
+    @staticmethod
+    def forward(ctx, input, weight, caught, store):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(input)
+        # A parameter that a checkpoint saved comes back as a detached stand-in, whose gradient
+        # nobody reads. The parameter is therefore not among the saved tensors.
+        ctx.weight, ctx.caught, ctx.store = weight, caught, store
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (input,) = ctx.saved_tensors
+        ctx.store.put(ctx.weight, input, ctx.caught.pop())
+        return grad, None, None, None
+
+
+def defer_linears(model: nn.Module, store: "WeightGradients") -> None:
+    """Replaces every layer of a model that is exactly an ``nn.Linear``, in place.
+
+    Subclasses, such as the output layer, compute in another way and stay as they are.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, DeferredLinear(child, store))

@@ -1,0 +1,98 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A pipeline stage that computes the weight gradients of its linear layers in the W action.
+
+Torch's own split of the backward pass traverses the graph once for the inputs and once more for
+each group of parameters. It recomputes checkpointed blocks every time, and under FSDP2 it adds the
+gradients of microbatches up in the dtype of the parameters instead of that of the reduction.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+
+
+class DeferredStage(PipelineStage):
+    """Defers weight gradients in forward and backward passes of microbatches only.
+
+    A schedule's first step also runs passes that infer shapes. They happen outside of the methods
+    that switch the store on, so that they leave nothing in it.
+
+    Args:
+        stage: The stage that this one replaces.
+        store: Store of this rank's deferred gradients, which the linear layers of the stage use.
+    """
+
+    def __init__(self, stage: PipelineStage, store: WeightGradients) -> None:
+        super().__init__(
+            stage.submod,
+            stage.stage_index,
+            stage.num_stages,
+            stage.device,
+            group=stage.group,
+            dw_builder=lambda: self._weight_gradients_of(self._microbatch),
+        )
+        self.store = store
+        self._microbatch = -1
+        self._fsdp_params: dict[torch.Tensor, Any] | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._microbatch = bwd_chunk_id
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with self.store.catching((self.stage_index, self._microbatch), self._add_gradient):
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with self.store.catching((self.stage_index, self._microbatch), self._add_gradient):
+            return super().backward_maybe_with_nosync(*args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        for microbatch in range(self.chunks or 0):
+            assert not self.store.waits((self.stage_index, microbatch)), (
+                f"Gradients of stage {self.stage_index} are reduced before those of microbatch "
+                f"{microbatch} are complete."
+            )
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def _weight_gradients_of(self, microbatch: int) -> Any:
+        return lambda: self.store.run((self.stage_index, microbatch))
+
+    def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Adds a gradient as autograd and, after it, FSDP2 would have done."""
+        if weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad += gradient
+        if self._fsdp_params is None:
+            self._fsdp_params = fsdp_params_of(self.submod)
+        if weight in self._fsdp_params:
+            # FSDP2 adds microbatches up in the dtype of the reduction, but only in the hooks of a
+            # backward pass, which has ended by now.
+            self._fsdp_params[weight].accumulate_unsharded_grad_if_needed()
+            self._fsdp_params[weight].to_accumulated_grad_if_needed()
+
+
+def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:
+    """Returns FSDP2's own objects of a module's parameters, by the gathered parameters.
+
+    It must be called after a forward pass, which creates the gathered parameters.
+    """
+    return {
+        param._unsharded_param: param
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+        for param in group.fsdp_params
+    }

@@ -1,0 +1,135 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Keeps what backward passes need to compute weight gradients later.
+
+Zero-bubble schedules run the backward pass of a stage in two actions, I and W. Here, I is one
+whole backward pass, in which linear layers put their input and the gradient of their output into
+the store. W takes them out and multiplies them. The store keeps these invariants:
+
+- After each ``put``, the tensors held take at most ``max_pending_bytes``. The oldest products are
+  computed at once until they do, and the W action to which they belong finds less to do.
+- Products of one parameter are added to its gradient in the order in which they came.
+- The store is empty after each step of the schedule.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+Key = tuple[int, int]
+"""Stage and microbatch of a backward pass."""
+
+AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
+"""Adds a gradient, the second argument, to that of a parameter, the first."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The factors of one weight's gradient.
+
+    Attributes:
+        weight: [out, in], the parameter.
+        input: [..., in], the layer's input.
+        output_grad: [..., out], the gradient of the layer's output.
+        add: Adds the product to the parameter's gradient.
+    """
+
+    weight: torch.Tensor
+    input: torch.Tensor
+    output_grad: torch.Tensor
+    add: AddGradient
+
+    def run(self) -> None:
+        # The operands and their order are autograd's, so that the result has the same bits.
+        output_grad = self.output_grad.flatten(0, -2)
+        self.add(self.weight, output_grad.t().mm(self.input.flatten(0, -2)))
+
+
+class WeightGradients:
+    """The products that wait, of all stages of a rank.
+
+    The store belongs to no thread: on a GPU, backward passes run in a thread of the device.
+
+    Args:
+        max_pending_bytes: Bound of the memory that waiting products may hold. None sets no bound.
+    """
+
+    def __init__(self, max_pending_bytes: int | None = None) -> None:
+        self.max_pending_bytes = max_pending_bytes
+        self.pending_bytes = self.peak_bytes = 0
+        self._catching: tuple[Key, AddGradient] | None = None
+        self._pending: dict[Key, deque[_Product]] = {}
+        self._holders: dict[int, int] = {}
+
+    @property
+    def is_catching(self) -> bool:
+        """Whether linear layers shall put their factors here."""
+        return self._catching is not None
+
+    @contextmanager
+    def catching(self, key: Key, add: AddGradient) -> Iterator[None]:
+        """Makes forward and backward passes inside the context use the store.
+
+        A checkpoint recomputes its block in the backward pass, which must therefore run in such a
+        context as well.
+        """
+        assert self._catching is None, "A pass of a stage began inside that of another one."
+        self._catching = key, add
+        try:
+            yield
+        finally:
+            self._catching = None
+
+    def put(self, weight: torch.Tensor, input: torch.Tensor, output_grad: torch.Tensor) -> None:
+        """Keeps the factors of a weight's gradient; called in the backward pass."""
+        assert self._catching is not None, "A deferred backward pass ran outside of its context."
+        key, add = self._catching
+        product = _Product(weight, input.detach(), output_grad.detach(), add)
+        self._pending.setdefault(key, deque()).append(product)
+        self._count(product, 1)
+        bound = self.max_pending_bytes
+        while bound is not None and self.pending_bytes > bound:
+            self._run_first(next(iter(self._pending)))
+        self.peak_bytes = max(self.peak_bytes, self.pending_bytes)
+
+    def run(self, key: Key) -> None:
+        """Computes the weight gradients of a stage and microbatch that still wait."""
+        while key in self._pending:
+            self._run_first(key)
+
+    def waits(self, key: Key) -> bool:
+        """Returns whether weight gradients of a stage and microbatch have yet to be computed."""
+        return key in self._pending
+
+    def check_empty(self) -> None:
+        """Asserts that nothing waits. Gradients that wait at the end of a step would be lost."""
+        assert not self._pending, f"Weight gradients of {list(self._pending)} were not computed."
+        assert self.pending_bytes == 0, f"{self.pending_bytes} bytes are still counted as pending."
+
+    @torch.no_grad()
+    def _run_first(self, key: Key) -> None:
+        products = self._pending[key]
+        product = products.popleft()
+        if not products:
+            del self._pending[key]
+        product.run()
+        self._count(product, -1)
+
+    def _count(self, product: _Product, change: int) -> None:
+        """Counts memory that several products share, such as the input of q, k and v, once."""
+        for tensor in (product.input, product.output_grad):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            before = self._holders.get(storage._cdata, 0)
+            after = before + change
+            if before == 0 or after == 0:
+                self.pending_bytes += change * storage.nbytes()
+            if after:
+                self._holders[storage._cdata] = after
+            else:
+                del self._holders[storage._cdata]
