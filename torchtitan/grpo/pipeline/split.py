@@ -37,14 +37,16 @@ def split_model(
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
     stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
     store = _store_of(config)
+    built: list[PipelineStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if store is not None:
             # Before checkpoints and shards are laid around the layers.
             defer_linears(part, store)
         stage.submod = parallelize(part, dims, config)
-    if store is not None:
-        stages = [DeferredStage(stage, store) for stage in stages]
-    return stages, parts
+        if store is not None:
+            stage = DeferredStage(stage, store)
+        built.append(stage)
+    return built, parts
 
 
 def _store_of(config: JobConfig) -> WeightGradients | None:
