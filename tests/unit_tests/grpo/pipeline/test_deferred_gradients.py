@@ -4,6 +4,7 @@
 """Zero-bubble schedules compute the gradients of Interleaved1F1B, to the bit."""
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import PipelineStage
 
@@ -66,6 +67,7 @@ def test_sharded_stages_have_equal_gradients(compared, layout):
         (PipelineStage, "forward_maybe_with_nosync"),
         (PipelineStage, "backward_maybe_with_nosync"),
         (PipelineStage, "perform_reduce_grad"),
+        (FSDPModule, "_get_fsdp_state"),
         (FSDPParam, "accumulate_unsharded_grad_if_needed"),
         (FSDPParam, "to_accumulated_grad_if_needed"),
     ],
