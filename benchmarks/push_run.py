@@ -32,7 +32,6 @@ from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.entry import leave
 from torchtitan.grpo.inference.embedded.weights import tensor_sha256
-from torchtitan.grpo.models.collect import agree_on_assembly
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
@@ -40,8 +39,10 @@ from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher
-from torchtitan.grpo.weight_sync.plan import source_of
+from torchtitan.grpo.weight_sync.gather import agree_on_push
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
+from torchtitan.grpo.weight_sync.slot_layout import PushPlan
+from torchtitan.grpo.weight_sync.sources import families_of
 from torchtitan.grpo_train import GRPOTrainer
 
 PUSH_SECONDS = 120.0
@@ -69,13 +70,35 @@ class Layout:
         self.url = str(job["url"])
         self.problems: list[str] = []
         parameters = dict(named_parameters(self.trainer.model_parts))
-        assemblies = agree_on_assembly(parameters, self.trainer.sd_adapter)
-        self.sources = sorted({source_of(assembly) for assembly in assemblies})
+        plan = agree_on_push(
+            parameters,
+            self.trainer.sd_adapter,
+            torch.float32,
+            BUCKET_BYTES,
+            max_sources=config.weight_sync.max_sources,
+        )
+        self.sources = {source.rank: source.num_bytes for source in plan.sources}
+        self._check_even(plan)
         self.num_pushes = 0
         self.of_file: dict[str, torch.Tensor] = {}
         if self.is_leader:
             for file in Path(hf_model.path).glob("*.safetensors"):
                 self.of_file |= load_file(file)
+
+    def _check_even(self, plan: PushPlan) -> None:
+        """Compares what the sources send with what is even among those that hold the same."""
+        assemblies = [a for s in plan.sources for b in s.buckets for a in b.assemblies]
+        for family in families_of(assemblies):
+            sent = [self.sources.get(rank, 0) for rank in sorted(family)]
+            largest = max(
+                size
+                for source in plan.sources
+                if source.rank in family
+                for bucket in source.buckets
+                for size in bucket.num_bytes_of.values()
+            )
+            if max(sent) > max(1.05 * sum(sent) / len(sent), largest):
+                self.problems.append(f"ranks {sorted(family)} send {sent} bytes, which is uneven")
 
     @property
     def is_leader(self) -> bool:
@@ -152,7 +175,8 @@ class Layout:
     def result(self) -> dict[str, Any]:
         return {
             "ok": not self.problems and self.num_pushes == 2 * NUM_VERSIONS,
-            "sources": self.sources,
+            "sources": sorted(self.sources),
+            "source_bytes": list(self.sources.values()),
             "pushes": self.num_pushes,
             "problems": self.problems,
         }

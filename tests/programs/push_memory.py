@@ -35,13 +35,22 @@ def main(arguments):
     parameters = dict(named_parameters(built.parts))
     sync, dtype = config.weight_sync, wire_dtype(config)
     on_gpu = arguments["on_gpu"]
-    plan = agree_on_push(parameters, built.adapter, dtype, sync.bucket_bytes, contiguous=on_gpu)
+    plan = agree_on_push(
+        parameters,
+        built.adapter,
+        dtype,
+        sync.bucket_bytes,
+        max_sources=sync.max_sources,
+        contiguous=on_gpu,
+    )
     shapes: dict[str, tuple[int, ...]] = {}
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {n: tuple(p.shape) for n, p in parameters.items()})
     for held in everyone:
         shapes |= held
-    predicted = predict_memory(config, shapes, built.adapter, NUM_SERVERS, on_gpu=on_gpu)
+    predicted = predict_memory(
+        config, shapes, built.adapter, NUM_SERVERS, num_ranks=dist.get_world_size(), on_gpu=on_gpu
+    )
     held = max_alive(sync, NUM_SERVERS)
     before = proportional_bytes()
     slots = SnapshotSlots(plan, sync.num_slots + held)

@@ -115,7 +115,7 @@ def broadcast_as_it_was(end: Any, payload: torch.Tensor) -> None:
     torch.cuda.current_stream().synchronize()
 
 
-def receive_as_it_was(group: Any, tensor: torch.Tensor) -> None:
+def receive_as_it_was(group: Any, tensor: torch.Tensor, _: Any) -> None:
     work = dist.broadcast(tensor, src=0, group=group._group, async_op=True)
     assert work is not None
     work.wait()
@@ -200,7 +200,7 @@ def copy_before_the_stream(send: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
-def receive_at_once(group: Any, tensor: torch.Tensor) -> None:
+def receive_at_once(group: Any, tensor: torch.Tensor, _: Any) -> None:
     stream = torch.cuda.Stream(tensor.device)
     with torch.cuda.stream(stream):
         dist.broadcast(tensor, src=0, group=group._group)
@@ -210,7 +210,7 @@ def receive_at_once(group: Any, tensor: torch.Tensor) -> None:
         pass
 
 
-def receive_without_the_end(group: Any, tensor: torch.Tensor) -> None:
+def receive_without_the_end(group: Any, tensor: torch.Tensor, _: Any) -> None:
     stream = torch.cuda.Stream(tensor.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

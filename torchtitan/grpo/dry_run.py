@@ -88,7 +88,14 @@ def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     inference = config.inference
     num_servers = inference.num_servers if inference.launch else len(named_urls(inference))
     on_gpu = torch.cuda.is_available()
-    memory = predict_memory(config, shapes, adapter_of(str(model.path)), num_servers, on_gpu=on_gpu)
+    memory = predict_memory(
+        config,
+        shapes,
+        adapter_of(str(model.path)),
+        num_servers,
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        on_gpu=on_gpu,
+    )
     yield "Memory of the weight push"
     yield from (f"  {line}" for line in memory.describe(on_gpu=on_gpu))
 

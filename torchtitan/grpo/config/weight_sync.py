@@ -30,6 +30,12 @@ class WeightSync:
     Servers reserve memory for one or two buckets. Over NCCL, so does each source rank on its GPU,
     one bucket for each server."""
 
+    max_sources: Annotated[int, at_least(1).or_value(0, "all ranks")] = 8
+    """Maximum number of ranks that send to each server at the same time. The ranks that hold the
+    weights share them so that each sends equally many bytes, over as many hosts as possible. Each
+    has a connection with each server, so a cluster of hundreds of ranks gains nothing from more. A
+    pipeline has at least one for each of its ranks."""
+
     num_slots: Annotated[int, at_least(2)] = 2
     """Number of snapshots of the local shards that may exist at once: one is sent while the next is
     filled. Versions are sent directly from their slots, so that as many slots are added as

@@ -83,11 +83,13 @@ class Capabilities:
             (``nothing``).
         verifies_checksums: Whether the server compares the checksums of a bucket.
         takes_deltas: Whether the server can apply changes to the weights that it holds.
+        receives_in_parallel: Whether the server receives from several groups at the same time.
     """
 
     stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
     verifies_checksums: bool = False
     takes_deltas: bool = False
+    receives_in_parallel: bool = False
 
 
 class InferenceClient(ABC):
@@ -121,6 +123,11 @@ class InferenceClient(ABC):
     def takes_deltas(self) -> bool:
         """Tells whether the server can apply changes to the weights that it holds."""
         return self.capabilities.takes_deltas
+
+    @property
+    def receives_in_parallel(self) -> bool:
+        """Tells whether buckets of different groups may be sent at the same time."""
+        return self.capabilities.receives_in_parallel
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -205,7 +212,7 @@ class InferenceClient(ABC):
         Args:
             bucket: Description of the bytes that will be broadcast.
             group_name: Name of the group; see :class:`WeightGroupInfo`.
-            last: True for the last bucket of the update.
+            last: True for the last bucket of the update, if buckets are sent one after another.
             version: Policy version of the update.
         """
 

@@ -70,16 +70,20 @@ _ROWS = (
         name="embedded",
         client="torchtitan.grpo.inference.embedded.client:EmbeddedClient",
         launcher="torchtitan.grpo.inference.embedded.launch:launch_command",
-        capabilities=Capabilities(stops_for="nothing", verifies_checksums=True, takes_deltas=True),
+        capabilities=Capabilities(
+            stops_for="nothing",
+            verifies_checksums=True,
+            takes_deltas=True,
+            receives_in_parallel=True,
+        ),
         key_options=("--api-key", "--admin-api-key"),
     ),
     KindRow(
         name="sglang",
         client="torchtitan.grpo.inference.sglang.client:SGLangClient",
         launcher="torchtitan.grpo.inference.sglang.launch:launch_command",
-        capabilities=Capabilities(
-            stops_for="transfer", verifies_checksums=False, takes_deltas=False
-        ),
+        # Its scheduler loads each bucket before it reads the next request.
+        capabilities=Capabilities(stops_for="transfer"),
         environment=".venv-sglang",
         key_options=("--api-key", "--admin-api-key"),
         nccl_settings={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},
@@ -90,7 +94,12 @@ _ROWS = (
         client="torchtitan.grpo.inference.vllm.client:VLLMClient",
         launcher="torchtitan.grpo.inference.vllm.launch:launch_command",
         # With room for a second copy of the weights; the client finds out when it joins a group.
-        capabilities=Capabilities(stops_for="commit", verifies_checksums=True, takes_deltas=True),
+        capabilities=Capabilities(
+            stops_for="commit",
+            verifies_checksums=True,
+            takes_deltas=True,
+            receives_in_parallel=True,
+        ),
         environment=".venv-vllm",
         known_releases=("0.32",),
     ),

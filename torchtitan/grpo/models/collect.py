@@ -3,10 +3,10 @@
 
 """Collects shards into whole parameters on one rank.
 
-Of the ranks that hold the same block of a parameter, the lowest one sends it directly to the
+Of the ranks that hold the same block of a parameter, one sends it directly to the
 receiver, in one message for each bucket of parameters. Nothing is sent twice, and no rank but
 the receiver holds a whole parameter. An export has one receiver, rank 0. A push to servers has
-one receiver for each pipeline stage.
+several, each for other parameters (see `weight_sync/sources.py`).
 """
 
 from collections import deque
@@ -57,7 +57,7 @@ def check_whole(names: Iterable[str], model_args: Any) -> None:
     wanted = {"tok_embeddings", "norm"} | {f"layers.{i}" for i in range(model_args.n_layers)}
     if not getattr(model_args, "enable_weight_tying", False):
         wanted.add("output")
-    held = {_module(name) for name in names}
+    held = {module_of(name) for name in names}
     missing, unknown = sorted(wanted - held), sorted(held - wanted - {"output"})
     if missing or unknown:
         raise RuntimeError(
@@ -67,7 +67,7 @@ def check_whole(names: Iterable[str], model_args: Any) -> None:
         )
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
     """Returns ``layers.3`` for ``layers.3.attention.wq.weight``, ``norm`` for ``norm.weight``."""
     top, _, rest = name.partition(".")
     return f"{top}.{rest.partition('.')[0]}" if top == "layers" else top

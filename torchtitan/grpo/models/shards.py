@@ -8,7 +8,8 @@ parallelism, and their combinations) each rank holds at most one block of a para
 reads or writes weights needs no other knowledge of the layout. Invariants of the plan:
 
 - The blocks of a parameter are disjoint and cover it.
-- Each block is sent once, by the lowest of the ranks that hold it.
+- Each block is sent once, by one of the ranks that hold it: the lowest one, unless the caller
+  chooses another.
 - Parameters are listed in the order of the whole model.
 """
 
@@ -116,10 +117,26 @@ class Held:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block, and the rank that sends it."""
+    """A block, and the rank that sends it.
+
+    Attributes:
+        rank: The rank that sends the block.
+        block: The block.
+        replicas: The other ranks that hold the same block, ascending.
+    """
 
     rank: int
     block: Block
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """All ranks that hold the block, ascending."""
+        return tuple(sorted((self.rank, *self.replicas)))
+
+    def sent_by(self, rank: int) -> "Piece":
+        """Returns the piece with another of its holders as the rank that sends it."""
+        return Piece(rank, self.block, tuple(r for r in self.holders if r != rank))
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,7 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
         RuntimeError: If the blocks do not make up a parameter, or ranks disagree on its shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, dict[Block, Piece]] = {}
+    holders: dict[str, dict[Block, list[int]]] = {}
     for rank, held in enumerate(held_by_rank):
         for name, part in held.items():
             if shapes.setdefault(name, part.shape) != part.shape:
@@ -160,18 +177,24 @@ def plan_assembly(held_by_rank: Sequence[Mapping[str, Held]]) -> list[Assembly]:
                     f"All ranks must agree on the shape of {name}, got {shapes[name]} and, on rank "
                     f"{rank}, {part.shape}. Start all ranks with the same configuration."
                 )
-            blocks = pieces.setdefault(name, {})
+            blocks = holders.setdefault(name, {})
             if part.block.numel:
-                blocks.setdefault(part.block, Piece(rank, part.block))
-    for name, blocks in pieces.items():
+                blocks.setdefault(part.block, []).append(rank)
+    for name, blocks in holders.items():
         covered = sum(block.numel for block in blocks)
         if covered != math.prod(shapes[name]):
             raise RuntimeError(
                 f"The shards of {name} must make up its shape {shapes[name]}, got {covered} "
-                f"elements in {list(blocks.values())}. This layout is not supported."
+                f"elements in {blocks}. This layout is not supported."
             )
     return [
-        Assembly(name, shapes[name], tuple(pieces[name].values()))
+        Assembly(
+            name,
+            shapes[name],
+            tuple(
+                Piece(ranks[0], block, tuple(ranks[1:])) for block, ranks in holders[name].items()
+            ),
+        )
         for name in sorted(shapes, key=model_order)
     ]
 

@@ -94,5 +94,6 @@ class Agent:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Ends the gathering thread. A thread that hangs is left to the process's end."""
+        """Ends the gathering threads. A thread that hangs is left to the process's end."""
+        self._gatherer.close()
         self._gathering.shutdown(wait=False, cancel_futures=True)

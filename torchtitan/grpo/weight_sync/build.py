@@ -90,7 +90,12 @@ def build_publisher(
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
     plan = agree_on_push(
-        parameters, adapter, wire_dtype(config), sync.bucket_bytes, contiguous=on_gpu
+        parameters,
+        adapter,
+        wire_dtype(config),
+        sync.bucket_bytes,
+        max_sources=sync.max_sources,
+        contiguous=on_gpu,
     )
     transport = make_transport(config, plan, device)
     max_held = _agree_on_held(sync, len(servers))

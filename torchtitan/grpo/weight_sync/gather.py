@@ -3,7 +3,8 @@
 
 """From shards to full tensors with Hugging Face names, in buckets, on the source ranks.
 
-Gathering runs on a thread of its own on every rank, and on process groups of its own,
+Gathering runs on threads of its own on every rank, one for each source that the rank contributes
+to, so that sources do not wait for one another. Each thread has a process group of its own,
 because two threads must not issue collectives on one communicator. What each rank sends is
 decided once, at construction, for every layout; see `plan.py`. If ranks write into their
 source's memory (see `slot_memory.py`), the buckets that lie in the slot are complete as soon
@@ -14,13 +15,16 @@ gloo alone. NVIDIA does not promise progress for NCCL communicators that are use
 time, and FSDP's are in use while a version is gathered.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
+from torchtitan.grpo.system.hosts import agree_on_hosts
 from torchtitan.grpo.weight_sync.payloads import Payload
 from torchtitan.grpo.weight_sync.plan import (
     ALL_PARAMETERS,
@@ -31,6 +35,7 @@ from torchtitan.grpo.weight_sync.plan import (
 )
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
+from torchtitan.grpo.weight_sync.sources import SourceLimits
 
 _HOST = torch.device("cpu")
 
@@ -42,6 +47,7 @@ def agree_on_push(
     bucket_bytes: int,
     selection: ParameterSelection = ALL_PARAMETERS,
     *,
+    max_sources: int = 0,
     contiguous: bool = False,
 ) -> PushPlan:
     """Decides what each rank sends; collective over all ranks.
@@ -52,10 +58,12 @@ def agree_on_push(
         wire_dtype: Dtype of the snapshots and of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
         selection: The parameters that are pushed.
+        max_sources: ``weight_sync.max_sources``.
         contiguous: See :func:`lay_out_slot`.
     """
+    limits = SourceLimits(max_sources, agree_on_hosts())
     assemblies = [a for a in agree_on_assembly(parameters, adapter) if selection.includes(a.name)]
-    sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes)
+    sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes, limits)
     layouts = {
         source.rank: lay_out_slot(source, adapter, wire_dtype, contiguous=contiguous)
         for source in sources
@@ -91,6 +99,7 @@ class Gatherer:
         self._layout = plan.layouts.get(rank)
         # Every rank must take part in the creation of every group, also as no member of it.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
+        self._threads: ThreadPoolExecutor | None = None
         for source in plan.sources:
             group = collecting_group(source.members, "gloo", timeout_seconds, _HOST)
             if rank in source.members:
@@ -98,6 +107,10 @@ class Gatherer:
                 writers = slots.writers(source.rank)
                 collector = Collector(buckets, plan.wire_dtype, _HOST, group, source.rank, writers)
                 self._collectors.append((source, collector))
+        if len(self._collectors) > 1:
+            self._threads = ThreadPoolExecutor(
+                len(self._collectors), thread_name_prefix="weight-gather-source"
+            )
 
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
@@ -110,18 +123,41 @@ class Gatherer:
             payload: The payload to fill on a source rank; ``None`` on other ranks.
         """
         assert (payload is not None) == (self.own is not None)
-        for source, collector in self._collectors:
-            if source is not self.own:
-                # Iterating is what sends; nothing is received here.
-                for _ in collector.collect(shards):
-                    raise AssertionError("only the source rank may receive shards")
-            else:
-                assert payload is not None
-                assert self._layout is not None
-                others = self._slots.shards_of_writers(slot)
-                # Parameters that are not converted are put together in their buckets.
-                places = self._layout.wholes_in(payload.buffers)
-                self._fill_all(collector.collect(shards, others=others, places=places), payload)
+        gather_one = functools.partial(self._gather_one, slot, shards, payload)
+        if self._threads is None:
+            for source, collector in self._collectors:
+                gather_one(source, collector)
+            return
+        gathering = [self._threads.submit(gather_one, *each) for each in self._collectors]
+        wait(gathering)  # also when one fails: until then the others use the slot
+        for each in gathering:
+            each.result()
+
+    def _gather_one(
+        self,
+        slot: int,
+        shards: Mapping[str, torch.Tensor],
+        payload: Payload | None,
+        source: SourcePlan,
+        collector: Collector,
+    ) -> None:
+        """Does this rank's part for one source."""
+        if source is not self.own:
+            # Iterating is what sends; nothing is received here.
+            for _ in collector.collect(shards):
+                raise AssertionError("only the source rank may receive shards")
+            return
+        assert payload is not None
+        assert self._layout is not None
+        others = self._slots.shards_of_writers(slot)
+        # Parameters that are not converted are put together in their buckets.
+        places = self._layout.wholes_in(payload.buffers)
+        self._fill_all(collector.collect(shards, others=others, places=places), payload)
+
+    def close(self) -> None:
+        """Ends the threads. One that waits for another rank is left to its timeout."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _fill_all(self, whole: Iterator[tuple[str, torch.Tensor]], payload: Payload) -> None:
         assert self.own is not None

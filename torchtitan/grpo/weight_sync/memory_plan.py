@@ -7,7 +7,7 @@ All of it is allocated at the start: snapshot slots in the memory of hosts, and 
 for each server on the GPUs of ranks that send.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,13 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.shards import Assembly, Block, Piece
+from torchtitan.grpo.models.collect import module_of
+from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
+from torchtitan.grpo.pipeline.stages import stage_modules, stage_ranks
 from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
+from torchtitan.grpo.weight_sync.sources import SourceLimits
 
 _MIB, _GIB = 1024**2, 1024**3
 # Parameters that tensor parallelism divides by columns, so that a rank's part is not contiguous.
@@ -98,24 +101,31 @@ def predict_memory(
     adapter: BaseStateDictAdapter,
     num_servers: int,
     *,
+    num_ranks: int,
     on_gpu: bool,
 ) -> PushMemory:
     """Returns the memory that a push will need, before any rank exists.
 
-    The layout matters in one way: GPUs copy to contiguous memory only, so that parameters which
-    tensor parallelism divides by columns lie in a slot twice.
+    The layout matters in two ways. GPUs copy to contiguous memory only, so that parameters which
+    tensor parallelism divides by columns lie in a slot twice. And parameters are divided among the
+    ranks that send them, so that a rank may have less to send than one bucket holds.
 
     Args:
         config: Configuration of the run.
         shapes: Shape of each parameter, by native name.
         adapter: State-dict adapter of the model family.
         num_servers: Number of servers.
+        num_ranks: Number of training ranks.
         on_gpu: Whether the trainer has GPUs.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
-    assemblies = [_assembly(name, shape, degree) for name, shape in shapes.items()]
-    dtype = wire_dtype(config)
-    sources = plan_sources(assemblies, adapter, dtype, sync.bucket_bytes)
+    ranks_of = _ranks_by_module(config, shapes, num_ranks)
+    assemblies = [
+        _assembly(name, shapes[name], degree, ranks_of[module_of(name)])
+        for name in sorted(shapes, key=model_order)
+    ]
+    dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
+    sources = plan_sources(assemblies, adapter, dtype, sync.bucket_bytes, limits)
     layouts = {s.rank: lay_out_slot(s, adapter, dtype, contiguous=on_gpu) for s in sources}
     plan = PushPlan(ALL_PARAMETERS, sources, layouts, dtype)
     return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
@@ -128,13 +138,33 @@ def wire_dtype(config: JobConfig) -> torch.dtype:
     return TORCH_DTYPE_MAP[name]
 
 
-def _assembly(name: str, shape: tuple[int, ...], degree: int) -> Assembly:
+def _ranks_by_module(
+    config: JobConfig, names: Iterable[str], num_ranks: int
+) -> dict[str, Sequence[int]]:
+    """Returns the ranks that hold parts of each module, such as ``layers.3``."""
+    settings, modules = config.parallelism, {module_of(name) for name in names}
+    if settings.pipeline_parallel_degree == 1:
+        return dict.fromkeys(modules, range(num_ranks))
+    num_layers = sum(module.startswith("layers.") for module in modules)
+    stages = stage_modules(settings, num_layers)
+    per_rank = num_ranks // settings.pipeline_parallel_degree
+    # Pipelines are the outermost dimension of the mesh of ranks.
+    return {
+        module: range(place * per_rank, (place + 1) * per_rank)
+        for stage, place in zip(stages, stage_ranks(settings, len(stages)), strict=True)
+        for module in stage
+    }
+
+
+def _assembly(name: str, shape: tuple[int, ...], degree: int, ranks: Sequence[int]) -> Assembly:
     """Returns a parameter as tensor parallelism divides it; FSDP's parts are contiguous."""
     if degree == 1 or not name.endswith(_BY_COLUMNS) or shape[-1] % degree:
-        return Assembly(name, shape, (Piece(0, Block((0,) * len(shape), shape)),))
+        whole = Block((0,) * len(shape), shape)
+        return Assembly(name, shape, (Piece(ranks[0], whole, tuple(ranks[1:])),))
     width = shape[-1] // degree
-    pieces = (
-        Piece(rank, Block((*(0,) * (len(shape) - 1), rank * width), (*shape[:-1], width)))
-        for rank in range(degree)
-    )
+    pieces = []
+    for index in range(degree):
+        holders = ranks[index::degree]  # tensor parallelism is the innermost dimension
+        block = Block((*(0,) * (len(shape) - 1), index * width), (*shape[:-1], width))
+        pieces.append(Piece(holders[0], block, tuple(holders[1:])))
     return Assembly(name, shape, tuple(pieces))

@@ -3,13 +3,8 @@
 
 """Decides which rank assembles which parameters, and in which buckets they travel.
 
-The functions are pure and give the same result on all ranks.
-
-A parameter's source is the lowest rank that holds a part of
-it: without pipeline parallelism that is rank 0 for everything, with it the lowest rank of
-each pipeline stage. Every source sends what it has put together to every server. Every
-block is sent to its source once, by the lowest rank that holds it (see
-`models/shards.py`), so replicas send nothing.
+The functions are pure and give the same result on all ranks. Every source sends what it has
+assembled to every server; `sources.py` chooses the sources.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +16,7 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.shards import Assembly, in_buckets
+from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
@@ -92,11 +88,18 @@ def plan_sources(
     adapter: BaseStateDictAdapter,
     wire_dtype: torch.dtype,
     bucket_bytes: int,
+    limits: SourceLimits = SourceLimits(),  # noqa: B008  (immutable)
 ) -> list[SourcePlan]:
-    """Divides parameters among sources, then into buckets; ascending by rank."""
-    by_source: dict[int, list[Assembly]] = {}
-    for assembly in assemblies:
-        by_source.setdefault(source_of(assembly), []).append(assembly)
+    """Divides parameters among sources, then into buckets; ascending by rank.
+
+    Args:
+        assemblies: All parameters, in the order of the model.
+        adapter: State-dict adapter of the model family.
+        wire_dtype: Dtype of the buckets.
+        bucket_bytes: See :func:`plan_buckets`.
+        limits: How many ranks may be sources, and on which hosts the ranks are.
+    """
+    by_source = choose_sources(assemblies, limits)
     return [
         SourcePlan(
             rank=rank,
@@ -105,11 +108,6 @@ def plan_sources(
         )
         for rank, members in sorted(by_source.items())
     ]
-
-
-def source_of(assembly: Assembly) -> int:
-    """Returns the rank on which a parameter is put together."""
-    return min(piece.rank for piece in assembly.pieces)
 
 
 def plan_buckets(

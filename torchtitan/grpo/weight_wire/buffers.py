@@ -16,48 +16,57 @@ A pool belongs to one server. It holds the memory of at most two versions: the o
 from it and the one that is being received.
 """
 
+import threading
 from collections.abc import Iterable
 
 import torch
 
 
 class BufferPool:
-    """Flat byte buffers, used by one update at a time."""
+    """Flat byte buffers, used by one update at a time.
+
+    Threads that receive from different groups may call the methods at the same time.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._held: list[torch.Tensor] = []
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Returns an uninitialised [num_bytes] uint8 buffer."""
-        for i, buffer in enumerate(self._free):
-            if buffer.numel() == num_bytes and buffer.device == device:
-                del self._free[i]
-                break
-        else:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._lent.append(buffer)
-        return buffer
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                if buffer.numel() == num_bytes and buffer.device == device:
+                    del self._free[i]
+                    break
+            else:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._lent.append(buffer)
+            return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Makes a lent buffer free again. Nothing may refer to it any more."""
-        self._lent = [lent for lent in self._lent if lent is not buffer]
-        self._reuse([buffer])
+        with self._lock:
+            self._lent = [lent for lent in self._lent if lent is not buffer]
+            self._reuse([buffer])
 
     def settle(self, in_use: Iterable[torch.Tensor]) -> None:
         """Ends an update that was committed: buffers without a tensor of ``in_use`` become free."""
         used = {storage_of(tensor) for tensor in in_use}
-        known = self._held + self._lent
-        self._held = [buffer for buffer in known if storage_of(buffer) in used]
-        # Buffers that the update did not take have sizes that are no longer sent.
-        self._free = []
-        self._reuse([buffer for buffer in known if storage_of(buffer) not in used])
-        self._lent = []
+        with self._lock:
+            known = self._held + self._lent
+            self._held = [buffer for buffer in known if storage_of(buffer) in used]
+            # Buffers that the update did not take have sizes that are no longer sent.
+            self._free = []
+            self._reuse([buffer for buffer in known if storage_of(buffer) not in used])
+            self._lent = []
 
     def forget(self) -> None:
         """Drops the buffers of a failed update: its last broadcast may still write to one."""
-        self._lent = []
+        with self._lock:
+            self._lent = []
 
     def _reuse(self, buffers: list[torch.Tensor]) -> None:
         # CUDA's caching allocator keeps freed memory itself, and others can use it meanwhile.

@@ -10,6 +10,7 @@ for it; the receiving thread polls an event instead, with a deadline.
 import contextlib
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -37,6 +38,11 @@ class WeightGroup:
 
     Args:
         timeout_seconds: Maximum duration of the rendezvous, and of each broadcast.
+
+    Attributes:
+        name: Name of the group.
+        is_nccl: Whether the group's backend is NCCL.
+        timeout_seconds: As above.
     """
 
     def __init__(
@@ -50,8 +56,8 @@ class WeightGroup:
         timeout_seconds: float,
     ) -> None:
         self.name = name
-        self._is_nccl = backend == "nccl"
-        self._timeout_seconds = timeout_seconds
+        self.is_nccl = backend == "nccl"
+        self.timeout_seconds = timeout_seconds
         self._left = threading.Event()
         self._outstanding: dist.Work | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -62,10 +68,18 @@ class WeightGroup:
 
     def buffer_device(self, model_device: torch.device) -> torch.device:
         """Returns where tensors are received: the model's device over NCCL, the CPU over gloo."""
-        return model_device if self._is_nccl else torch.device("cpu")
+        return model_device if self.is_nccl else torch.device("cpu")
 
-    def receive(self, tensor: torch.Tensor) -> None:
+    def receive(
+        self,
+        tensor: torch.Tensor,
+        turn: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
+    ) -> None:
         """Receives one broadcast of rank 0 into ``tensor``.
+
+        Args:
+            tensor: What the broadcast is received into.
+            turn: Entered while a broadcast over NCCL is launched; see `launch_order.py`.
 
         Raises:
             RuntimeError: If the trainer has ended, if nothing arrives within the group's
@@ -73,25 +87,25 @@ class WeightGroup:
         """
         if self._left.is_set():
             raise RuntimeError(f"Group {self.name!r} was left before the broadcast.")
-        if self._is_nccl:
-            self._receive_on_stream(tensor)
+        if self.is_nccl:
+            self._receive_on_stream(tensor, turn)
             return
         work = self._outstanding = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
         assert work is not None, "this server is a member of the group"
         self._wait(work)
         self._outstanding = None
 
-    def _receive_on_stream(self, tensor: torch.Tensor) -> None:
+    def _receive_on_stream(self, tensor: torch.Tensor, turn: AbstractContextManager[None]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         # The allocator may have taken the memory from tensors that kernels of this stream, which
         # are queued, still read.
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
+        with turn, torch.cuda.stream(self._stream):
             dist.broadcast(tensor, src=0, group=self._group)
             received = torch.cuda.Event()
             received.record(self._stream)
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         while not received.query():
             if self._left.is_set() or time.monotonic() > deadline:
                 break
@@ -103,11 +117,11 @@ class WeightGroup:
         if not received.query():
             _written.append((tensor, received))
             raise RuntimeError(
-                f"No broadcast arrived in group {self.name!r} within {self._timeout_seconds} s."
+                f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
             )
 
     def _wait(self, work: dist.Work) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
             if self._left.is_set():
                 _abandoned.append((self._group, work))
@@ -115,7 +129,7 @@ class WeightGroup:
             if time.monotonic() > deadline:
                 _abandoned.append((self._group, work))
                 raise RuntimeError(
-                    f"No broadcast arrived in group {self.name!r} within {self._timeout_seconds} s."
+                    f"No broadcast arrived in group {self.name!r} within {self.timeout_seconds} s."
                 )
             # Raises at the timeout of the poll, when the work may be complete, and on a failure
             # of the operation, which the last wait raises again.
@@ -129,7 +143,7 @@ class WeightGroup:
             return
         self._left.set()
         outstanding = self._outstanding
-        if outstanding is not None and not self._is_nccl:
+        if outstanding is not None and not self.is_nccl:
             # Kept before the waiting thread can end and drop its reference.
             _abandoned.append((self._group, outstanding))
         destroy_weight_group(self._group)

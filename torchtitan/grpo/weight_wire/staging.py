@@ -3,24 +3,28 @@
 
 """The receiving end of an update: buckets are staged while the old weights are served.
 
-    consumes        broadcasts of the trainer's ranks, on the thread "weight-staging"
+    consumes        broadcasts of the trainer's ranks, on a thread "weight-staging" for each group
     produces        all tensors of the update, whole and verified, or the reason of a failure
     waits for       each broadcast, up to the timeout of its group
     unblocked by    the broadcast, the group's timeout, the end of the trainer, or `drop`
 
 Requests that announce buckets may overtake each other. Each bucket therefore has a number within
 its group, and it is received after all lower numbers were announced. Otherwise the bytes of one
-bucket could be taken for those of another one with the same size. The order in which the buckets
-of several groups are received depends on the order of the announcements alone, so it is the same
-in all workers of a server.
+bucket could be taken for those of another one with the same size.
+
+Buckets of different groups are received at the same time, because each source rank of the trainer
+has a network interface and a group of its own. Over NCCL the workers of a server launch their
+broadcasts in the same order; see `launch_order.py`.
 
 vLLM's workers and the embedded server use this module, so it needs torch and numpy alone.
 """
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +38,7 @@ from torchtitan.grpo.weight_wire.buckets import (
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool, storage_of
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
+from torchtitan.grpo.weight_wire.launch_order import LaunchOrder
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 from torchtitan.grpo.weight_wire.sparse import apply, decode
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -62,11 +67,37 @@ class StagingPlace:
     place: Callable[[str, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Announced:
-    work: Callable[[], None]
+    """One bucket, or one reading from a disk.
+
+    Attributes:
+        work: Receives it.
+        group: Its group; ``None`` for a disk.
+        ticket: Its place in the :class:`LaunchOrder`, for a bucket over NCCL.
+        future: Ends when it has arrived and was verified.
+    """
+
+    work: Callable[["_Announced"], None]
     group: WeightGroup | None
+    ticket: int | None = None
     future: "Future[None]" = field(default_factory=Future)
+
+    @property
+    def source(self) -> str:
+        """What has a thread of its own: the name of the group, or nothing for the disk."""
+        return self.group.name if self.group is not None else ""
+
+
+class _Thread:
+    """Does what is announced from one source, in order."""
+
+    def __init__(self, run: Callable[["_Thread"], None]) -> None:
+        self.queue: queue.SimpleQueue[_Announced | None] = queue.SimpleQueue()
+        self.current: WeightGroup | None = None
+        self.thread = threading.Thread(target=run, args=(self,), name="weight-staging")
+        self.thread.daemon = True  # a driver may hang; the process must end
+        self.thread.start()
 
 
 class Staging:
@@ -90,9 +121,8 @@ class Staging:
         self._lock = threading.Lock()
         self._next: dict[str, int] = {}
         self._early: dict[tuple[str, int], _Announced] = {}
-        self._queue: queue.SimpleQueue[_Announced | None] = queue.SimpleQueue()
-        self._current: WeightGroup | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: dict[str, _Thread] = {}
+        self._order = LaunchOrder()
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -146,7 +176,7 @@ class Staging:
         Raises:
             ValueError: If a tensor was announced before, or a sequence number twice.
         """
-        item = _Announced(lambda: self._receive(bucket, group, flattened), group)
+        item = _Announced(lambda item: self._receive(bucket, item, flattened), group)
         with self._lock:
             again = self._dtypes.keys() & set(bucket.names)
             if again:
@@ -169,7 +199,7 @@ class Staging:
                 the update fails.
         """
 
-        def work() -> None:
+        def work(_: _Announced) -> None:
             for name, tensor in load().items():
                 self._tensors[name] = self._place.place(name, tensor)
 
@@ -181,11 +211,12 @@ class Staging:
         return item.future
 
     def _put(self, item: _Announced) -> None:
-        self._queue.put(item)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="weight-staging")
-            self._thread.daemon = True  # a driver may hang; the process must end
-            self._thread.start()
+        """Queues an item; the caller holds the lock."""
+        if item.group is not None and item.group.is_nccl:
+            item.ticket = self._order.ticket()
+        if item.source not in self._threads:
+            self._threads[item.source] = _Thread(self._run)
+        self._threads[item.source].queue.put(item)
 
     def collect(self, timeout_seconds: float) -> dict[str, torch.Tensor]:
         """Waits for all announced buckets and returns the new tensors, by name.
@@ -196,32 +227,39 @@ class Staging:
         with self._lock:
             if self._early:
                 self._fail(f"Buckets before {sorted(self._early)[0]} were not announced.")
-        self._end_thread(timeout_seconds)
-        if self._thread is not None and self._thread.is_alive():
+        if not self._end_threads(timeout_seconds):
             self._fail(f"Not all announced buckets arrived within {timeout_seconds} s.")
         if self._failure is not None:
             raise StagingError(self._failure)
         return self._tensors
 
     def drop(self) -> None:
-        """Ends the thread and drops all tensors. The group of an awaited broadcast is left."""
+        """Ends the threads and drops all tensors. The groups of awaited broadcasts are left."""
         self._broken = True
         self._fail("The update was dropped.")
-        current = self._current
-        if current is not None:
-            current.leave()
+        self._order.close()
         with self._lock:
             early, self._early = list(self._early.values()), {}
+            waiting = [thread.current for thread in self._threads.values()]
+        for group in waiting:
+            if group is not None:
+                group.leave()
         for item in early:
             self._settle(item, StagingError("The update was dropped."))
-        self._end_thread(_LEAVE_SECONDS)
+        self._end_threads(_LEAVE_SECONDS)
         self._tensors = {}
         self._buffers.forget()
 
-    def _end_thread(self, timeout_seconds: float) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(timeout_seconds)
+    def _end_threads(self, timeout_seconds: float) -> bool:
+        """Lets the threads finish what was announced; returns whether all did so in time."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._lock:
+            threads = list(self._threads.values())
+        for each in threads:
+            each.queue.put(None)
+        for each in threads:
+            each.thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(each.thread.is_alive() for each in threads)
 
     def _in_order(self, item: _Announced, group: str, sequence: int | None) -> list[_Announced]:
         """Returns the buckets that can be received after this announcement, in order."""
@@ -236,21 +274,23 @@ class Staging:
             ready.append(following)
         return ready
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+    def _run(self, thread: _Thread) -> None:
+        while (item := thread.queue.get()) is not None:
             error = None
             try:
+                thread.current = item.group
                 if self._broken:
                     raise StagingError(self._failure or "The update was dropped.")
-                self._current = item.group
-                item.work()
+                item.work(item)
             except (RuntimeError, ValueError, OSError) as caught:
                 # Recorded for the commit too: without this bucket it would serve a mixture.
                 self._fail(str(caught))
                 error = StagingError(str(caught))
                 if self._broken:
                     self._put_early()
-            self._current = None
+            thread.current = None
+            if item.ticket is not None:
+                self._order.give_up(item.ticket)
             self._settle(item, error)
 
     def _put_early(self) -> None:
@@ -270,27 +310,34 @@ class Staging:
                 item.future.set_exception(error)
 
     @torch.no_grad()
-    def _receive(self, bucket: BucketSpec, group: WeightGroup, flattened: bool) -> None:
-        device = group.buffer_device(self._place.device)
+    def _receive(self, bucket: BucketSpec, item: _Announced, flattened: bool) -> None:
+        assert item.group is not None
+        device = item.group.buffer_device(self._place.device)
         if not flattened:
             tensors = [
                 torch.empty(shape, dtype=WIRE_DTYPES[dtype], device=device)
                 for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
             ]
             for tensor in tensors:
-                self._receive_into(tensor, group)
+                self._receive_into(tensor, item)
             self._keep(bucket, tensors)
             return
         buffer = self._buffers.take(bucket_bytes(bucket), device)
-        self._receive_into(buffer, group)
+        self._receive_into(buffer, item)
         is_delta = bucket.num_changed is not None
         tensors = self._with_changes(buffer, bucket) if is_delta else split_bucket(buffer, bucket)
         if not self._keep(bucket, tensors) & {storage_of(buffer)}:
             self._buffers.give_back(buffer)
 
-    def _receive_into(self, tensor: torch.Tensor, group: WeightGroup) -> None:
+    def _receive_into(self, tensor: torch.Tensor, item: _Announced) -> None:
+        group = item.group
+        assert group is not None
+        turn = nullcontext()
+        if item.ticket is not None:
+            # An earlier bucket may wait for one that is being received.
+            turn = self._order.turn(item.ticket, 2 * group.timeout_seconds)
         try:
-            group.receive(tensor)
+            group.receive(tensor, turn)
         except RuntimeError:
             self._broken = True
             raise

@@ -82,11 +82,14 @@ def held_by(ranks: dict[int, dict[str, tuple[int, int]]], num_ranks: int, rows: 
     ]
 
 
-def test_replicas_do_not_send_what_a_lower_rank_sends():
+def test_one_of_the_ranks_that_hold_a_block_sends_it():
     halves = {0: {"norm.weight": (0, 2)}, 1: {"norm.weight": (2, 4)}}
     held = held_by(halves | {2: halves[0], 3: halves[1]}, 4)
     (assembly,) = plan_assembly(held)
-    assert assembly.pieces == (Piece(0, Block((0,), (2,))), Piece(1, Block((2,), (2,))))
+    first, second = assembly.pieces
+    assert first == Piece(0, Block((0,), (2,)), replicas=(2,))
+    assert second == Piece(1, Block((2,), (2,)), replicas=(3,))
+    assert first.sent_by(2) == Piece(2, Block((0,), (2,)), replicas=(0,))
 
 
 def test_stages_of_a_v_come_in_model_order():

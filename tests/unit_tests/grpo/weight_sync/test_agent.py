@@ -35,6 +35,9 @@ class FillingGatherer:
             payload.buffers[index].copy_(shards[spec.names[0]].view(torch.uint8))
             payload.filled(index)
 
+    def close(self) -> None:
+        """There is no thread to end."""
+
 
 def snapshot(version: int) -> dict[str, torch.Tensor]:
     """An element of each tensor differs from one version to the next."""

@@ -10,6 +10,7 @@ from torchtitan.grpo.weight_sync.plan import (
     plan_buckets,
     plan_sources,
 )
+from torchtitan.grpo.weight_sync.sources import SourceLimits
 
 
 class FusedAdapter:
@@ -47,7 +48,8 @@ def test_each_pipeline_stage_has_a_source_of_its_own_and_everything_is_sent_once
         assembly("unsharded", 2, 2),
         assembly("output", 4, 1, 0),
     ]
-    first, second = plan_sources(model, FusedAdapter(), torch.float32, 1000)  # pyright: ignore
+    one = SourceLimits(max_sources=1)
+    first, second = plan_sources(model, FusedAdapter(), torch.float32, 1000, one)  # pyright: ignore
     assert (first.rank, first.members) == (0, (0, 1))
     assert (second.rank, second.members) == (2, (2, 3))
     assert first.buckets[0].spec.names == ("hf.embed", "hf.output")
@@ -58,9 +60,17 @@ def test_each_pipeline_stage_has_a_source_of_its_own_and_everything_is_sent_once
 def test_a_push_plan_holds_the_selected_parameters_and_no_others(monkeypatch):
     model = [assembly(n, 4, 0, 1) for n in ("layers.0.lora_a", "layers.0.wq", "layers.1.lora_b")]
     monkeypatch.setattr(gather, "agree_on_assembly", lambda parameters, adapter: model)
+    monkeypatch.setattr(gather, "agree_on_hosts", lambda: (0, 0))
     adapters = ParameterSelection("adapters", ("*.lora_a", "*.lora_b"))
     for selection, wanted in ((ALL_PARAMETERS, model), (adapters, [model[0], model[2]])):
-        plan = gather.agree_on_push({}, RenamingAdapter(), torch.bfloat16, 1000, selection)  # pyright: ignore
+        plan = gather.agree_on_push(
+            {},
+            RenamingAdapter(),
+            torch.bfloat16,
+            1000,
+            selection,
+            max_sources=1,  # pyright: ignore
+        )
         assert plan.selection is selection
         names = [assembly.name for assembly in wanted]
         assert plan.names_from(0) == plan.names_from(1) == names

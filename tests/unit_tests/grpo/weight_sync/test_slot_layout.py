@@ -12,6 +12,7 @@ from torchtitan.grpo.models.hf_weights import keeps_bytes
 from torchtitan.grpo.models.shards import Assembly, Block, Piece
 from torchtitan.grpo.weight_sync.plan import plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import lay_out_slot, pieces_of
+from torchtitan.grpo.weight_sync.sources import SourceLimits
 
 DTYPE = torch.bfloat16
 
@@ -64,14 +65,17 @@ ASSEMBLIES = [
 ]
 
 
+ONE = SourceLimits(max_sources=1)
+
+
 @pytest.fixture(params=[False, True], ids=["strided", "contiguous"])
 def laid_out(request):
-    (source,) = plan_sources(ASSEMBLIES, ADAPTER, DTYPE, bucket_bytes=100)
+    (source,) = plan_sources(ASSEMBLIES, ADAPTER, DTYPE, bucket_bytes=100, limits=ONE)
     return source, lay_out_slot(source, ADAPTER, DTYPE, contiguous=request.param)
 
 
 def test_copy_engines_get_contiguous_memory_and_write_in_place_what_is_contiguous():
-    (source,) = plan_sources(ASSEMBLIES, ADAPTER, DTYPE, bucket_bytes=100)
+    (source,) = plan_sources(ASSEMBLIES, ADAPTER, DTYPE, bucket_bytes=100, limits=ONE)
     layout = lay_out_slot(source, ADAPTER, DTYPE, contiguous=True)
     slot = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     for rank in range(2):

@@ -3,7 +3,9 @@
 
 """Tests which buckets staging receives, and which it refuses."""
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ class RecordingGroup:
     """A weight group in which every broadcast consists of zeros and arrives at once."""
 
     name = "group"
+    is_nccl = False
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -26,7 +29,7 @@ class RecordingGroup:
     def buffer_device(self, model_device: torch.device) -> torch.device:
         return model_device
 
-    def receive(self, tensor: torch.Tensor) -> None:
+    def receive(self, tensor: torch.Tensor, turn: Any = None) -> None:
         self.sizes.append(tensor.nbytes)
         tensor.zero_()
 
@@ -88,3 +91,73 @@ def test_after_damage_buckets_that_overtake_one_another_still_wait_their_turn(st
     for future in (second, third):
         assert isinstance(future.exception(SECONDS), StagingError)
     assert group.sizes == [4, 8, 12]
+
+
+class SlowGroup(RecordingGroup):
+    """A weight group whose broadcasts arrive when the test says so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.arrives = threading.Event()
+
+    def receive(self, tensor: torch.Tensor, turn: Any = None) -> None:
+        assert self.arrives.wait(SECONDS)
+        super().receive(tensor)
+
+
+def test_a_group_that_waits_for_its_source_holds_up_no_other(staging):
+    slow: Any = SlowGroup("slow")
+    quick: Any = RecordingGroup()
+    first = staging.announce(bucket("a", 4), slow, sequence=0)
+    second = staging.announce(bucket("b", 4), quick, sequence=0)
+    second.result(SECONDS)
+    assert not first.done()
+    slow.arrives.set()
+    first.result(SECONDS)
+    assert sorted(staging.collect(SECONDS)) == ["a", "b"]
+
+
+class OrderedGroup(SlowGroup):
+    """A group over NCCL: its broadcasts are launched at once, and arrive later."""
+
+    is_nccl = True
+    timeout_seconds = SECONDS
+    launched: list[str]
+
+    def receive(self, tensor: torch.Tensor, turn: Any = None) -> None:
+        with turn:
+            self.launched.append(self.name)
+        super().receive(tensor)
+
+
+def test_broadcasts_over_nccl_are_launched_as_announced_and_do_not_wait_for_one_another(staging):
+    OrderedGroup.launched = []
+    groups: list[Any] = [OrderedGroup(name) for name in ("a", "b", "c")]
+    arrived = [
+        staging.announce(bucket(f"{group.name}{i}", 4), group, sequence=i)
+        for i in range(2)
+        for group in groups
+    ]
+    groups[2].arrives.set()
+    arrived[2].result(SECONDS)  # although a and b have not arrived
+    assert OrderedGroup.launched == ["a", "b", "c"]
+    groups[1].arrives.set()
+    arrived[1].result(SECONDS)
+    groups[0].arrives.set()
+    for future in arrived:
+        future.result(SECONDS)
+    assert OrderedGroup.launched == ["a", "b", "c"] * 2
+
+
+def test_a_bucket_that_is_not_received_holds_up_no_launch(staging):
+    OrderedGroup.launched = []
+    groups: list[Any] = [OrderedGroup(name) for name in ("a", "b")]
+    for group in groups:
+        group.arrives.set()
+    staging.announce(bucket("a", 4, checksum=1), groups[0], sequence=0)
+    failed = staging.announce(bucket("b", 4), groups[1], sequence=0)
+    assert failed.exception(SECONDS) is None or isinstance(failed.exception(), StagingError)
+    with pytest.raises(StagingError, match="checksum"):
+        staging.collect(SECONDS)
+    assert OrderedGroup.launched == ["a", "b"]

@@ -67,7 +67,7 @@ class EmbeddedClient(SGLangClient):
         )
 
     async def commit_update(self, version: int) -> float:
-        answer = await self._http.post("/end_weight_update", {})
+        answer = await self._http.post("/end_weight_update", {"weight_version": str(version)})
         await self._require_version(version)
         return swap_seconds(answer, f"{self.url}/end_weight_update")
 

@@ -241,6 +241,7 @@ class VLLMClient(InferenceClient):
             stops_for="commit" if has_room else "transfer",
             verifies_checksums=has_room,
             takes_deltas=has_room and info.deltas,
+            receives_in_parallel=has_room,
         )
         await self._http.post(route, {"init_info": body}, timeout_seconds=info.timeout_seconds)
         self._groups[info.group_name] = info

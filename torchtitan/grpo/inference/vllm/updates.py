@@ -29,6 +29,7 @@ This module needs torch and `weight_wire/`; `engine.py` connects it to vLLM.
 import json
 import logging
 import struct
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,8 @@ class WorkerUpdates:
         self._keeps = False
         self._kept: _Kept | None = None
         self._on_host: dict[str, torch.Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None  # of the staging thread
+        self._stream: torch.cuda.Stream | None = None  # of the staging threads
+        self._putting = threading.Lock()
 
     def join(self, info: WeightGroupInfo, worker_rank: int) -> None:
         """Joins one of the trainer's groups; returns when all of its members have joined."""
@@ -296,16 +298,17 @@ class WorkerUpdates:
         return self._kept.tensors[name].clone()
 
     def _put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Moves a whole tensor to where it is loaded from. Runs on the staging thread."""
+        """Moves a whole tensor to where it is loaded from. Runs on the staging threads."""
         if self._keeps:
             self._on_host[name] = tensor.cpu()
         if self._device.type != "cuda":
             return tensor
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            tensor = tensor.to(self._device)
-        self._stream.synchronize()  # this thread waits; the one that generates does not
+        with self._putting:  # one stream for all threads, since they share the bus
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(self._stream):
+                tensor = tensor.to(self._device)
+            self._stream.synchronize()  # this thread waits; the one that generates does not
         return tensor
 
     def _remember(self, version: str, tensors: dict[str, torch.Tensor]) -> None:

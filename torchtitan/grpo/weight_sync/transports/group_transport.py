@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 
@@ -264,11 +265,43 @@ class GroupConnection(Connection):
     async def _transfer(self, version: int, base: int | None) -> int:
         """Sends all buckets and returns the number of their bytes.
 
+        Source ranks send at the same time, if the server can receive so. Otherwise buckets are
+        sent one after another, of each source in turn, so that no source is needed for long.
+        """
+        of_source = [
+            [(sender, index) for index in range(self._num_buckets[sender.rank])]
+            for sender in self._senders
+        ]
+        if self.client.receives_in_parallel:
+            chains = of_source
+        else:
+            in_turn = zip_longest(*of_source)
+            chains = [[bucket for buckets in in_turn for bucket in buckets if bucket is not None]]
+        sending = [
+            asyncio.create_task(self._send_chain(c, version, base, marks_last=len(chains) == 1))
+            for c in chains
+        ]
+        try:
+            return sum(await asyncio.gather(*sending))
+        finally:
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+
+    async def _send_chain(
+        self,
+        buckets: Sequence[tuple[GroupSender, int]],
+        version: int,
+        base: int | None,
+        *,
+        marks_last: bool,
+    ) -> int:
+        """Sends buckets one after another and returns the number of their bytes.
+
         While one bucket is sent, the server is already told of the next, so that it need not
         wait for a request between the two. Broadcasts and requests are both made in the order
         of the buckets.
         """
-        buckets = [(s, i) for s in self._senders for i in range(self._num_buckets[s.rank])]
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()
         try:
@@ -277,7 +310,7 @@ class GroupConnection(Connection):
                 num_bytes += bucket_bytes(spec)
                 if len(under_way) > _NUM_AHEAD:
                     await under_way.popleft()
-                is_last = position + 1 == len(buckets)
+                is_last = marks_last and position + 1 == len(buckets)
                 exchange = self._exchange(sender, spec, index, is_last, version, base)
                 under_way.append(asyncio.create_task(exchange))
             while under_way:

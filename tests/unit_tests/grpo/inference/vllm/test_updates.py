@@ -64,6 +64,7 @@ class SentBytes:
     """A weight group whose broadcasts are the payloads that the test has queued."""
 
     name = "group"
+    is_nccl = False
 
     def __init__(self) -> None:
         self.payloads: list[torch.Tensor] = []
@@ -72,7 +73,7 @@ class SentBytes:
     def buffer_device(self, model_device: torch.device) -> torch.device:
         return model_device
 
-    def receive(self, tensor: torch.Tensor) -> None:
+    def receive(self, tensor: torch.Tensor, turn: object = None) -> None:
         tensor.copy_(self.payloads.pop(0))
 
     def leave(self) -> None:

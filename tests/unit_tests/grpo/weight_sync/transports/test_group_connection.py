@@ -60,8 +60,8 @@ class Taking:
 
     url = "http://a"
 
-    def __init__(self, stops_for: str) -> None:
-        self.stops_for = stops_for
+    def __init__(self, stops_for: str, *, receives_in_parallel: bool = False) -> None:
+        self.stops_for, self.receives_in_parallel = stops_for, receives_in_parallel
         self.order: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -105,8 +105,9 @@ class Source:
     async def leave(self, server_url: str) -> None: ...
 
 
-BUCKETS = [("receive", "group0", False, 7), ("receive", "group0", False, 7)]
-LAST = ("receive", "group2", True, 7)
+# Of each source in turn.
+BUCKETS = [("receive", "group0", False, 7), ("receive", "group2", False, 7)]
+LAST = ("receive", "group0", True, 7)
 BEGIN, COMMIT, PAUSE, RESUME = ("begin_update",), ("commit_update", 7), ("pause",), ("resume",)
 
 
@@ -135,6 +136,63 @@ def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(st
         assert (report.version, report.selection, report.num_bytes) == (7, "all", 36)
         if stops_for == "nothing":
             assert report.pause_seconds == 0.25  # by the server's own clock
+        await connection.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+class WaitingSource(Source):
+    """A source rank that has nothing to send until the test says so."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.may_send = asyncio.Event()
+
+    async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
+        if index > 0:
+            await self.may_send.wait()
+        return await super().prepare(version, index, base)
+
+
+@pytest.mark.parametrize("receives_in_parallel", [True, False])
+def test_sources_send_at_the_same_time_to_a_server_that_receives_so(receives_in_parallel):
+    async def body() -> None:
+        server: Any = Taking("nothing", receives_in_parallel=receives_in_parallel)
+        waiting, ready = WaitingSource(0), Source(1)
+        sources: Any = [waiting, ready]
+        connection = GroupConnection(server, sources, {0: 2, 1: 4}, "all", 20.0, "host")
+        await connection.join()
+        pushing = asyncio.create_task(connection.push(7, None))
+        await asyncio.sleep(0.05)
+        assert len(waiting.sent) == 1
+        assert len(ready.sent) == (4 if receives_in_parallel else 1)
+        assert ("commit_update", 7) not in server.order
+        waiting.may_send.set()
+        await pushing
+        assert (len(waiting.sent), len(ready.sent)) == (2, 4)
+        await connection.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_source_that_fails_ends_the_push_of_all():
+    class Broken(Source):
+        async def prepare(self, version: int, index: int, base: int | None) -> BucketSpec:
+            if index == 1:
+                raise RuntimeError("rank 1 is gone")
+            return await super().prepare(version, index, base)
+
+    async def body() -> None:
+        server: Any = Taking("nothing", receives_in_parallel=True)
+        waiting = WaitingSource(0)
+        sources: Any = [waiting, Broken(1)]
+        connection = GroupConnection(server, sources, {0: 2, 1: 2}, "all", 20.0, "host")
+        await connection.join()
+        tasks = asyncio.all_tasks()
+        with pytest.raises(RuntimeError, match="rank 1 is gone"):
+            await connection.push(7, None)
+        assert ("commit_update", 7) not in server.order
+        assert asyncio.all_tasks() == tasks, "nothing goes on"
         await connection.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))

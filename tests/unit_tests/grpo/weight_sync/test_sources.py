@@ -1,0 +1,143 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Tests which ranks send which parameters, and whose blocks they are put together from."""
+
+import random
+
+import pytest
+
+from torchtitan.grpo.models.shards import Assembly, Block, Held, plan_assembly
+from torchtitan.grpo.system.hosts import number_by_name
+from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources, families_of
+
+
+def sharded(name: str, numel: int, groups: list[list[int]]) -> dict[int, dict[str, Held]]:
+    """A vector that is cut into as many parts as there are groups; each rank of one holds it."""
+    part, held = -(-numel // len(groups)), {}
+    for index, ranks in enumerate(groups):
+        begin = min(index * part, numel)
+        block = Block((begin,), (min(part, numel - begin),))
+        held |= {rank: {name: Held((numel,), block)} for rank in ranks}
+    return held
+
+
+def model(sizes: list[int], groups: list[list[int]], prefix: str = "w") -> list[Assembly]:
+    num_ranks = 1 + max(rank for ranks in groups for rank in ranks)
+    by_rank: list[dict[str, Held]] = [{} for _ in range(num_ranks)]
+    for index, size in enumerate(sizes):
+        for rank, held in sharded(f"layers.{index}.{prefix}", size, groups).items():
+            by_rank[rank] |= held
+    return plan_assembly(by_rank)
+
+
+def num_elements(by_source: dict[int, list[Assembly]]) -> dict[int, int]:
+    return {rank: sum(a.numel for a in members) for rank, members in by_source.items()}
+
+
+LAYER = [64 * 64] * 4 + [64 * 192] * 3 + [64, 64]
+SIZES = [1000 * 64, *LAYER * 6, 64]
+
+LAYOUTS = {
+    "one rank": [[0]],
+    "replicated": [[0, 1, 2, 3]],
+    "sharded over 2": [[0], [1]],
+    "sharded over 8": [[rank] for rank in range(8)],
+    "2 replicas of 2 shards": [[0, 2], [1, 3]],
+    "4 replicas of 2 shards": [[0, 2, 4, 6], [1, 3, 5, 7]],
+    "sharded over 3": [[0], [1], [2]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_send_equally_much_and_everything_is_sent_once(layout):
+    groups = LAYOUTS[layout]
+    assemblies = model(SIZES, groups)
+    by_source = choose_sources(assemblies, SourceLimits())
+    num_ranks = sum(map(len, groups))
+    assert sorted(by_source) == list(range(num_ranks))
+    sent = num_elements(by_source)
+    even = sum(SIZES) / num_ranks
+    assert max(sent.values()) <= max(1.05 * even, max(SIZES))
+    names = sorted(a.name for members in by_source.values() for a in members)
+    assert names == sorted(a.name for a in assemblies)
+
+
+def test_each_source_lists_its_parameters_in_the_order_of_the_model():
+    assemblies = model(SIZES, [[0], [1], [2]])
+    order = [a.name for a in assemblies]
+    for members in choose_sources(assemblies, SourceLimits()).values():
+        places = [order.index(a.name) for a in members]
+        assert places == sorted(places)
+
+
+def test_blocks_come_from_the_source_itself_or_from_its_own_host():
+    # Two hosts with a replica each; each replica is sharded over the two ranks of its host.
+    assemblies = model(SIZES, [[0, 2], [1, 3]])
+    limits = SourceLimits(hosts=(0, 0, 1, 1))
+    for source, members in choose_sources(assemblies, limits).items():
+        for assembly in members:
+            for piece in assembly.pieces:
+                assert piece.rank == source or source not in piece.holders
+                assert limits.host(piece.rank) == limits.host(source)
+
+
+def test_ranks_copy_equally_much():
+    assemblies = model(SIZES, [[0, 2, 4, 6], [1, 3, 5, 7]])
+    copied = dict.fromkeys(range(8), 0)
+    for members in choose_sources(assemblies, SourceLimits()).values():
+        for piece in (p for a in members for p in a.pieces):
+            copied[piece.rank] += piece.block.numel
+    assert max(copied.values()) <= 1.2 * sum(copied.values()) / 8
+
+
+def test_the_first_sources_are_on_different_hosts():
+    assemblies = model(SIZES, [[rank] for rank in range(8)])
+    limits = SourceLimits(max_sources=2, hosts=(0, 0, 0, 0, 1, 1, 1, 1))
+    assert sorted(choose_sources(assemblies, limits)) == [0, 4]
+    alone = SourceLimits(max_sources=1, hosts=limits.hosts)
+    assert sorted(choose_sources(assemblies, alone)) == [0]
+
+
+@pytest.mark.parametrize(("max_sources", "expected"), [(1, [0, 2]), (2, [0, 2]), (4, [0, 1, 2, 3])])
+def test_each_part_of_a_pipeline_has_a_source(max_sources, expected):
+    first = plan_assembly([{"layers.0.w": held} for held in two_halves()])
+    assert families_of(first) == [{0, 1}]
+    both = plan_assembly(
+        [{"layers.0.w": held} for held in two_halves()]
+        + [{"layers.1.w": held, "layers.2.w": held} for held in two_halves()]
+        + []
+    )
+    both += plan_assembly([{"layers.3.w": held} for held in two_halves()])
+    assert families_of(both) == [{0, 1}, {2, 3}]
+    assert sorted(choose_sources(both, SourceLimits(max_sources))) == expected
+
+
+def two_halves() -> list[Held]:
+    return [Held((8,), Block((begin,), (4,))) for begin in (0, 4)]
+
+
+def test_a_parameter_that_only_some_ranks_hold_belongs_to_their_family():
+    held: list[dict[str, Held]] = [{"layers.0.w": part} for part in two_halves()]
+    held[1]["norm.weight"] = Held((1,), Block((0,), (1,)))
+    assemblies = plan_assembly(held)
+    assert families_of(assemblies) == [{0, 1}]
+    by_source = choose_sources(assemblies, SourceLimits())
+    assert {rank: [a.name for a in members] for rank, members in by_source.items()} == {
+        0: ["layers.0.w"],
+        1: ["norm.weight"],
+    }
+
+
+def test_no_source_sends_more_than_the_mean_and_one_parameter():
+    chance = random.Random(0)
+    for _ in range(50):
+        sizes = [chance.randrange(1, 1000) for _ in range(chance.randrange(1, 60))]
+        num_ranks = chance.randrange(1, 9)
+        assemblies = model(sizes, [list(range(num_ranks))])
+        sent = num_elements(choose_sources(assemblies, SourceLimits()))
+        assert max(sent.values()) <= sum(sizes) / num_ranks + max(sizes)
+
+
+def test_equal_names_are_one_host():
+    assert number_by_name(["b", "a", "b"]) == (0, 1, 0)

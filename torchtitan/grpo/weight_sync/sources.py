@@ -1,0 +1,120 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Chooses the ranks that send parameters to servers, so that each sends equally many bytes.
+
+A server receives from all sources at the same time, so that the network interface of one rank, or
+the copies that one process makes, do not bound a push. The functions are pure and give the same
+result on all ranks.
+
+Ranks that share a parameter form a family: all ranks without pipeline parallelism, the ranks of
+one place in the pipeline with it. Each family has at least one source, because others do not hold
+its parameters. Within a family parameters are assigned largest first, each to the source that
+has the fewest bytes so far (R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969), so
+no source sends more than the mean and one parameter.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torchtitan.grpo.models.shards import Assembly, Piece
+
+
+@dataclass(frozen=True)
+class SourceLimits:
+    """Says which ranks may be sources.
+
+    Attributes:
+        max_sources: ``weight_sync.max_sources``; 0 allows every rank.
+        hosts: For each rank, a number of its host. Ranks beyond the list are on host 0.
+    """
+
+    max_sources: int = 0
+    hosts: tuple[int, ...] = ()
+
+    def host(self, rank: int) -> int:
+        """Returns the number of a rank's host."""
+        return self.hosts[rank] if rank < len(self.hosts) else 0
+
+
+def choose_sources(
+    assemblies: Sequence[Assembly], limits: SourceLimits
+) -> dict[int, list[Assembly]]:
+    """Returns what each source assembles, in the order of ``assemblies``.
+
+    Each block is sent to the source by the source itself if it holds the block, else by a rank of
+    its host, else by any rank that holds it; of several such ranks, by the one that sends least.
+
+    Args:
+        assemblies: All parameters.
+        limits: See :class:`SourceLimits`.
+    """
+    families = families_of(assemblies)
+    num_ranks = sum(len(family) for family in families)
+    source_of: dict[str, int] = {}
+    for family in families:
+        wanted = limits.max_sources * len(family) // num_ranks if limits.max_sources else num_ranks
+        sources = _spread_over_hosts(family, limits)[: max(1, wanted)]
+        members = [a for a in assemblies if not family.isdisjoint(_holders(a))]
+        source_of |= _assign(members, sources)
+    num_sent = dict.fromkeys(range(1 + max(map(max, families), default=0)), 0)
+    by_source: dict[int, list[Assembly]] = {}
+    for assembly in assemblies:
+        source = source_of[assembly.name]
+        chosen = _with_senders(assembly, source, limits, num_sent)
+        by_source.setdefault(source, []).append(chosen)
+    return by_source
+
+
+def families_of(assemblies: Sequence[Assembly]) -> list[set[int]]:
+    """Returns the sets of ranks that share parameters, directly or through other ranks."""
+    families: list[set[int]] = []
+    for ranks in {frozenset(_holders(assembly)) for assembly in assemblies}:
+        family = set(ranks)
+        for other in [f for f in families if not f.isdisjoint(family)]:
+            family |= other
+            families.remove(other)
+        families.append(family)
+    return sorted(families, key=min)
+
+
+def _holders(assembly: Assembly) -> set[int]:
+    return {rank for piece in assembly.pieces for rank in piece.holders}
+
+
+def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[int]:
+    """Returns the ranks of a family, so that the first ones lie on as many hosts as possible."""
+    num_on_host: dict[int, int] = {}
+    keys = {}
+    for rank in sorted(family):
+        host = limits.host(rank)
+        keys[rank] = num_on_host[host] = num_on_host.get(host, 0) + 1
+    return sorted(family, key=lambda rank: (keys[rank], rank))
+
+
+def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str, int]:
+    """Returns the source of each parameter, by name."""
+    num_elements = dict.fromkeys(sorted(sources), 0)
+    source_of = {}
+    for assembly in sorted(assemblies, key=lambda a: -a.numel):
+        holders = _holders(assembly)
+        source = min(num_elements, key=lambda r: (num_elements[r], r not in holders, r))
+        num_elements[source] += assembly.numel
+        source_of[assembly.name] = source
+    return source_of
+
+
+def _with_senders(
+    assembly: Assembly, source: int, limits: SourceLimits, num_sent: dict[int, int]
+) -> Assembly:
+    """Returns the parameter with a sender for each block; adds to what each rank sends."""
+
+    def sent(piece: Piece) -> Piece:
+        rank = min(
+            piece.holders,
+            key=lambda r: (r != source, limits.host(r) != limits.host(source), num_sent[r], r),
+        )
+        num_sent[rank] += piece.block.numel
+        return piece.sent_by(rank)
+
+    return replace(assembly, pieces=tuple(sent(piece) for piece in assembly.pieces))
