@@ -12,6 +12,7 @@ from torchtitan.grpo.system.rank_channel import (
     Address,
     CallFailed,
     LeaderChannel,
+    _Presence,
     operation,
     remote,
     serve,
@@ -111,7 +112,17 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
         results["send"] = "given up"
     # A stranger who knows the address, but not the secret, is not heard.
     results["stranger"] = await deceive(channel)
+    hanging = asyncio.create_task(agent.send("http://server", 8, 0, None))
+    await asyncio.sleep(0)
     await agent.leave("http://server")
+    # The rank ends now. Nobody waits for its answers, which will not come.
+    results["gone"] = []
+    for call in (hanging, agent.drop(6)):
+        try:
+            async with asyncio.timeout(20.0):
+                await call
+        except CallFailed as error:
+            results["gone"].append(str(error))
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
     channel.close()
@@ -123,7 +134,7 @@ async def deceive(channel: LeaderChannel) -> str:
     stranger = context.socket(zmq.DEALER)
     stranger.connect(channel.address.endpoint)
     for secret in (b"", b"x" * 16, b"x" * 400):
-        await stranger.send_multipart([secret, msgspec.msgpack.encode(9)])
+        await stranger.send_multipart([secret, msgspec.msgpack.encode(_Presence(9, True))])
     await stranger.send_multipart([b"one frame"])
     await stranger.send_multipart([channel.address.secret])
     # What is on its way arrives before the answer to a call that is made after it.

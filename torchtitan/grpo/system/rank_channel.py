@@ -31,6 +31,8 @@ T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MARK = "__is_operation__"
+# How long a rank that ends waits until the leader knows of it.
+_LINGER_MILLISECONDS = 200
 
 
 def operation(method: Method) -> Method:
@@ -59,11 +61,18 @@ class _Call(msgspec.Struct):
     arguments: list[Any]
 
 
-class _Answer(msgspec.Struct):
+class _Answer(msgspec.Struct, tag=True):
     number: int
     result: Any = None
     error: str | None = None
     is_os_error: bool = False
+
+
+class _Presence(msgspec.Struct, tag=True):
+    """Says that a rank now answers calls, or that it no longer does."""
+
+    rank: int
+    is_there: bool
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -93,9 +102,11 @@ class LeaderChannel:
         port = self._socket.bind_to_random_port(f"tcp://{leader_address()}")
         self.address = Address(f"tcp://{leader_address()}:{port}", secrets.token_bytes(16))
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[asyncio.Future[Any], Any]] = {}
+        # By number of the call: the answer to come, its type, and the rank that is to answer.
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Any, int]] = {}
         self._is_closed = False
         self._peers: dict[int, bytes] = {}
+        self._gone: set[int] = set()
         self._arrived = asyncio.Event()
 
     async def listen(self) -> None:
@@ -106,21 +117,31 @@ class LeaderChannel:
                 if len(frames) != 3 or not secrets.compare_digest(frames[1], self.address.secret):
                     continue  # the sender is not a rank of this run
                 peer, _, body = frames
-                answer = msgspec.msgpack.decode(body, type=_Answer | int)
-                if isinstance(answer, int):  # a rank announces itself
-                    self._peers[answer] = peer
+                answer = msgspec.msgpack.decode(body, type=_Answer | _Presence)
+                if isinstance(answer, _Answer):
+                    self._settle(answer)
+                elif answer.is_there:
+                    self._peers[answer.rank] = peer
                     self._arrived.set()
                 else:
-                    self._settle(answer)
+                    self._forget(answer.rank)
         finally:
             self._is_closed = True
             self._arrived.set()
-            for future, _ in self._waiting.values():
+            for future, _, _ in self._waiting.values():
                 if not future.done():
                     future.set_exception(CallFailed("The leader no longer listens for answers."))
 
+    def _forget(self, rank: int) -> None:
+        """Fails the calls of a rank that has ended: nobody will answer them."""
+        self._gone.add(rank)
+        self._arrived.set()
+        for future, _, asked in self._waiting.values():
+            if asked == rank and not future.done():
+                future.set_exception(CallFailed(f"Rank {rank} no longer answers calls."))
+
     def _settle(self, answer: _Answer) -> None:
-        future, result_type = self._waiting.pop(answer.number, (None, None))
+        future, result_type, _ = self._waiting.pop(answer.number, (None, None, None))
         if future is None or future.done():
             return  # the caller has given up
         if answer.error is not None:
@@ -133,14 +154,14 @@ class LeaderChannel:
         """Calls a method on another rank and returns its result.
 
         Raises:
-            CallFailed: If the method raised an exception there, or if nobody listens for
-                its answer any more.
+            CallFailed: If the method raised an exception there, if that rank no longer answers
+                calls, or if nobody listens for its answer any more.
             OSError: If the method raised an ``OSError`` there.
             TimeoutError: If the rank did not answer in time.
         """
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future, result_type
+        self._waiting[number] = future, result_type, rank
         body = msgspec.msgpack.encode(_Call(number, method, list(arguments)))
         try:
             async with asyncio.timeout(self._timeout_seconds):
@@ -151,6 +172,8 @@ class LeaderChannel:
                     raise CallFailed(
                         f"Rank {rank} cannot be asked to {method}: the leader no longer listens."
                     )
+                if rank in self._gone:
+                    raise CallFailed(f"Rank {rank} no longer answers calls.")
                 await self._socket.send_multipart([self._peers[rank], self.address.secret, body])
                 return await future
         except TimeoutError as error:
@@ -211,6 +234,10 @@ async def serve(served: Sequence[Served], rank: int, address: Address) -> None:
     channel.set_hwm(0)
     channel.connect(address.endpoint)
 
+    async def announce(is_there: bool) -> None:
+        body = msgspec.msgpack.encode(_Presence(rank, is_there))
+        await channel.send_multipart([address.secret, body])
+
     async def answer(call: _Call) -> None:
         try:
             result = await methods[call.method](*call.arguments)
@@ -221,7 +248,7 @@ async def serve(served: Sequence[Served], rank: int, address: Address) -> None:
         await channel.send_multipart([address.secret, msgspec.msgpack.encode(reply)])
 
     try:
-        await channel.send_multipart([address.secret, msgspec.msgpack.encode(rank)])
+        await announce(True)
         async with asyncio.TaskGroup() as calls:
             while True:
                 secret, body = await channel.recv_multipart()
@@ -229,7 +256,9 @@ async def serve(served: Sequence[Served], rank: int, address: Address) -> None:
                 if secrets.compare_digest(secret, address.secret) and call.method in methods:
                     calls.create_task(answer(call), name=call.method)
     finally:
-        channel.close(linger=0)
+        # The leader, which may end at the same time, need not wait for answers.
+        await announce(False)
+        channel.close(linger=_LINGER_MILLISECONDS)
         context.term()
         for one in served:
             await one.close()

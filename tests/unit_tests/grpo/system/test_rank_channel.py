@@ -25,6 +25,7 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
     assert message.startswith("rank 1: OSError: [Errno 28] No space left on device")
     assert leader["send"] == "given up"
     assert leader["stranger"] == "not heard"
+    assert leader["gone"] == ["Rank 1 no longer answers calls."] * 2
     assert follower["calls"] == [
         ["gather", 1, 7, True],
         ["prepare", 7, 0, 6],
@@ -32,6 +33,7 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
         ["wait_copied", 0, 8],
         ["drop", 5],
         ["send", "http://server", 7, 0, None],
+        ["send", "http://server", 8, 0, None],
         ["leave", "http://server"],
         ["close"],
     ]
