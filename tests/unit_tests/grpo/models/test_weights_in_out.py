@@ -57,7 +57,8 @@ def test_weights_come_out_as_they_went_in(num_ranks, make_model, run_ranks, tmp_
             assert ("tok_embeddings.weight" in result[name]["own_names"]) or not holds_all
             assert all("wrapped" not in n and "_orig" not in n for n in result[name]["own_names"])
         by_source = [r[name] for r in results if r[name]["gathered_names"]]
-        assert len(by_source) == CASES[num_ranks][name][1].get("pp", 1), name
+        # Every rank holds weights, and a run of eight ranks stays within `max_sources`.
+        assert len(by_source) == num_ranks, name
         assert all(source["num_buckets"] > 1 for source in by_source), name
         is_sharded = {"dp_shard", "tp", "cp"} & layout.keys()
         for source in by_source:
@@ -73,10 +74,10 @@ def assert_in_model_order(names_of_sources: list[list[str]]) -> None:
     for names in names_of_sources:
         layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
         assert layers == sorted(layers)
+        assert "model.embed_tokens.weight" not in names[1:]
     names = [name for some in names_of_sources for name in some]
     assert len(set(names)) == len(names)
-    assert names_of_sources[0][0] == "model.embed_tokens.weight"
-    assert {"model.norm.weight"} | {
+    assert {"model.embed_tokens.weight", "model.norm.weight"} | {
         f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)
     } <= set(names)
 
