@@ -1,0 +1,172 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Simulates a table of pipeline actions: whether it can run, how long it takes, what it holds.
+
+Ranks run their actions in order, each as soon as its inputs are there. Tensors travel between ranks
+for a fixed time while both ranks go on.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torchtitan.grpo.pipeline.tables.actions import Action, Table
+from torchtitan.grpo.pipeline.tables.costs import Costs
+
+
+class TableError(ValueError):
+    """A table that no pipeline can run. The message names the rank and the action."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a table does under given costs.
+
+    Attributes:
+        starts: When each action starts, in the unit of the costs.
+        ends: When each action ends.
+        busy: For each rank, the time for which it computes.
+        spans: For each rank, the time from its first start to its last end.
+        peaks: For each rank, the most memory that it holds, in the unit of the costs.
+    """
+
+    starts: dict[Action, float]
+    ends: dict[Action, float]
+    busy: tuple[float, ...]
+    spans: tuple[float, ...]
+    peaks: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end of all ranks."""
+        return max(self.ends.values()) - min(self.starts.values())
+
+    @property
+    def bubble(self) -> float:
+        """Share of the makespan for which the ranks are idle, on average."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """Share of its span for which the rank with the largest such share is idle.
+
+        It ignores that ranks start and end at different times, which costs nothing where the next
+        step can begin on one rank before the last one has ended on another.
+        """
+        return max(1 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
+
+    @property
+    def peak(self) -> float:
+        """Most memory that any rank holds."""
+        return max(self.peaks)
+
+
+def simulate(table: Table, costs: Costs) -> Simulation:
+    """Runs a table on paper.
+
+    Raises:
+        TableError: If an action is missing, is there twice, lies on a wrong rank, or would wait
+            for ever.
+    """
+    check_complete(table)
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    free_at = [0.0] * table.num_ranks
+    positions = [0] * table.num_ranks
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, actions in enumerate(table.actions):
+            while positions[rank] < len(actions):
+                action = actions[positions[rank]]
+                ready = ready_time(action, table.ranks, ends, costs.hop)
+                if ready is None:
+                    break
+                starts[action] = max(ready, free_at[rank])
+                free_at[rank] = ends[action] = starts[action] + costs.time(action)
+                positions[rank] += 1
+                is_moving = True
+    _check_finished(table, positions, ends)
+    return Simulation(
+        starts,
+        ends,
+        busy=tuple(sum(map(costs.time, actions)) for actions in table.actions),
+        spans=tuple(
+            ends[actions[-1]] - starts[actions[0]] if actions else 0.0 for actions in table.actions
+        ),
+        peaks=tuple(peak_memory(actions, costs) for actions in table.actions),
+    )
+
+
+def ready_time(
+    action: Action, ranks: tuple[int, ...], ends: dict[Action, float], hop: float
+) -> float | None:
+    """Returns when the inputs of an action are there; None if that is not known yet."""
+    ready = 0.0
+    for alternatives in action.after(len(ranks)):
+        end = next((ends[other] for other in alternatives if other in ends), None)
+        if end is None:
+            return None
+        travels = ranks[alternatives[0].stage] != ranks[action.stage]
+        ready = max(ready, end + (hop if travels else 0.0))
+    return ready
+
+
+def peak_memory(actions: tuple[Action, ...], costs: Costs) -> float:
+    """Returns the most memory that a rank holds if it runs these actions in order."""
+    held = peak = 0.0
+    for action in actions:
+        change = costs.memory(action)
+        # What an action leaves is there while it runs, and what it gives back is, too.
+        peak = max(peak, held + max(change, 0.0))
+        held += change
+    return peak
+
+
+def check_complete(table: Table) -> None:
+    """Raises a :class:`TableError` unless each pass is in the table once, on the right rank."""
+    counts: Counter[Action] = Counter()
+    for rank, actions in enumerate(table.actions):
+        for action in actions:
+            if not 0 <= action.stage < table.num_stages or table.ranks[action.stage] != rank:
+                raise TableError(f"Rank {rank} must not run {action}: it does not hold the stage.")
+            counts[action] += 1
+            if counts[action] > 1:
+                raise TableError(f"Rank {rank} must run {action} once, and the table has it twice.")
+    expected = 0
+    for stage, rank in enumerate(table.ranks):
+        for microbatch in range(table.num_microbatches):
+            forward, full = Action(stage, "F", microbatch), Action(stage, "B", microbatch)
+            halves = [Action(stage, kind, microbatch) for kind in ("I", "W")]
+            present = sum(counts[half] for half in halves)
+            if not counts[forward]:
+                raise TableError(f"Rank {rank} must run {forward}, which the table lacks.")
+            if (counts[full], present) not in ((1, 0), (0, 2)):
+                raise TableError(
+                    f"Rank {rank} must run either {full} or both {halves[0]} and {halves[1]}, and "
+                    f"the table has {counts[full] + present} of the three."
+                )
+            expected += 1 + counts[full] + present
+    if expected != counts.total():
+        extra = max(counts, key=lambda action: action.microbatch)
+        raise TableError(
+            f"Rank {table.ranks[extra.stage]} must not run {extra}: there are "
+            f"{table.num_microbatches} microbatches."
+        )
+
+
+def _check_finished(table: Table, positions: list[int], ends: dict[Action, float]) -> None:
+    """Raises a :class:`TableError` if a rank waits for ever."""
+    for rank, actions in enumerate(table.actions):
+        if positions[rank] < len(actions):
+            action = actions[positions[rank]]
+            missing = next(
+                alternatives
+                for alternatives in action.after(table.num_stages)
+                if not any(other in ends for other in alternatives)
+            )
+            holder = table.ranks[missing[0].stage]
+            raise TableError(
+                f"Rank {rank} would wait for ever before {action}: it needs "
+                f"{' or '.join(map(str, missing))} of rank {holder}, which comes later or never."
+            )

@@ -1,0 +1,78 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Actions of pipeline ranks, and the tables that say in which order the ranks run them.
+
+A table is data: generators make it, the simulator judges it, and the runtime runs it. Nothing in
+this package imports torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "I", "W", "B"]
+"""Forward pass, gradient of the input, gradient of the weights, or the last two at once."""
+
+Placement = Literal["loop", "v"]
+"""Which rank holds which stage, see :func:`ranks_of_stages`."""
+
+
+class Action(NamedTuple):
+    """One pass of one microbatch through one stage. ``str()`` gives ``F2`` of stage 5 as ``5F2``."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    def after(self, num_stages: int) -> Iterator["tuple[Action, ...]"]:
+        """Yields what must be complete before, as alternatives of which one is in the table."""
+        stage, kind, microbatch = self
+        if kind == "F":
+            if stage > 0:
+                yield (Action(stage - 1, "F", microbatch),)
+        elif kind == "W":
+            yield (Action(stage, "I", microbatch),)
+        else:
+            yield (Action(stage, "F", microbatch),)
+            if stage < num_stages - 1:
+                yield (Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The order of the actions of each pipeline rank.
+
+    Attributes:
+        ranks: For each stage of the pipeline, the rank that holds it.
+        num_microbatches: Number of microbatches that pass the pipeline.
+        actions: For each rank, its actions in order.
+    """
+
+    ranks: tuple[int, ...]
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.actions)
+
+
+def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) -> tuple[int, ...]:
+    """Returns the rank of each stage.
+
+    Under ``loop``, stage s lies on rank s mod p. Under ``v``, the stages go down the ranks and up
+    again, so that rank 0 holds the first and the last one of each pair of rounds.
+    """
+    down, up = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
+    rounds = [up if placement == "v" and i % 2 else down for i in range(stages_per_rank)]
+    return tuple(rank for ranks in rounds for rank in ranks)

@@ -1,0 +1,256 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Improves a table of actions for given times, under a bound of memory.
+
+The method is forward-backward improvement, as known from project scheduling
+(https://doi.org/10.1016/0377-2217(92)90046-Y): a table is packed to the left, where each rank takes
+the first action that can run, then to the right in the same way with time reversed, and so on. Each
+pass closes gaps that the other one cannot see: the first those of the warm-up, the second those of
+the cool-down. An action may overtake others only if the rank's memory stays within the bound
+in between, so that a table that kept to the bound still does.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from torchtitan.grpo.pipeline.tables.actions import Action, Table
+from torchtitan.grpo.pipeline.tables.costs import Costs
+
+_ROUND = 1e-9
+"""Times and memories that differ by less are equal; sums of floats are not exact."""
+
+Orders = list[list[int]]
+"""For each rank, its actions by number."""
+
+
+def improve(
+    tables: Iterable[Table], costs: Costs, max_memory: float = math.inf, rounds: int = 4
+) -> Table:
+    """Returns the best table found from these ones: the least makespan, then the least span.
+
+    Args:
+        tables: Tables of the same actions and placement that a pipeline can run.
+        costs: Times and memories of the actions.
+        max_memory: Bound of each rank's memory, in the unit of ``costs``. If all of ``tables``
+            exceed it, so may the result, which then exceeds it least.
+        rounds: Passes to the right and back to the left, for each table and preference.
+    """
+    best: tuple[tuple[float, float, float], Table] | None = None
+    for table in tables:
+        work = Work.of(table, costs)
+        for orders in work.candidates(table, max_memory, rounds):
+            excess = max(0.0, work.peak(orders) - max_memory - _ROUND)
+            score = (excess, *work.makespan_and_span(orders))
+            if best is None or score < best[0]:
+                best = score, replace(table, actions=work.named(orders))
+    assert best is not None, "There is no table to improve."
+    return best[1]
+
+
+def _as_listed(action: Action) -> int:
+    return 0
+
+
+def _weights_last(action: Action) -> int:
+    return action.kind == "W"
+
+
+_PREFERENCES: tuple[Callable[[Action], int], ...] = (_as_listed, _weights_last)
+"""Orders of the actions that could run; equal ones run as they are listed."""
+
+
+@dataclass
+class Work:
+    """The actions of a table by number, with what packing needs to know about each.
+
+    Attributes:
+        actions: The actions.
+        ranks: Rank of each action.
+        times: Duration of each.
+        changes: Change of the rank's memory by each.
+        kinds: Number of the stage and kind of each. Of these, microbatches run in order.
+        before: For each action, those that it waits for, with the time between.
+        after: For each action, those that wait for it, with the time between.
+        num_ranks: Number of ranks.
+    """
+
+    actions: list[Action]
+    ranks: list[int]
+    times: list[float]
+    changes: list[float]
+    kinds: list[int]
+    before: list[list[tuple[int, float]]]
+    after: list[list[tuple[int, float]]]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, table: Table, costs: Costs) -> "Work":
+        """Numbers the actions of a table."""
+        actions = [action for actions in table.actions for action in actions]
+        numbers = {action: number for number, action in enumerate(actions)}
+        before: list[list[tuple[int, float]]] = [[] for _ in actions]
+        after: list[list[tuple[int, float]]] = [[] for _ in actions]
+        for number, action in enumerate(actions):
+            for alternatives in action.after(table.num_stages):
+                other = next(numbers[a] for a in alternatives if a in numbers)
+                travels = table.ranks[alternatives[0].stage] != table.ranks[action.stage]
+                hop = costs.hop if travels else 0.0
+                before[number].append((other, hop))
+                after[other].append((number, hop))
+        return cls(
+            actions,
+            ranks=[table.ranks[action.stage] for action in actions],
+            times=[costs.time(action) for action in actions],
+            changes=[costs.memory(action) for action in actions],
+            kinds=[4 * action.stage + "FIWB".index(action.kind) for action in actions],
+            before=before,
+            after=after,
+            num_ranks=table.num_ranks,
+        )
+
+    def candidates(self, table: Table, max_memory: float, rounds: int) -> Iterable[Orders]:
+        """Yields the table as it is and what packing makes of it."""
+        numbers = {action: number for number, action in enumerate(self.actions)}
+        given = [[numbers[action] for action in actions] for actions in table.actions]
+        yield given
+        reverse = replace(
+            self, changes=[-c for c in self.changes], before=self.after, after=self.before
+        )
+        for prefer in _PREFERENCES:
+            orders = pack(self, given, max_memory, prefer)
+            yield orders
+            for _ in range(rounds):
+                ends = self.ends(orders)
+                latest_first = [sorted(o, key=lambda i: -ends[i]) for o in orders]
+                from_right = pack(reverse, latest_first, max_memory, _as_listed)
+                orders = [order[::-1] for order in from_right]
+                yield orders
+                orders = pack(self, orders, max_memory, _as_listed)
+                yield orders
+
+    def ends(self, orders: Orders) -> list[float]:
+        """Returns when each action ends if the ranks run them in these orders."""
+        ends, ready = [0.0] * len(self.actions), [0.0] * len(self.actions)
+        waits_for = [len(before) for before in self.before]
+        free_at, positions = [0.0] * self.num_ranks, [0] * self.num_ranks
+        to_visit = list(range(self.num_ranks))
+        while to_visit:
+            rank = to_visit.pop()
+            for number in orders[rank][positions[rank] :]:
+                if waits_for[number]:
+                    break
+                end = max(ready[number], free_at[rank]) + self.times[number]
+                ends[number] = free_at[rank] = end
+                positions[rank] += 1
+                for other, hop in self.after[number]:
+                    waits_for[other] -= 1
+                    ready[other] = max(ready[other], end + hop)
+                    if self.ranks[other] != rank:
+                        to_visit.append(self.ranks[other])
+        return ends
+
+    def makespan_and_span(self, orders: Orders) -> tuple[float, float]:
+        """Returns the time of the whole table, and the longest one of a single rank."""
+        ends = self.ends(orders)
+        spans = (ends[o[-1]] - ends[o[0]] + self.times[o[0]] for o in orders if o)
+        return max(ends), max(spans)
+
+    def peak(self, orders: Orders) -> float:
+        """Returns the most memory that a rank holds."""
+        peak = 0.0
+        for order in orders:
+            held = 0.0
+            for number in order:
+                held += self.changes[number]
+                peak = max(peak, held)
+        return peak
+
+    def named(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
+        """Returns the actions of orders."""
+        return tuple(tuple(self.actions[number] for number in order) for order in orders)
+
+
+def pack(
+    work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]
+) -> Orders:
+    """Returns orders in which each rank, when it is free, runs an action that can run.
+
+    Args:
+        work: The actions.
+        orders: Orders that the ranks can run, from which the result deviates where a rank would
+            wait.
+        max_memory: Bound of each rank's memory. Actions that come next in ``orders`` may exceed
+            it.
+        prefer: Of the actions that can run, the one with the lowest number comes first.
+    """
+    packer = _Packer(work, orders, max_memory, prefer)
+    while packer.visits:
+        packer.visit(*heapq.heappop(packer.visits))
+    return packer.packed
+
+
+class _Packer:
+    """A simulation in which ranks choose what they run. See :func:`pack`."""
+
+    def __init__(
+        self, work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]
+    ) -> None:
+        self.work, self.max_memory = work, max_memory + _ROUND
+        self.preferences = [prefer(action) for action in work.actions]
+        self.packed: Orders = [[] for _ in orders]
+        self.visits = [(0.0, rank) for rank in range(work.num_ranks)]
+        self._left = [list(order) for order in orders]
+        self._num_kinds = [len({work.kinds[number] for number in order}) for order in orders]
+        self._waits_for = [len(before) for before in work.before]
+        self._ready = [0.0] * len(work.actions)
+        self._free_at = [0.0] * work.num_ranks
+        self._held = [0.0] * work.num_ranks
+
+    def visit(self, now: float, rank: int) -> None:
+        """Lets a rank choose at a time at which something may have changed for it."""
+        if not self._left[rank] or self._free_at[rank] > now + _ROUND:
+            return
+        position, later = self._choose(now, rank)
+        if position is not None:
+            self._run(now, rank, self._left[rank].pop(position))
+        elif later is not None:
+            heapq.heappush(self.visits, (later, rank))
+
+    def _choose(self, now: float, rank: int) -> tuple[int | None, float | None]:
+        """Returns the position of the action to run, or when the first one will be ready."""
+        work, held = self.work, self._held[rank]
+        chosen: tuple[int, int] | None = None
+        later: float | None = None
+        peak, seen = held, set[int]()
+        for position, number in enumerate(self._left[rank]):
+            change = work.changes[number]
+            if work.kinds[number] not in seen:
+                seen.add(work.kinds[number])
+                fits = position == 0 or change <= 0 or peak + change <= self.max_memory
+                if fits and not self._waits_for[number]:
+                    if self._ready[number] <= now + _ROUND:
+                        choice = self.preferences[number], position
+                        chosen = choice if chosen is None else min(chosen, choice)
+                    elif later is None or self._ready[number] < later:
+                        later = self._ready[number]
+                if len(seen) == self._num_kinds[rank]:
+                    break
+            held += change
+            peak = max(peak, held)
+        return (None if chosen is None else chosen[1]), later
+
+    def _run(self, now: float, rank: int, number: int) -> None:
+        end = now + self.work.times[number]
+        self.packed[rank].append(number)
+        self._held[rank] += self.work.changes[number]
+        self._free_at[rank] = end
+        heapq.heappush(self.visits, (end, rank))
+        for other, hop in self.work.after[number]:
+            self._waits_for[other] -= 1
+            self._ready[other] = max(self._ready[other], end + hop)
+            holder = self.work.ranks[other]
+            if holder != rank:
+                heapq.heappush(self.visits, (max(end + hop, self._free_at[holder]), holder))

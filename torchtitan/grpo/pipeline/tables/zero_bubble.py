@@ -1,0 +1,123 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Zero-bubble orders of actions that are given by rules: ZB-H1, ZB-H2, interleaved, and ZBV.
+
+All are from https://arxiv.org/abs/2401.10241. They delay the gradients of weights, W, which nothing
+waits for, into the time in which a rank would otherwise wait.
+"""
+
+from torchtitan.grpo.pipeline.tables.actions import Table, ranks_of_stages
+from torchtitan.grpo.pipeline.tables.plain import RankOrder, Rounds
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
+    """ZB-H1: at most as many microbatches are held as by 1F1B, and a third of its bubble is left.
+
+    The bubble of each rank's span is (p - 1) (F + I - W).
+    """
+    return _handcrafted(
+        num_microbatches,
+        [num_ranks - rank for rank in range(num_ranks)],
+        list(range(num_ranks)),
+    )
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
+    """ZB-H2: almost twice the memory of 1F1B, and no bubble where F, I and W take equal times.
+
+    The bubble of each rank's span is (p - 1) (F + I - 2W), from 2p - 1 microbatches on.
+    """
+    return _handcrafted(
+        num_microbatches,
+        [2 * (num_ranks - rank) - 1 for rank in range(num_ranks)],
+        [2 * rank for rank in range(num_ranks)],
+    )
+
+
+def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) -> Table:
+    """One stage a rank, from forward passes before the first I, and Is before the first W."""
+    orders = []
+    for rank, (warm_up, delay) in enumerate(zip(warm_ups, delays, strict=True)):
+        order = RankOrder()
+        for step in range(num_microbatches + max(warm_up, delay)):
+            # A step is one I, the W that lies `delay` microbatches back, and the next F.
+            if step == 0:
+                for _ in range(min(warm_up, num_microbatches)):
+                    order.add(rank, "F")
+            if step < num_microbatches:
+                order.add(rank, "I")
+            if delay <= step < num_microbatches + delay:
+                order.add(rank, "W")
+            if step < num_microbatches - warm_up:
+                order.add(rank, "F")
+        orders.append(tuple(order.actions))
+    return Table(ranks_of_stages(len(warm_ups), 1, "loop"), num_microbatches, tuple(orders))
+
+
+def interleaved_zero_bubble(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
+) -> Table:
+    """Interleaved1F1B with split backward passes. Rank r delays each W by r microbatches.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Microbatches, a multiple of the number of rounds.
+        stages_per_rank: Stages that each rank holds.
+    """
+    orders = []
+    for rank in range(num_ranks):
+        rounds = Rounds(num_ranks, num_microbatches, stages_per_rank, rank)
+        warm_up = rounds.warm_up(steps_to_neighbour=1)
+        order = RankOrder()
+        for step in range(rounds.num_steps + warm_up + rank):
+            if step < rounds.num_steps:
+                order.add(rounds.stage(step), "F")
+            if warm_up <= step < rounds.num_steps + warm_up:
+                order.add(rounds.backward_stage(step - warm_up), "I")
+            if step >= warm_up + rank:
+                order.add(rounds.backward_stage(step - warm_up - rank), "W")
+        orders.append(tuple(order.actions))
+    return Table(
+        ranks_of_stages(num_ranks, stages_per_rank, "loop"), num_microbatches, tuple(orders)
+    )
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Table:
+    """ZB-V: two stages a rank in V placement, with the memory of 1F1B.
+
+    Without hops and at equal times of F, I and W, no rank waits within its span.
+    """
+    # The rule needs this many microbatches; passes of those that do not exist are left out.
+    count = max(2 * num_ranks - 1, num_microbatches)
+    orders = []
+    for rank in range(num_ranks):
+        actions = _zbv_rank(rank, num_ranks, count).actions
+        orders.append(tuple(a for a in actions if a.microbatch < num_microbatches))
+    return Table(ranks_of_stages(num_ranks, 2, "v"), num_microbatches, tuple(orders))
+
+
+def _zbv_rank(rank: int, num_ranks: int, count: int) -> RankOrder:
+    """The order of one rank for at least 2p - 1 microbatches."""
+    down, up, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
+    order = RankOrder()
+    for _ in range(2 * to_turn - 1):
+        order.add(down, "F")
+    for _ in range(rank):
+        order.add(up, "F")
+        order.add(down, "F")
+    for _ in range(to_turn):
+        order.add_all(up, "FIW")
+    forwards = 2 * to_turn - 1 + rank
+    for step in range(count - num_ranks):
+        order.add_all(down, "FIW" if forwards + step < count else "IW")
+        order.add_all(up, "FIW")
+    for _ in range(rank):
+        order.add(down, "I")
+        order.add(up, "I")
+    for _ in range(to_turn):
+        order.add_all(down, "IW")
+    for stage in (up, down):
+        for _ in range(rank):
+            order.add(stage, "W")
+    return order
