@@ -93,7 +93,9 @@ ONE = "one process, 4 updates a batch"
 MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
-SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+SCHEDULES = (
+    "1F1B", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin", "VHalf", "VZB",
+)  # fmt: skip
 LAYOUTS = [
     Layout("one process", 1, {}, True),
     Layout("one process, full AC", 1, {"ac": "full"}),

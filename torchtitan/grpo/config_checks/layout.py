@@ -140,14 +140,6 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             "microbatches of this size."
         )
         return
-    problem = schedule.microbatch_problem(rows // size, settings.pipeline_parallel_degree)
-    if problem is not None:
-        yield (
-            f"parallelism.pipeline_parallel_schedule = {schedule.name!r} cannot run {rows // size} "
-            "microbatches (training.local_batch_size / parallelism."
-            "pipeline_parallel_microbatch_size) with parallelism.pipeline_parallel_degree "
-            f"{settings.pipeline_parallel_degree}: {problem}. Change training.local_batch_size."
-        )
     yield from _refused_features(config, schedule)
 
 

@@ -7,20 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.stages import schedule_of
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 
 
 def build_schedule(
     config: JobConfig, stages: list[PipelineStage], loss: Callable[..., Any]
-) -> _PipelineSchedule:
+) -> TableSchedule:
     """Returns the schedule that trains this rank's stages.
-
-    Upstream's function of this purpose knows torch's schedules only. This one takes the class
-    from the schedule's row.
 
     Args:
         config: Configuration of the run, checked.
@@ -28,19 +26,13 @@ def build_schedule(
         loss: Called on the rank of the last stage, once a microbatch.
     """
     row, settings = schedule_of(config.parallelism), config.parallelism
+    degree = settings.pipeline_parallel_degree
     num_microbatches = (
         config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
     )
-    schedule_class = row.load_class()
-    is_single = issubclass(schedule_class, PipelineScheduleSingle)
-    # Gradients are sums: the loss has been divided by the number of trained tokens already.
-    schedule = schedule_class(
-        stages[0] if is_single else stages,
-        n_microbatches=num_microbatches,
-        loss_fn=loss,
-        scale_grads=False,
-    )
-    total_stages = settings.pipeline_parallel_degree * len(stages)
+    costs = assumed_costs(config, len(stages))
+    table = row.make_table(degree, num_microbatches, len(stages), costs)
+    total_stages = degree * len(stages)
     logger.info(
         f"The pipeline runs {num_microbatches} microbatches through {total_stages} stages with "
         f"the {'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
@@ -51,4 +43,4 @@ def build_schedule(
             f"({total_stages}), so ranks will often be idle. Raise training.local_batch_size or "
             "lower parallelism.pipeline_parallel_microbatch_size."
         )
-    return schedule
+    return TableSchedule(stages, table, costs, loss)

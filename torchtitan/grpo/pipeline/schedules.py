@@ -4,15 +4,16 @@
 """The pipeline schedules that ``parallelism.pipeline_parallel_schedule`` may name, one row each.
 
 The configuration checks, the placement of stages and the output layer read these rows, so that
-adding a schedule means adding a row (docs/how-to/add-a-schedule.md). The module imports no
-torch: the class of a schedule is looked up when a pipeline is built.
+adding a schedule means adding a row (docs/how-to/add-a-schedule.md). The module imports no torch.
 """
 
-import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-_TORCH = "torch.distributed.pipelining.schedules"
+from torchtitan.grpo.pipeline.tables import plain, v_family, zero_bubble
+from torchtitan.grpo.pipeline.tables.actions import Placement, Table
+from torchtitan.grpo.pipeline.tables.costs import Costs
 
 Feature = Literal["compile"]
 """A setting that a schedule may refuse: ``compile.enable`` with the model among
@@ -25,34 +26,29 @@ class Schedule:
 
     Attributes:
         name: Value of ``parallelism.pipeline_parallel_schedule``, also shown in messages.
-        class_path: Where the class stands, as ``package.module:Class``. It takes the arguments
-            of torch's schedules.
+        make_table: Makes the table from the number of ranks, the number of microbatches, the
+            number of stages a rank, and the costs of the passes.
         stages_per_rank: Stages that each pipeline rank holds. With ``allows_more_stages`` it is
             the default and the minimum, and all ranks hold equally many.
         allows_more_stages: True if ``parallelism.pipeline_parallel_layers_per_stage`` may cut
             the model into more than ``stages_per_rank`` stages a rank.
         placement: Which rank holds which stage. Under ``loop``, stage s of a pipeline of p ranks
             lies on rank s mod p. Under ``v``, rank r holds the stages r and 2p - 1 - r.
-        microbatches: How many microbatches one pass may have. ``any``: any number.
-            ``at_least_stages``: at least as many as the whole pipeline has stages.
-            ``whole_rounds``: the schedule runs about p microbatches a round, and the number must
-            be a multiple of the number of rounds, which is the number divided by p, rounded down.
         is_zero_bubble: True if the schedule computes the gradients of a stage's inputs and those
             of its weights at different times, in order to fill the pipeline's idle time.
         finishes_each_microbatch: True if the last stage completes the backward pass of each
-            microbatch, weight gradients included, before it begins the next. Only then can the
-            output layer keep logits for the backward pass in the memory of one microbatch.
+            microbatch, of its output layer in any case, before it begins the next. Only then can
+            the output layer keep logits for the backward pass in the memory of one microbatch.
         refuses: Features that cannot be combined with the schedule.
     """
 
     name: str
-    class_path: str
+    make_table: Callable[[int, int, int, Costs], Table]
     stages_per_rank: int
     allows_more_stages: bool
-    placement: Literal["loop", "v"]
-    microbatches: Literal["any", "at_least_stages", "whole_rounds"]
+    placement: Placement
     is_zero_bubble: bool
-    finishes_each_microbatch: bool
+    finishes_each_microbatch: bool = True
     refuses: tuple[Feature, ...] = ()
 
     @property
@@ -71,85 +67,71 @@ class Schedule:
             self.allows_more_stages and per_rank > self.stages_per_rank
         )
 
-    def microbatch_problem(self, num_microbatches: int, num_ranks: int) -> str | None:
-        """Returns why a pass cannot have so many microbatches, or None if it can."""
-        if self.microbatches == "at_least_stages":
-            stages = num_ranks * self.stages_per_rank
-            if num_microbatches < stages:
-                return f"it needs at least as many microbatches as stages, which are {stages}"
-        if self.microbatches == "whole_rounds":
-            rounds = max(1, num_microbatches // num_ranks)
-            if num_microbatches % rounds:
-                return (
-                    f"it would run them in {rounds} rounds on {num_ranks} ranks, and needs the "
-                    "same number of microbatches in each round"
-                )
-        return None
-
-    def load_class(self) -> Any:
-        """Imports and returns the schedule's class."""
-        module, _, name = self.class_path.partition(":")
-        return getattr(importlib.import_module(module), name)
-
 
 # The layers of a compiled block cannot hand their weight gradients over (`deferred_linear.py`).
 _REFUSED_BY_SPLIT_BACKWARD: tuple[Feature, ...] = ("compile",)
 
-_ROWS = (
-    Schedule(
-        name="GPipe",
-        class_path=f"{_TORCH}:ScheduleGPipe",
+
+def _one_stage(
+    name: str, make_table: Callable[[int, int], Table], *, is_zero_bubble: bool = False
+) -> Schedule:
+    """A schedule with one stage a rank."""
+    return Schedule(
+        name,
+        lambda ranks, microbatches, _stages, _costs: make_table(ranks, microbatches),
         stages_per_rank=1,
         allows_more_stages=False,
         placement="loop",
-        microbatches="any",
-        is_zero_bubble=False,
-        # It runs the forward passes of all microbatches first.
-        finishes_each_microbatch=False,
-    ),
-    Schedule(
-        name="1F1B",
-        class_path=f"{_TORCH}:Schedule1F1B",
-        stages_per_rank=1,
-        allows_more_stages=False,
-        placement="loop",
-        microbatches="at_least_stages",
-        is_zero_bubble=False,
-        finishes_each_microbatch=True,
-    ),
-    Schedule(
-        name="Interleaved1F1B",
-        class_path=f"{_TORCH}:ScheduleInterleaved1F1B",
+        is_zero_bubble=is_zero_bubble,
+        # GPipe runs the forward passes of all microbatches first.
+        finishes_each_microbatch=name != "GPipe",
+        refuses=_REFUSED_BY_SPLIT_BACKWARD if is_zero_bubble else (),
+    )
+
+
+def _interleaved(
+    name: str, make_table: Callable[[int, int, int], Table], *, is_zero_bubble: bool
+) -> Schedule:
+    """A schedule with two or more stages a rank, in a loop over the ranks."""
+    return Schedule(
+        name,
+        lambda ranks, microbatches, stages, _costs: make_table(ranks, microbatches, stages),
         stages_per_rank=2,
         allows_more_stages=True,
         placement="loop",
-        microbatches="whole_rounds",
-        is_zero_bubble=False,
-        finishes_each_microbatch=True,
-    ),
-    Schedule(
-        name="InterleavedZeroBubble",
-        class_path=f"{_TORCH}:ScheduleInterleavedZeroBubble",
-        stages_per_rank=2,
-        allows_more_stages=True,
-        placement="loop",
-        microbatches="whole_rounds",
-        is_zero_bubble=True,
-        # It begins as many microbatches as there are ranks before it computes weight gradients.
-        finishes_each_microbatch=False,
-        refuses=_REFUSED_BY_SPLIT_BACKWARD,
-    ),
-    Schedule(
-        name="ZBVZeroBubble",
-        class_path=f"{_TORCH}:ScheduleZBVZeroBubble",
+        is_zero_bubble=is_zero_bubble,
+        refuses=_REFUSED_BY_SPLIT_BACKWARD if is_zero_bubble else (),
+    )
+
+
+def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
+    """A zero-bubble schedule with two stages a rank, which lie in a V."""
+    return Schedule(
+        name,
+        lambda ranks, microbatches, _stages, costs: make_table(ranks, microbatches, costs),
         stages_per_rank=2,
         allows_more_stages=False,
         placement="v",
-        microbatches="any",
         is_zero_bubble=True,
-        finishes_each_microbatch=True,
         refuses=_REFUSED_BY_SPLIT_BACKWARD,
+    )
+
+
+_ROWS = (
+    _one_stage("GPipe", plain.gpipe),
+    _one_stage("1F1B", plain.one_forward_one_backward),
+    _one_stage("ZBH1", zero_bubble.zb_h1, is_zero_bubble=True),
+    _one_stage("ZBH2", zero_bubble.zb_h2, is_zero_bubble=True),
+    _interleaved(
+        "Interleaved1F1B", plain.interleaved_one_forward_one_backward, is_zero_bubble=False
     ),
+    _interleaved(
+        "InterleavedZeroBubble", zero_bubble.interleaved_zero_bubble, is_zero_bubble=True
+    ),
+    _v("ZBVZeroBubble", lambda ranks, microbatches, _: zero_bubble.zbv(ranks, microbatches)),
+    _v("VMin", v_family.v_min),
+    _v("VHalf", v_family.v_half),
+    _v("VZB", v_family.v_zb),
 )
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}

@@ -5,11 +5,11 @@
 
 import math
 
-from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
 from torchtitan.grpo.pipeline.schedules import Schedule, schedule_named
+from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 
 
 def schedule_of(settings: Parallelism) -> Schedule:
@@ -111,7 +111,6 @@ def ends_one_at_a_time(settings: Parallelism) -> bool:
 
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
     """Returns, for each stage of the pipeline, the pipeline rank that holds it."""
-    mapping = generate_stage_to_rank_mapping(
-        settings.pipeline_parallel_degree, total_stages, style=schedule_of(settings).placement
-    )
-    return [mapping[stage] for stage in range(total_stages)]
+    degree = settings.pipeline_parallel_degree
+    placement = schedule_of(settings).placement
+    return list(ranks_of_stages(degree, total_stages // degree, placement))

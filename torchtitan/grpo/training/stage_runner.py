@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torchtitan.config import JobConfig
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
 from torchtitan.grpo.pipeline.stages import stage_ranks
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
 
 
@@ -76,10 +76,10 @@ class PipelineRunner(ModelRunner):
     """
 
     def __init__(
-        self, schedule: _PipelineSchedule, stage_loss: StageLoss, config: JobConfig
+        self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig
     ) -> None:
         self.schedule, self.stage_loss = schedule, stage_loss
-        self.forwards = PipelineForwardRunner(_stages_of(schedule), config)
+        self.forwards = PipelineForwardRunner(schedule.stages, config)
         self.has_output = self.forwards.has_output
 
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -95,16 +95,11 @@ class PipelineRunner(ModelRunner):
             inputs = self.forwards.input_of(part)
             named: dict[str, Any] = {**model_inputs(part)}
             self.schedule.step(*inputs, target=targets, return_outputs=False, **named)
-            for stage in _stages_of(self.schedule):
+            for stage in self.schedule.stages:
                 if isinstance(stage, DeferredStage):
                     stage.store.check_empty()
             begin = end
         self.stage_loss.loss = None
-
-
-def _stages_of(schedule: _PipelineSchedule) -> list[PipelineStage]:
-    stages = getattr(schedule, "_stages", None)
-    return stages if stages is not None else [schedule._stage]  # pyright: ignore
 
 
 def _copy_of(stage: PipelineStage) -> PipelineStage:

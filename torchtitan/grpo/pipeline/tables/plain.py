@@ -66,7 +66,7 @@ def interleaved_one_forward_one_backward(
 
     Args:
         num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches, a multiple of the number of rounds.
+        num_microbatches: Number of microbatches.
         stages_per_rank: Stages that each rank holds.
     """
     orders = []
@@ -89,24 +89,24 @@ class Rounds:
     """The stages through which a rank of an interleaved schedule goes, step by step.
 
     About as many microbatches as there are ranks pass the rank's first stage, then the same ones
-    its second stage, and so on; the next round follows.
-
-    Raises:
-        ValueError: If the rounds would differ in length.
+    its second stage, and so on; the next round follows. Rounds differ by at most one microbatch,
+    and the longer ones come first.
     """
 
     def __init__(
         self, num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int
     ) -> None:
-        rounds = max(1, num_microbatches // num_ranks)
-        if num_microbatches % rounds:
-            raise ValueError(
-                f"An interleaved schedule runs {num_microbatches} microbatches in {rounds} rounds on "
-                f"{num_ranks} ranks, and needs the same number of microbatches in each round."
-            )
-        self.per_round = num_microbatches // rounds
         self.num_ranks, self.stages_per_rank, self.rank = num_ranks, stages_per_rank, rank
-        self.num_steps = num_microbatches * stages_per_rank
+        rounds = max(1, num_microbatches // num_ranks)
+        shortest, longer = divmod(num_microbatches, rounds)
+        self.longest = shortest + (longer > 0)
+        self._stages = [
+            local * num_ranks + rank
+            for i in range(rounds)
+            for local in range(stages_per_rank)
+            for _ in range(shortest + (i < longer))
+        ]
+        self.num_steps = len(self._stages)
 
     def warm_up(self, steps_to_neighbour: int) -> int:
         """Forward passes before the first backward pass of a rank.
@@ -115,14 +115,14 @@ class Rounds:
             steps_to_neighbour: By how many there are fewer on the next rank.
         """
         ranks_below = self.num_ranks - 1 - self.rank
-        passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbour * ranks_below
+        passes = (self.stages_per_rank - 1) * self.longest + steps_to_neighbour * ranks_below
         return min(passes, self.num_steps)
 
     def stage(self, step: int) -> int:
         """Stage of a forward pass."""
-        return step // self.per_round % self.stages_per_rank * self.num_ranks + self.rank
+        return self._stages[step]
 
     def backward_stage(self, step: int) -> int:
-        """Stage of a backward pass; the last stage is the first one."""
-        local = self.stages_per_rank - 1 - step // self.per_round % self.stages_per_rank
-        return local * self.num_ranks + self.rank
+        """Stage of a backward pass. Within a round, the last stage comes first."""
+        first_of_last_round = (self.stages_per_rank - 1) * self.num_ranks
+        return first_of_last_round + 2 * self.rank - self._stages[step]

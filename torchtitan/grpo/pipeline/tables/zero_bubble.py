@@ -62,7 +62,7 @@ def interleaved_zero_bubble(
 
     Args:
         num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches, a multiple of the number of rounds.
+        num_microbatches: Number of microbatches.
         stages_per_rank: Stages that each rank holds.
     """
     orders = []
