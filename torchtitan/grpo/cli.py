@@ -23,6 +23,8 @@ usage: torchtitan-grpo COMMAND ...
   check-config X.toml [--gpus N] [--table.key value ...]
       Print a configuration with all defaults, and open what its run would open:
       model, prompts, rewards. No server and no training rank is started.
+  schedule X.toml [--times F I W] [--picture FILE.png] [--table.key value ...]
+      Show what the pipeline's ranks do over time, and compare all schedules.
   serve embedded MODEL_DIR [--port P]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.
@@ -88,6 +90,29 @@ def _check_config(arguments: list[str]) -> int:
     return print_dry_run(config, model, start)
 
 
+def schedule(arguments: list[str]) -> int:
+    """Shows the pipeline schedule of a configuration."""
+    from torchtitan.grpo.pipeline.schedule_command import options
+
+    given, rest = options().parse_known_args(arguments)
+    with without_torch():
+        from torchtitan.grpo.start.train import parse, plan
+    parsed = parse(rest)
+    _, num_ranks, _ = plan(parsed)
+    with _environment("WORLD_SIZE", str(num_ranks)):
+        from torchtitan.grpo.config_manager import load_config
+        from torchtitan.grpo.pipeline.schedule_command import show_schedules
+
+        config = load_config(parsed.rest)
+        degree = config.parallelism.pipeline_parallel_degree
+        if degree == 1:
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_degree must be above 1 to have a schedule, got {degree}."
+            )
+        show_schedules(config, given)
+    return 0
+
+
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """Sets a variable of the environment for a while, unless it is set already."""
@@ -149,6 +174,7 @@ def show_settings(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "check-config": check_config,
+    "schedule": schedule,
     "serve": serve,
     "verify": verify,
     "check-gpu": check_gpu,

@@ -12,7 +12,12 @@ _TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1
 checkpoint left out again. W is a bit shorter, because norms and attention have no part in it."""
 
 
+def assumed_times(config: JobConfig) -> tuple[float, float, float]:
+    """Returns times of F, I and W as they are typical for the activation checkpoints in use."""
+    return _TIMES.get(config.activation_checkpoint.mode, _TIMES["selective"])
+
+
 def assumed_costs(config: JobConfig, stages_per_rank: int) -> Costs:
-    """Returns costs of equal stages, as they are typical for the activation checkpoints in use."""
-    times = _TIMES.get(config.activation_checkpoint.mode, _TIMES["selective"])
-    return Costs.uniform(config.parallelism.pipeline_parallel_degree, stages_per_rank, times)
+    """Returns the costs of equal stages with these times."""
+    degree = config.parallelism.pipeline_parallel_degree
+    return Costs.uniform(degree, stages_per_rank, assumed_times(config))

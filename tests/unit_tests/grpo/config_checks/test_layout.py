@@ -87,16 +87,6 @@ def configured(*settings: str) -> JobConfig:
         ),
         (
             2,
-            [*PIPELINE, "training.local_batch_size=1"],
-            ["1F1B", "training.local_batch_size", "parallelism.pipeline_parallel_degree 2"],
-        ),
-        (
-            2,
-            [*PIPELINE, "pipeline_parallel_schedule=Interleaved1F1B", "training.local_batch_size=5"],
-            ["Interleaved1F1B", "training.local_batch_size", "pipeline_parallel_microbatch_size"],
-        ),
-        (
-            2,
             ["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"],
             ["parallelism.context_parallel_rotate_method", "got 'alltoall'", "all-to-all"],
         ),
@@ -140,6 +130,7 @@ def test_a_layout_that_cannot_work_is_refused_by_its_keys(num_ranks, settings, k
         ),
         (2, [*ZERO_BUBBLE, "activation_checkpoint.mode=full"]),
         (2, [*ZERO_BUBBLE, "activation_checkpoint.mode=selective"]),  # by layers
+        (2, [*PIPELINE, "pipeline_parallel_schedule=Interleaved1F1B", "training.local_batch_size=5"]),
         (2, [*PIPELINE, "compile.enable=true", "activation_checkpoint.mode=memory_budget"]),
     ],
 )  # fmt: skip

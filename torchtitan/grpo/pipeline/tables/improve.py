@@ -13,7 +13,7 @@ in between, so that a table that kept to the bound still does.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torchtitan.grpo.pipeline.tables.actions import Action, Table
@@ -48,6 +48,16 @@ def improve(
                 best = score, replace(table, actions=work.named(orders))
     assert best is not None, "There is no table to improve."
     return best[1]
+
+
+def _output_layer(action: Action, table: Table) -> Iterator[tuple[Action, ...]]:
+    """Yields that the last stage finishes a microbatch's backward pass before the next begins.
+
+    The logits of more than one microbatch would take too much memory.
+    """
+    stage, kind, microbatch = action
+    if kind == "F" and stage == table.num_stages - 1 and microbatch > 0:
+        yield Action(stage, "I", microbatch - 1), Action(stage, "B", microbatch - 1)
 
 
 def _as_listed(action: Action) -> int:
@@ -94,7 +104,7 @@ class Work:
         before: list[list[tuple[int, float]]] = [[] for _ in actions]
         after: list[list[tuple[int, float]]] = [[] for _ in actions]
         for number, action in enumerate(actions):
-            for alternatives in action.after(table.num_stages):
+            for alternatives in (*action.after(table.num_stages), *_output_layer(action, table)):
                 other = next(numbers[a] for a in alternatives if a in numbers)
                 travels = table.ranks[alternatives[0].stage] != table.ranks[action.stage]
                 hop = costs.hop if travels else 0.0
@@ -111,7 +121,7 @@ class Work:
             num_ranks=table.num_ranks,
         )
 
-    def candidates(self, table: Table, max_memory: float, rounds: int) -> Iterable[Orders]:
+    def candidates(self, table: Table, max_memory: float, rounds: int) -> Iterator[Orders]:
         """Yields the table as it is and what packing makes of it."""
         numbers = {action: number for number, action in enumerate(self.actions)}
         given = [[numbers[action] for action in actions] for actions in table.actions]

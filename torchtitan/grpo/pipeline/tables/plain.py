@@ -3,6 +3,7 @@
 
 """Orders of actions in which the backward pass is one action: GPipe, 1F1B and Interleaved1F1B."""
 
+import math
 from collections import Counter
 from typing import Literal, cast
 
@@ -23,6 +24,10 @@ class RankOrder:
         """Appends an action for the next microbatch."""
         self.actions.append(Action(stage, kind, self._counts[stage, kind]))
         self._counts[stage, kind] += 1
+
+    def of(self, num_microbatches: int) -> tuple[Action, ...]:
+        """Returns the actions of the microbatches that exist."""
+        return tuple(action for action in self.actions if action.microbatch < num_microbatches)
 
     def add_all(self, stage: int, kinds: Literal["FIW", "IW"]) -> None:
         """Appends several actions of one stage."""
@@ -55,7 +60,7 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
             order.add(rank, "B")
         for _ in range(in_flight):
             order.add(rank, "B")
-        orders.append(tuple(order.actions))
+        orders.append(order.of(num_microbatches))
     return Table(ranks_of_stages(num_ranks, 1, "loop"), num_microbatches, tuple(orders))
 
 
@@ -79,7 +84,7 @@ def interleaved_one_forward_one_backward(
                 order.add(rounds.stage(step), "F")
             if step >= warm_up:
                 order.add(rounds.backward_stage(step - warm_up), "B")
-        orders.append(tuple(order.actions))
+        orders.append(order.of(num_microbatches))
     return Table(
         ranks_of_stages(num_ranks, stages_per_rank, "loop"), num_microbatches, tuple(orders)
     )
@@ -89,24 +94,17 @@ class Rounds:
     """The stages through which a rank of an interleaved schedule goes, step by step.
 
     About as many microbatches as there are ranks pass the rank's first stage, then the same ones
-    its second stage, and so on; the next round follows. Rounds differ by at most one microbatch,
-    and the longer ones come first.
+    its second stage, and so on; the next round follows. All rounds are equally long, so that the
+    last one may have passes of microbatches that do not exist.
     """
 
     def __init__(
         self, num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int
     ) -> None:
         self.num_ranks, self.stages_per_rank, self.rank = num_ranks, stages_per_rank, rank
-        rounds = max(1, num_microbatches // num_ranks)
-        shortest, longer = divmod(num_microbatches, rounds)
-        self.longest = shortest + (longer > 0)
-        self._stages = [
-            local * num_ranks + rank
-            for i in range(rounds)
-            for local in range(stages_per_rank)
-            for _ in range(shortest + (i < longer))
-        ]
-        self.num_steps = len(self._stages)
+        self.per_round = math.ceil(num_microbatches / max(1, num_microbatches // num_ranks))
+        rounds = math.ceil(num_microbatches / self.per_round)
+        self.num_steps = rounds * self.per_round * stages_per_rank
 
     def warm_up(self, steps_to_neighbour: int) -> int:
         """Forward passes before the first backward pass of a rank.
@@ -115,14 +113,14 @@ class Rounds:
             steps_to_neighbour: By how many there are fewer on the next rank.
         """
         ranks_below = self.num_ranks - 1 - self.rank
-        passes = (self.stages_per_rank - 1) * self.longest + steps_to_neighbour * ranks_below
+        passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbour * ranks_below
         return min(passes, self.num_steps)
 
     def stage(self, step: int) -> int:
         """Stage of a forward pass."""
-        return self._stages[step]
+        return step // self.per_round % self.stages_per_rank * self.num_ranks + self.rank
 
     def backward_stage(self, step: int) -> int:
         """Stage of a backward pass. Within a round, the last stage comes first."""
-        first_of_last_round = (self.stages_per_rank - 1) * self.num_ranks
-        return first_of_last_round + 2 * self.rank - self._stages[step]
+        local = self.stages_per_rank - 1 - step // self.per_round % self.stages_per_rank
+        return local * self.num_ranks + self.rank

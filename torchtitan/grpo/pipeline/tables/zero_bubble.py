@@ -51,7 +51,7 @@ def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) 
                 order.add(rank, "W")
             if step < num_microbatches - warm_up:
                 order.add(rank, "F")
-        orders.append(tuple(order.actions))
+        orders.append(order.of(num_microbatches))
     return Table(ranks_of_stages(len(warm_ups), 1, "loop"), num_microbatches, tuple(orders))
 
 
@@ -77,7 +77,7 @@ def interleaved_zero_bubble(
                 order.add(rounds.backward_stage(step - warm_up), "I")
             if step >= warm_up + rank:
                 order.add(rounds.backward_stage(step - warm_up - rank), "W")
-        orders.append(tuple(order.actions))
+        orders.append(order.of(num_microbatches))
     return Table(
         ranks_of_stages(num_ranks, stages_per_rank, "loop"), num_microbatches, tuple(orders)
     )
@@ -92,8 +92,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
     count = max(2 * num_ranks - 1, num_microbatches)
     orders = []
     for rank in range(num_ranks):
-        actions = _zbv_rank(rank, num_ranks, count).actions
-        orders.append(tuple(a for a in actions if a.microbatch < num_microbatches))
+        orders.append(_zbv_rank(rank, num_ranks, count).of(num_microbatches))
     return Table(ranks_of_stages(num_ranks, 2, "v"), num_microbatches, tuple(orders))
 
 

@@ -1,0 +1,59 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Schedules are drawn as they run, and the command compares them."""
+
+import pytest
+
+from torchtitan.grpo.cli import run
+from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.simulate import simulate
+from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.plain import one_forward_one_backward
+from torchtitan.grpo.pipeline.tables.zero_bubble import zbv
+
+
+def test_text_shows_each_rank_over_time():
+    table, costs = one_forward_one_backward(2, 2), Costs.uniform(2, 1)
+    assert draw_text(table, simulate(table, costs), width=9).splitlines() == [
+        "rank  0  FF..BB.BB",
+        "rank  1  .FBBFBB..",
+    ]
+
+
+def test_text_writes_the_second_stage_of_a_rank_small():
+    table, costs = zbv(2, 3), Costs.uniform(2, 2)
+    text = draw_text(table, simulate(table, costs), width=19)
+    assert text.splitlines()[0] == "rank  0  FFFfiwfiwIWfiwIWIW."
+
+
+def test_a_picture_is_written(tmp_path):
+    costs = Costs.uniform(2, 2)
+    table = zbv(2, 4)
+    file = draw_picture({"one": (table, simulate(table, costs))}, tmp_path / "one.png", "s")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_compares_all_schedules(capsys, tmp_path):
+    arguments = ["train_configs/quickstart_zero_bubble.toml", "--times", "1", "2", "0.5"]
+    arguments += ["--parallelism.pipeline_parallel_schedule", "VHalf"]
+    assert run(["schedule", *arguments, "--picture", str(tmp_path / "all.png")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("VHalf on 2 ranks, 4 microbatches; F, I, W take 1, 2, 0.5;")
+    rows = {line[2:].split()[0]: line[0] for line in out.splitlines() if line[2:3].strip()}
+    assert set(SCHEDULES) <= set(rows)
+    assert [name for name, mark in rows.items() if mark == "*"] == ["VHalf"]
+    assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
+def test_the_command_refuses_a_run_without_a_pipeline(capsys):
+    assert run(["schedule", "train_configs/quickstart.toml"]) == 2
+    error = capsys.readouterr().err
+    assert "parallelism.pipeline_parallel_degree must be above 1" in error
+
+
+def test_bad_times_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        run(["schedule", "train_configs/quickstart_zero_bubble.toml", "--times", "1", "2"])
+    assert "--times" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ranks exchange tensors in one order, and never wait for each other for ever."""
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from torchtitan.grpo.pipeline.lowering import lower
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.simulate import simulate
+from torchtitan.grpo.pipeline.tables.costs import Costs
+
+SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
+
+
+def lowered(name: str, degree: int, microbatches: int, times=(3, 4, 2), hop=0.5):
+    row = SCHEDULES[name]
+    costs = Costs.uniform(degree, row.stages_per_rank, times, hop)
+    table = row.make_table(degree, microbatches, row.stages_per_rank, costs)
+    return table, lower(table, simulate(table, costs))
+
+
+def exchange(action) -> tuple[int, str, int]:
+    """The stage that sends, the direction, and the microbatch of a send or a receive."""
+    kind, direction = action.computation_type.name.split("_")
+    sender = action.stage_index + (0 if kind == "SEND" else -1 if direction == "F" else 1)
+    return sender, direction, action.microbatch_index
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_exchanges_that_block_their_rank_until_they_are_done_finish(name, degree):
+    """The hardest case: a rank waits in each exchange for the other side, as on one NCCL stream."""
+    _, actions = lowered(name, degree, 2 * degree + 1)
+    queues = {
+        rank: [exchange(a) for a in todo if a.computation_type.name in SENDS + RECEIVES]
+        for rank, todo in actions.items()
+    }
+    while any(queues.values()):
+        heads = [queue[0] for queue in queues.values() if queue]
+        done = next((head for head in heads if heads.count(head) == 2), None)
+        assert done is not None, f"All ranks wait: {heads}"
+        for queue in queues.values():
+            if queue and queue[0] == done:
+                queue.pop(0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pass(name):
+    _, actions = lowered(name, 4, 9)
+    for todo in actions.values():
+        assert len(set(todo)) == len(todo)
+        running, received, num_exchanges = None, set(), 0
+        for action in todo:
+            kind, key = action.computation_type.name, (action.stage_index, action.microbatch_index)
+            if kind in SENDS:
+                assert running == ("F" if kind == "SEND_F" else "B", *key)
+            elif kind in RECEIVES:
+                received.add((kind[-1], *key))
+            elif key[1] is not None and kind != "BACKWARD_WEIGHT":
+                running = ("F" if kind == "FORWARD" else "B", *key)
+                received.discard(running)
+            num_exchanges += kind in SENDS + RECEIVES
+        assert received == set() and num_exchanges > 0
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "VHalf"])
+def test_torch_finds_no_deadlock(name):
+    table, actions = lowered(name, 4, 8)
+    torch_schedules._simulate_comms_compute(
+        {
+            rank: [a for a in todo if a.microbatch_index is not None]
+            for rank, todo in actions.items()
+        },
+        lambda stage: table.ranks[stage],
+        table.num_stages,
+    )
+
+
+def test_fsdp_gathers_each_stage_once_and_reduces_it_after_its_last_weight_gradient():
+    _, actions = lowered("VHalf", 2, 4)
+    for rank, stages in enumerate(((0, 3), (1, 2))):
+        names = [str(action) for action in actions[rank]]
+        for stage in stages:
+            assert names.count(f"{stage}UNSHARD") == names.count(f"{stage}RESHARD") == 1
+            reduced = names.index(f"{stage}REDUCE_GRAD")
+            assert max(names.index(f"{stage}W{i}") for i in range(4)) < reduced

@@ -1,0 +1,90 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The command ``torchtitan-grpo schedule``: shows what a pipeline schedule does, and the others."""
+
+import argparse
+from pathlib import Path
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.pipeline.assumed_costs import assumed_times
+from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.tables.actions import Table
+from torchtitan.grpo.pipeline.tables.costs import Costs
+
+
+def options() -> argparse.ArgumentParser:
+    """The command's own options, besides those of every configuration."""
+    parser = argparse.ArgumentParser(prog="torchtitan-grpo schedule X.toml", allow_abbrev=False)
+    parser.add_argument(
+        "--times", nargs=3, type=float, metavar=("F", "I", "W"),
+        help="times of a microbatch's forward pass, input gradients and weight gradients on one "
+        "rank (default: typical ones for the activation checkpoints)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hop", type=float, default=0.0, help="time of a tensor between ranks (default: 0)"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw all schedules into this file"
+    )
+    return parser
+
+
+def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
+    """Prints the configured schedule over time, and all schedules in a table.
+
+    Args:
+        config: Configuration of a run with a pipeline.
+        given: Values of :func:`options`.
+    """
+    settings = config.parallelism
+    num_ranks = settings.pipeline_parallel_degree
+    num_microbatches = (
+        config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
+    )
+    times = tuple(given.times or assumed_times(config))
+    tried = try_all(num_ranks, num_microbatches, times, given.hop)
+    name = settings.pipeline_parallel_schedule
+    table, simulation = tried[name]
+    print(
+        f"{name} on {num_ranks} ranks, {num_microbatches} microbatches; F, I, W take "
+        f"{', '.join(f'{time:g}' for time in times)}; later stages of a rank in small letters\n"
+    )
+    print(draw_text(table, simulation), end="\n\n")
+    print(comparison(tried, name))
+    if given.picture is not None:
+        titles = {
+            f"{name}: bubble {s.bubble:.1%}, peak {s.peak:g}": (t, s)
+            for name, (t, s) in tried.items()
+        }
+        print(f"\nPicture: {draw_picture(titles, given.picture)}")
+
+
+def try_all(
+    num_ranks: int, num_microbatches: int, times: tuple[float, ...], hop: float = 0.0
+) -> dict[str, tuple[Table, Simulation]]:
+    """Simulates all schedules of a model whose layers take the same time however it is cut."""
+    tried = {}
+    for name, row in SCHEDULES.items():
+        costs = Costs.uniform(num_ranks, row.stages_per_rank, times, hop)
+        table = row.make_table(num_ranks, num_microbatches, row.stages_per_rank, costs)
+        tried[name] = table, simulate(table, costs)
+    return tried
+
+
+def comparison(tried: dict[str, tuple[Table, Simulation]], chosen: str) -> str:
+    """Returns a table of schedules, in which a star marks the chosen one."""
+    lines = [f"  {'schedule':22} {'time':>8} {'bubble':>7} {'span bubble':>12} {'memory':>7}"]
+    for name, (_, simulation) in tried.items():
+        lines.append(
+            f"{'*' if name == chosen else ' '} {name:22} {simulation.makespan:8.4g} "
+            f"{simulation.bubble:7.1%} {simulation.span_bubble:12.1%} {simulation.peak:7.3g}"
+        )
+    lines.append(
+        "time: from the first start to the last end. bubble: idle share of it. span bubble: idle\n"
+        "share of a rank's own first start to last end, at most. memory: activations at the peak,\n"
+        "in those of one microbatch on one rank."
+    )
+    return "\n".join(lines)
