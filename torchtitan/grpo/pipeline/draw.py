@@ -54,9 +54,7 @@ def is_first_stage(table: Table, action: Action) -> bool:
     return action.stage == table.ranks.index(table.ranks[action.stage])
 
 
-def draw_picture(
-    pictures: dict[str, tuple[Table, Simulation]], file: Path, unit: str = ""
-) -> Path:
+def draw_picture(pictures: dict[str, tuple[Table, Simulation]], file: Path, unit: str = "") -> Path:
     """Writes a picture of schedules below each other, over the same axis of time.
 
     Args:

@@ -125,9 +125,7 @@ _ROWS = (
     _interleaved(
         "Interleaved1F1B", plain.interleaved_one_forward_one_backward, is_zero_bubble=False
     ),
-    _interleaved(
-        "InterleavedZeroBubble", zero_bubble.interleaved_zero_bubble, is_zero_bubble=True
-    ),
+    _interleaved("InterleavedZeroBubble", zero_bubble.interleaved_zero_bubble, is_zero_bubble=True),
     _v("ZBVZeroBubble", lambda ranks, microbatches, _: zero_bubble.zbv(ranks, microbatches)),
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),

@@ -75,9 +75,7 @@ class PipelineRunner(ModelRunner):
         config: Configuration of the run.
     """
 
-    def __init__(
-        self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig
-    ) -> None:
+    def __init__(self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig) -> None:
         self.schedule, self.stage_loss = schedule, stage_loss
         self.forwards = PipelineForwardRunner(schedule.stages, config)
         self.has_output = self.forwards.has_output

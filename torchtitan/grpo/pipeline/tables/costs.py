@@ -65,9 +65,7 @@ class Costs:
         """Equal stages. A rank's stages together take ``times`` for F, I and W, and memory 1."""
         forward, input_grad, weight_grad = (time / stages_per_rank for time in times)
         memory = 1.0 / stages_per_rank
-        stage = StageCosts(
-            forward, input_grad, weight_grad, activation=memory, pending=memory
-        )
+        stage = StageCosts(forward, input_grad, weight_grad, activation=memory, pending=memory)
         return cls((stage,) * (num_ranks * stages_per_rank), hop)
 
     def with_unit_memory(self) -> "Costs":

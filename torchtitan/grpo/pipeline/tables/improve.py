@@ -183,9 +183,7 @@ class Work:
         return tuple(tuple(self.actions[number] for number in order) for order in orders)
 
 
-def pack(
-    work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]
-) -> Orders:
+def pack(work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]) -> Orders:
     """Returns orders in which each rank, when it is free, runs an action that can run.
 
     Args:
