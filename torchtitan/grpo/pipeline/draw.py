@@ -80,8 +80,8 @@ def draw_picture(pictures: dict[str, tuple[Table, Simulation]], file: Path, unit
         axes.set_yticks(range(table.num_ranks), [f"rank {r}" for r in range(table.num_ranks)])
         axes.set_xlim(0, longest)
     rows[-1, 0].set_xlabel(f"time{f' ({unit})' if unit else ''}")
-    used = {a.kind for table, _ in pictures.values() for a in table.actions[0]}
-    kinds = [kind for kind in _COLORS if kind in used]
+    used: set[Kind] = {a.kind for table, _ in pictures.values() for a in table.actions[0]}
+    kinds: list[Kind] = [kind for kind in _COLORS if kind in used]
     keys = [plt.Rectangle((0, 0), 1, 1, color=_COLORS[kind][0]) for kind in kinds]
     names = [f"{kind}: {_MEANINGS[kind]}" for kind in kinds]
     figure.legend(keys, names, loc="outside lower center", ncols=4, fontsize="small")
