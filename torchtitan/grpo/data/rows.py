@@ -89,6 +89,8 @@ class TrainRows:
             ``grpo.ptx_coef`` included; 0 elsewhere.
         sample_ids: [rows, seq] int64, index in the step's table of samples, on all tokens
             of a rollout; :data:`NO_SAMPLE` elsewhere.
+        host_mask: [rows, seq] bool, :attr:`scored` in host memory, wherever the other tensors are:
+            the host can count these tokens without waiting for a device. By default it is computed.
     """
 
     tokens: torch.Tensor
@@ -101,15 +103,28 @@ class TrainRows:
     loss_weights: torch.Tensor
     ptx_weights: torch.Tensor
     sample_ids: torch.Tensor
+    host_mask: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        if self.host_mask is None:
+            object.__setattr__(self, "host_mask", self.scored.cpu())
+
+    @property
+    def scored(self) -> torch.Tensor:
+        """[rows, seq] bool, True where the loss uses the label's logprob."""
+        return self.loss_mask | (self.ptx_weights != 0)
 
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> "TrainRows":
-        return TrainRows(
-            **{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
-        )
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True)
+            for f in fields(self)
+            if f.name != "host_mask"
+        }
+        return TrainRows(**moved, host_mask=self.host_mask)
 
     def microbatches(self, size: int) -> list["TrainRows"]:
         """Splits into consecutive microbatches of ``size`` rows."""

@@ -35,6 +35,7 @@ def linear_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    trains_entropy: bool = True,
     keep_logits: bool = True,
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
@@ -54,6 +55,7 @@ def linear_logprobs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        trains_entropy=trains_entropy,
         keep_logits=keep_logits,
         group=group,
         vocab_start=vocab_start,
@@ -69,14 +71,14 @@ def packed_linear_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    trains_entropy: bool = True,
     keep_logits: bool = True,
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
 ) -> torch.Tensor:
     """Returns log-probability and entropy of each token as one tensor, the output of one node.
 
-    Logits, softmax and sums are float32, or float64 for float64 inputs. Tokens whose gradient is
-    exactly 0 are left out of the backward pass.
+    Logits, softmax and sums are float32, or float64 for float64 inputs. Nothing waits for a device.
 
     With ``group`` each rank holds a contiguous piece of the vocabulary, in rank order and
     of any size, 0 included. Logits are never gathered: two all-reduces of a few numbers for each
@@ -93,6 +95,8 @@ def packed_linear_logprobs(
             as this many tokens have. Slices are at least 128 ids wide, however.
         with_entropy: Whether to compute the entropy. On a GPU this needs a second buffer of the
             same size.
+        trains_entropy: Whether the entropy has a gradient. Without it, the backward pass needs no
+            second buffer, and what the entropy's gradient is does not matter.
         keep_logits: Whether to allocate the weight's gradient, if it is needed, in the forward
             pass and keep logits there. The gradients do not depend on it. Each forward pass
             allocates that memory, so it does not suit several forward passes in a row.
@@ -109,9 +113,9 @@ def packed_linear_logprobs(
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Checked here, because gradients are always disabled inside of the function.
     keep_logits = keep_logits and torch.is_grad_enabled() and weight.requires_grad
-    settings = (temperature, chunk_tokens, with_entropy, keep_logits, group, vocab_start)
-    # The views give each input a node of its own, so that backward can find out which are needed.
-    packed = _LinearLogprobs.apply(flat.view_as(flat), weight.view_as(weight), labels, *settings)
+    entropy = (with_entropy, with_entropy and trains_entropy)
+    settings = (temperature, chunk_tokens, entropy, keep_logits, group, vocab_start)
+    packed = _LinearLogprobs.apply(flat, weight, labels, *settings)
     assert isinstance(packed, torch.Tensor)
     return packed
 
@@ -142,8 +146,7 @@ def _check(
 class _LinearLogprobs(torch.autograd.Function):
     """[..., 2] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [...] labels.
 
-    It has one output instead of two, because the pipeline schedules that split the backward pass
-    replay it from the outputs of this node. The output is not a view, which FSDP2 cannot hook.
+    The output is not a view, which FSDP2 cannot hook.
     """
 
     @staticmethod
@@ -154,12 +157,13 @@ class _LinearLogprobs(torch.autograd.Function):
         labels: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
-        with_entropy: bool,
+        entropy_settings: tuple[bool, bool],
         keep_logits: bool,
         group: ProcessGroup | None,
         vocab_start: int,
     ) -> torch.Tensor:
         shape, labels = labels.shape, labels.reshape(-1)
+        with_entropy, trains_entropy = entropy_settings
         width = slice_width(len(hidden), len(weight), chunk_tokens)
         slices = LogitSlices(hidden, weight, temperature, width)
         memory = KeptLogits.reserve(slices) if keep_logits else None
@@ -169,42 +173,33 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropy, normaliser = sums.result()
         # Saved as other tensors are, so that activation checkpointing drops and recreates it.
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, memory)
-        ctx.settings = (temperature, width, with_entropy, vocab_start)
+        ctx.settings = (temperature, width, trains_entropy, vocab_start)
         ctx.logits_are_kept = memory is not None
         return torch.stack((logprobs.view(shape), entropy.view(shape)), dim=-1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        for_hidden, for_weight = _wanted_gradients(ctx)
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
         hidden, weight, labels, normaliser, entropy, memory = ctx.saved_tensors
-        temperature, width, with_entropy, vocab_start = ctx.settings
+        temperature, width, trains_entropy, vocab_start = ctx.settings
         # Divided by the temperature here, so that no later step has to.
         cotangents = grad.reshape(-1, 2) / temperature
-        picked = (cotangents != 0).any(dim=1).nonzero().squeeze(1)
-        if len(picked) == len(labels):
-            picked = None
-
-        def pick(values: torch.Tensor) -> torch.Tensor:
-            return values if picked is None else values.index_select(0, picked)
-
-        slices = LogitSlices(pick(hidden), weight, temperature, width)
+        slices = LogitSlices(hidden, weight, temperature, width)
         logit_grads = LogitGrads(
-            labels=pick(labels) - vocab_start,
-            normaliser=pick(normaliser),
-            entropy=pick(entropy),
-            logprob_grad=pick(cotangents[:, 0]),
-            entropy_grad=pick(cotangents[:, 1]) if with_entropy else None,
-            blocks=row_blocks(len(slices.hidden), width, hidden.device),
+            labels=labels - vocab_start,
+            normaliser=normaliser,
+            entropy=entropy,
+            logprob_grad=cotangents[:, 0],
+            entropy_grad=cotangents[:, 1] if trains_entropy else None,
+            blocks=row_blocks(len(hidden), width, hidden.device),
         )
-        memory = _take_memory(ctx, memory, for_weight)
+        memory = _take_memory(ctx, memory)
         kept = None if memory is None else KeptLogits(memory, len(labels), width, slices.dtype)
         grad_hidden = _new_hidden_gradient(slices) if for_hidden else None
         grad_weight = _new_weight_gradient(slices, memory) if for_weight else None
-        _add_input_gradients(slices, logit_grads, kept, picked, grad_hidden, grad_weight)
+        _add_input_gradients(slices, logit_grads, kept, grad_hidden, grad_weight)
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-            if picked is not None:
-                grad_hidden = torch.zeros_like(hidden).index_copy_(0, picked, grad_hidden)
         return grad_hidden, grad_weight, *(None,) * 7
 
 
@@ -227,30 +222,15 @@ def _sum_up(
     return sums
 
 
-def _wanted_gradients(ctx) -> tuple[bool, bool]:
-    """Returns whether this backward pass needs the gradients of hidden and of weight.
-
-    Zero-bubble schedules run it twice, for the stage's inputs and later for its weights. Autograd
-    runs a Python node as a whole each time. Checking which nodes come next avoids computing the
-    half whose result would be discarded.
-    """
-
-    def wanted(position: int) -> bool:
-        node = ctx.next_functions[position][0]
-        return ctx.needs_input_grad[position] and torch._C._will_engine_execute_node(node)
-
-    return wanted(0), wanted(1)
-
-
-def _take_memory(ctx, memory: torch.Tensor | None, for_weight: bool) -> torch.Tensor | None:
+def _take_memory(ctx, memory: torch.Tensor | None) -> torch.Tensor | None:
     """Returns the memory with the kept logits, or None if it holds none.
 
-    A pass for the weight writes the gradient into this memory and returns it. A later pass over the
-    same graph finds no logits there and must not touch it.
+    The gradient is written into this memory and returned. Another pass over the same graph, with
+    ``retain_graph``, finds no logits there and must not touch it.
     """
     if not ctx.logits_are_kept:
         return None
-    ctx.logits_are_kept = not for_weight
+    ctx.logits_are_kept = False
     assert memory is not None
     # ``data`` has no version counter, because of which autograd would refuse later passes.
     return memory.data
@@ -271,17 +251,15 @@ def _add_input_gradients(
     slices: LogitSlices,
     logit_grads: LogitGrads,
     kept: KeptLogits | None,
-    picked: torch.Tensor | None,
     grad_hidden: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
     """Runs the backward pass over all slices.
 
     Args:
-        slices: Logits of the tokens that have a gradient.
-        logit_grads: Gradients of the same tokens.
-        kept: Logits of all tokens, for some of the slices.
-        picked: Rows in ``kept`` of the tokens that have a gradient; None for all.
+        slices: Logits of the tokens.
+        logit_grads: Gradients with respect to them.
+        kept: The logits of some of the slices.
         grad_hidden: Tensor to add to, or None if not needed.
         grad_weight: Tensor to overwrite, or None if not needed. It may hold the ``kept`` logits.
     """
@@ -291,9 +269,9 @@ def _add_input_gradients(
         logits = kept.find(start) if kept is not None else None
         if logits is None:
             slices.compute(start, grads)
-            logit_grads.write(start, grads, None, grads)
+            logit_grads.write(start, grads, grads)
         else:
-            logit_grads.write(start, logits, picked, grads)
+            logit_grads.write(start, logits, grads)
         # The kept logits of this slice have been read, so that its rows may be written now.
         grads = grads.to(slices.hidden.dtype)
         if grad_weight is not None:

@@ -131,7 +131,7 @@ class LogitGrads:
         normaliser: [tokens] logarithm of the sum of exponentials.
         entropy: [tokens], used only with ``entropy_grad``.
         logprob_grad: [tokens], ``g`` above.
-        entropy_grad: [tokens], ``h`` above, or None for 0.
+        entropy_grad: [tokens], ``h`` above, or None for 0, which needs no second buffer.
         blocks: Blocks of rows, from :func:`row_blocks`.
     """
 
@@ -149,30 +149,20 @@ class LogitGrads:
         self._at_label = logprob_grad[:, None]
         self._slope: torch.Tensor | None = None
         self._offset = -self._at_label
-        # An entropy that is only logged has no gradient and needs no second buffer.
-        if entropy_grad is not None and bool((entropy_grad != 0).any()):
+        if entropy_grad is not None:
             self._slope = -entropy_grad[:, None]
             self._offset = self._offset + self._slope * entropy[:, None]
 
-    def write(
-        self, start: int, logits: torch.Tensor, picked: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
+    def write(self, start: int, logits: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the gradient of the slice whose first id is ``start``.
 
         Args:
             start: First id.
-            logits: [rows, width].
-            picked: [tokens] int, the row of each token in ``logits``. None if token and row are
-                the same, in which case ``logits`` may be ``out``.
+            logits: [tokens, width]; may be ``out``.
             out: [tokens, width].
         """
         for rows in self._blocks:
-            block = out[rows]
-            if picked is None:
-                torch.sub(logits[rows], self._normaliser[rows], out=block)
-            else:
-                torch.index_select(logits, 0, picked[rows], out=block)
-                block.sub_(self._normaliser[rows])
+            block = torch.sub(logits[rows], self._normaliser[rows], out=out[rows])
             if self._slope is None:
                 block.exp_().mul_(self._offset[rows])
             else:

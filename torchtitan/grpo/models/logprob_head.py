@@ -37,6 +37,7 @@ class LogprobHead(nn.Linear):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        trains_entropy: bool = True,
         keep_logits: bool,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -45,20 +46,32 @@ class LogprobHead(nn.Linear):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.with_entropy = with_entropy
+        self.trains_entropy = trains_entropy
         self.keep_logits = keep_logits
         self._labels: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
 
     @contextmanager
-    def labelled(self, labels: torch.Tensor) -> Iterator[None]:
-        """Makes forward passes inside the context score ``labels`` [rows, seq] int."""
-        outer, self._labels = self._labels, labels
+    def labelled(
+        self, labels: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Makes forward passes inside the context score labels.
+
+        Args:
+            labels: [rows, seq] int.
+            positions: [tokens] int64, the tokens to score, counted row by row; None for all.
+        """
+        outer = self._labels, self._positions
+        self._labels, self._positions = labels, positions
         try:
             yield
         finally:
-            self._labels = outer
+            self._labels, self._positions = outer
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Maps [rows, seq, dim] to [rows, seq, 2] float32: log-probability, and entropy or 0.
+
+        Both are 0 where nothing is scored.
 
         Raises:
             RuntimeError: If no labels are set; see :meth:`labelled`.
@@ -104,23 +117,33 @@ class LogprobHead(nn.Linear):
         group: ProcessGroup | None,
         vocab_start: int,
     ) -> torch.Tensor:
-        return packed_linear_logprobs(
+        shape, positions = labels.shape, self._positions
+        if positions is not None:
+            hidden = hidden.flatten(0, 1).index_select(0, positions)
+            labels = labels.flatten().index_select(0, positions)
+        packed = packed_linear_logprobs(
             hidden,
             weight,
             labels,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
             with_entropy=self.with_entropy,
+            trains_entropy=self.trains_entropy,
             keep_logits=self.keep_logits,
             group=group,
             vocab_start=vocab_start,
         )
+        if positions is None:
+            return packed
+        # Not a view: FSDP2 cannot hook the outputs of a module that are views.
+        where = (positions // shape[1], positions % shape[1])
+        return packed.new_zeros(*shape, 2).index_put(where, packed)
 
     def extra_repr(self) -> str:
         """Returns what ``print(model)`` shows of this layer."""
         settings = f"temperature={self.temperature}, chunk_tokens={self.chunk_tokens}"
-        switches = f"with_entropy={self.with_entropy}, keep_logits={self.keep_logits}"
-        return f"{super().extra_repr()}, {settings}, {switches}"
+        switches = f"with_entropy={self.with_entropy}, trains_entropy={self.trains_entropy}"
+        return f"{super().extra_repr()}, {settings}, {switches}, keep_logits={self.keep_logits}"
 
 
 def replace_output(
@@ -129,6 +152,7 @@ def replace_output(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool,
+    trains_entropy: bool = True,
     keep_logits: bool,
 ) -> LogprobHead | None:
     """Replaces ``model.output`` with a :class:`LogprobHead`.
@@ -153,6 +177,7 @@ def replace_output(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        trains_entropy=trains_entropy,
         keep_logits=keep_logits,
         device="meta",
     )

@@ -3,8 +3,7 @@
 
 """Upstream's models for packed rows; they return logprobs instead of logits.
 
-One ``forward`` serves every layout. All its arguments are tensors whose first dimension is the
-row, so that pipeline schedules can split them into microbatches. Each stage builds its own mask
+One ``forward`` serves every layout. Each stage builds its own mask
 from the sequence ids and, under context parallelism, takes its own part of the row.
 """
 
@@ -23,6 +22,7 @@ from torchtitan.grpo.models.packed_attention import (
     PackedAttentionKind,
     packed_mask,
 )
+from torchtitan.grpo.models.scored_tokens import ScoredTokens
 from torchtitan.grpo.models.ulysses import context_part, gather_sequence
 
 
@@ -35,6 +35,7 @@ class ScoringSettings:
         temperature: Sampling temperature under which logprobs are computed.
         chunk_tokens: Number of tokens whose logits exist at the same time.
         with_entropy: Whether to compute the entropy; otherwise it is 0.
+        trains_entropy: Whether the loss may depend on the entropy; otherwise it has no gradient.
         keep_logits: Whether to keep logits for the backward pass, in the memory of the output
             weight's gradient, which is allocated in the forward pass.
     """
@@ -43,6 +44,7 @@ class ScoringSettings:
     temperature: float
     chunk_tokens: int
     with_entropy: bool
+    trains_entropy: bool
     keep_logits: bool
 
 
@@ -61,6 +63,7 @@ class PackedModel(nn.Module):
             temperature=settings.temperature,
             chunk_tokens=settings.chunk_tokens,
             with_entropy=settings.with_entropy,
+            trains_entropy=settings.trains_entropy,
             keep_logits=settings.keep_logits,
         )
 
@@ -78,6 +81,7 @@ class PackedModel(nn.Module):
         sequence_ids: torch.Tensor,
         positions: torch.Tensor,
         labels: torch.Tensor,
+        scored: ScoredTokens | None = None,
     ) -> torch.Tensor:
         """Runs packed rows through the model, or through one pipeline stage of it.
 
@@ -86,9 +90,10 @@ class PackedModel(nn.Module):
             sequence_ids: [rows, seq] int, see :func:`packed_mask`.
             positions: [rows, seq] int, starting at 0 in each sequence.
             labels: [rows, seq] int, tokens whose logprobs are computed.
+            scored: The positions at which they are computed; None for all.
 
         Returns:
-            [rows, seq, 2] float32: logprobs of the labels, and entropies. Stages before the
+            [rows, seq, 2] float32: logprobs of the labels, and entropies; 0 elsewhere. Stages before the
             last one return hidden states instead, of which tensor and context parallelism
             leave a part to each rank.
         """
@@ -100,7 +105,8 @@ class PackedModel(nn.Module):
         head: Any = self.output
         if not isinstance(head, LogprobHead):
             return super().forward(tokens, **inputs)  # pyright: ignore
-        with head.labelled(context_part(labels, group)):
+        where = scored.positions(lambda mask: context_part(mask, group)) if scored else None
+        with head.labelled(context_part(labels, group), where):
             return gather_sequence(super().forward(tokens, **inputs), group)  # pyright: ignore
 
 

@@ -15,10 +15,11 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 
-class DeferredStage(PipelineStage):
+class DeferredStage(LeanStage):
     """Defers weight gradients in forward and backward passes of microbatches only.
 
     A schedule's first step also runs passes that infer shapes. They happen outside of the methods

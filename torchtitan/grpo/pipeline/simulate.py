@@ -141,7 +141,10 @@ def check_complete(table: Table) -> None:
             present = sum(counts[half] for half in halves)
             if not counts[forward]:
                 raise TableError(f"Rank {rank} must run {forward}, which the table lacks.")
-            if (counts[full], present) not in ((1, 0), (0, 2)):
+            backward = (counts[full], present)
+            if table.is_forward_only and backward != (0, 0):
+                raise TableError(f"Rank {rank} must run no backward pass of {forward}.")
+            if not table.is_forward_only and backward not in ((1, 0), (0, 2)):
                 raise TableError(
                     f"Rank {rank} must run either {full} or both {halves[0]} and {halves[1]}, and "
                     f"the table has {counts[full] + present} of the three."

@@ -5,7 +5,6 @@
 
 import torch
 import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 
@@ -13,6 +12,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
@@ -23,7 +23,7 @@ _PLACED_LIKE = {"loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 def split_model(
     model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
-) -> tuple[list[PipelineStage], list[nn.Module]]:
+) -> tuple[list[LeanStage], list[nn.Module]]:
     """Returns this rank's stages and their modules, with all other parallelisms applied.
 
     Args:
@@ -37,15 +37,13 @@ def split_model(
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
     stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
     store = _store_of(config)
-    built: list[PipelineStage] = []
+    built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if store is not None:
             # Before checkpoints and shards are laid around the layers.
             defer_linears(part, store)
         stage.submod = parallelize(part, dims, config)
-        if store is not None:
-            stage = DeferredStage(stage, store)
-        built.append(stage)
+        built.append(LeanStage.like(stage) if store is None else DeferredStage(stage, store))
     return built, parts
 
 

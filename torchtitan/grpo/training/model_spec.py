@@ -17,6 +17,7 @@ from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.losses.policy_terms import BUILTIN
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
@@ -67,6 +68,8 @@ def scoring_settings(config: JobConfig) -> ScoringSettings:
         temperature=config.rollout.temperature,
         chunk_tokens=grpo.logprob_chunk_tokens,
         with_entropy=grpo.log_entropy or grpo.entropy_coef > 0,
+        # A loss of the user's may use the entropy, and a built-in one does not.
+        trains_entropy=grpo.entropy_coef > 0 or grpo.policy_loss not in BUILTIN,
         keep_logits=grpo.logprob_keep_logits and ends_one_at_a_time(config.parallelism),
     )
 

@@ -69,9 +69,9 @@ def probe_shape(
 ) -> tuple[int, int]:
     """Returns the number and the length of the rows that a probe's forward pass needs.
 
-    Pipelines accept one shape only, that of training, and compiled models and FlexAttention would
-    be compiled once more for another one. Other models run a single row, just long enough for the
-    tokens.
+    Pipelines accept microbatches of one shape only, that of training, and compiled models and
+    FlexAttention would be compiled once more for another one. Other models run a single row, just
+    long enough for the tokens.
 
     Args:
         config: Configuration of the run.
@@ -81,7 +81,9 @@ def probe_shape(
     """
     training = config.training
     attention = choose_packed_attention(config.grpo.packed_attention, device_type, training.seq_len)
-    if dims.pp_enabled or config.compile.enable or attention == "flex":
+    if dims.pp_enabled:
+        return config.parallelism.pipeline_parallel_microbatch_size, training.seq_len
+    if config.compile.enable or attention == "flex":
         return training.local_batch_size, training.seq_len
     divisor = dims.seq_len_divisor
     return 1, -(-num_tokens // divisor) * divisor

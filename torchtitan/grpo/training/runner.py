@@ -10,12 +10,14 @@ and data parallelism are inside the model. Only pipelines need another runner, w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.models.scored_tokens import ScoredTokens
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 """Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2].
@@ -33,6 +35,8 @@ class ForwardRunner(ABC):
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         """Returns logprobs and entropies, [rows, seq, 2] float32, without gradients.
+
+        They are 0 where ``rows.scored`` is False.
 
         Returns None on ranks that do not see the output.
         """
@@ -76,9 +80,10 @@ class WholeModelRunner(ModelRunner):
             begin += part.num_rows
 
 
-def model_inputs(rows: TrainRows) -> dict[str, torch.Tensor]:
+def model_inputs(rows: TrainRows) -> dict[str, Any]:
     """Returns the inputs of a :class:`PackedModel` besides the tokens."""
     return {
+        "scored": ScoredTokens(rows.scored, rows.host_mask),
         "sequence_ids": rows.sequence_ids,
         "positions": rows.positions,
         "labels": rows.labels,

@@ -3,17 +3,13 @@
 
 """Runs forward and backward passes over rows through pipeline stages."""
 
-from typing import Any
-
 import torch
-import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage
 from torchtitan.config import JobConfig
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.forward_only import ForwardSchedule
-from torchtitan.grpo.pipeline.stages import stage_ranks
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
+from torchtitan.grpo.pipeline.schedule_builder import build_forward_schedule
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
 
@@ -31,7 +27,7 @@ class StageLoss:
 
     def __call__(self, output: torch.Tensor, row_numbers: torch.Tensor) -> torch.Tensor:
         assert self.loss is not None
-        begin = int(row_numbers[0])
+        begin = int(row_numbers.numpy()[0])  # they are in host memory
         return self.loss(output, slice(begin, begin + len(row_numbers)))
 
 
@@ -43,31 +39,30 @@ class PipelineForwardRunner(ForwardRunner):
         config: Configuration of the run.
     """
 
-    def __init__(self, stages: list[PipelineStage], config: JobConfig) -> None:
-        self.rows_at_once = config.training.local_batch_size
+    def __init__(self, stages: list[LeanStage], config: JobConfig) -> None:
+        self.microbatch_rows = config.parallelism.pipeline_parallel_microbatch_size
         self.has_input = any(stage.is_first for stage in stages)
         self.has_output = any(stage.is_last for stage in stages)
-        self.forward_schedule = ForwardSchedule(
-            [_copy_of(stage) for stage in stages],
-            stage_ranks(config.parallelism, stages[0].num_stages),
-            self.rows_at_once // config.parallelism.pipeline_parallel_microbatch_size,
-        )
+        self.schedule = build_forward_schedule(config, stages)
 
+    @torch.no_grad()
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
-        outputs = []
-        for part in rows.microbatches(self.rows_at_once):
-            outputs.append(
-                self.forward_schedule.forward(*self.input_of(part), **model_inputs(part))
-            )
+        parts = rows.microbatches(self.microbatch_rows)
+        outputs = self.schedule.run(
+            self.inputs_of(parts), [model_inputs(part) for part in parts], returns_outputs=True
+        )
         return torch.cat(outputs) if self.has_output else None
 
-    def input_of(self, rows: TrainRows) -> tuple[torch.Tensor, ...]:
-        """Returns the input of this rank's stages that does not come from other stages."""
-        return (rows.tokens,) if self.has_input else ()
+    def inputs_of(self, parts: list[TrainRows]) -> list[tuple[torch.Tensor, ...]]:
+        """Returns what does not come from other stages, for each microbatch."""
+        return [(part.tokens,) if self.has_input else () for part in parts]
 
 
 class PipelineRunner(ModelRunner):
     """Trains the stages of a model. Every rank of the pipeline receives the same rows.
+
+    All rows pass the pipeline in one sequence of microbatches, so that it is filled and emptied
+    once.
 
     Args:
         schedule: Schedule over this rank's stages.
@@ -85,27 +80,15 @@ class PipelineRunner(ModelRunner):
 
     def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
         self.stage_loss.loss = loss
-        begin = 0
-        for part in rows.microbatches(self.forwards.rows_at_once):
-            end = begin + part.num_rows
-            # On the CPU, because the loss reads the values: reading a device would block.
-            targets = torch.arange(begin, end) if self.has_output else None
-            inputs = self.forwards.input_of(part)
-            named: dict[str, Any] = {**model_inputs(part)}
-            self.schedule.step(*inputs, target=targets, return_outputs=False, **named)
-            for stage in self.schedule.stages:
-                if isinstance(stage, DeferredStage):
-                    stage.store.check_empty()
-            begin = end
+        parts = rows.microbatches(self.forwards.microbatch_rows)
+        # On the CPU, because the loss reads the values: reading a device would block.
+        numbers = torch.arange(rows.num_rows).split(self.forwards.microbatch_rows)
+        self.schedule.run(
+            self.forwards.inputs_of(parts),
+            [model_inputs(part) for part in parts],
+            numbers if self.has_output else None,
+        )
+        for stage in self.schedule.stages:
+            if isinstance(stage, DeferredStage):
+                stage.store.check_empty()
         self.stage_loss.loss = None
-
-
-def _copy_of(stage: PipelineStage) -> PipelineStage:
-    """Returns another stage around the same module.
-
-    A stage holds buffers and shapes of one schedule, so that two schedules cannot share it.
-    """
-    module: nn.Module = stage.submod
-    return PipelineStage(
-        module, stage.stage_index, stage.num_stages, stage.device, group=stage.group
-    )

@@ -56,7 +56,7 @@ def test_ranks_that_do_not_speak_add_nothing_to_the_sum():
     [
         (False, False, 1, (1, 48)),
         (False, False, 20, (1, 60)),
-        (True, False, 2, (4, 256)),
+        (True, False, 2, (1, 256)),
         (False, True, 2, (4, 256)),
     ],
 )

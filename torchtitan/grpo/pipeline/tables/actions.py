@@ -50,11 +50,13 @@ class Table:
         ranks: For each stage of the pipeline, the rank that holds it.
         num_microbatches: Number of microbatches that pass the pipeline.
         actions: For each rank, its actions in order.
+        is_forward_only: Whether there are no backward passes.
     """
 
     ranks: tuple[int, ...]
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    is_forward_only: bool = False
 
     @property
     def num_stages(self) -> int:

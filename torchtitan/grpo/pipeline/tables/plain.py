@@ -90,6 +90,25 @@ def interleaved_one_forward_one_backward(
     )
 
 
+def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
+    """Forward passes alone: all microbatches pass a rank's first stage, then its next one.
+
+    Args:
+        ranks: For each stage of the pipeline, the rank that holds it.
+        num_microbatches: Number of microbatches.
+    """
+    actions = tuple(
+        tuple(
+            Action(stage, "F", microbatch)
+            for stage, holder in enumerate(ranks)
+            if holder == rank
+            for microbatch in range(num_microbatches)
+        )
+        for rank in range(max(ranks) + 1)
+    )
+    return Table(ranks, num_microbatches, actions, is_forward_only=True)
+
+
 class Rounds:
     """The stages through which a rank of an interleaved schedule goes, step by step.
 

@@ -1,0 +1,110 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A pipeline stage whose exchanges with other stages hold no memory longer than they need it.
+
+Torch's stage allocates a buffer for every microbatch of a step before the first one arrives, and
+its runtime keeps every tensor that was sent until the step has ended. Both grow with the number of
+microbatches, while a schedule bounds the activations that a rank holds at the same time.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.stage import _RecvInfo
+
+
+class LeanStage(PipelineStage):
+    """Allocates what it receives when it is received, and frees what it sent when it has left."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leaving: list[dist.Work] = []
+
+    @classmethod
+    def like(cls, stage: PipelineStage) -> "LeanStage":
+        """Returns a stage around the same module.
+
+        Stages hold shapes and buffers of one schedule, so that two schedules cannot share one.
+        """
+        return cls(
+            stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group
+        )
+
+    def receive_on_demand(self, num_microbatches: int) -> None:
+        """Gives up the buffers of torch's initialisation, which was for one microbatch.
+
+        Args:
+            num_microbatches: Number of microbatches of the next pass.
+        """
+        self.chunks = num_microbatches
+        if not isinstance(self.args_recv_info, _OnDemand):
+            self.args_recv_info = _OnDemand(self.args_recv_info[0])
+        if self.grad_recv_info and not isinstance(self.grad_recv_info, _OnDemand):
+            self.grad_recv_info = _OnDemand(self.grad_recv_info[0])
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not self.has_backward:
+            # Torch keeps outputs for the backward pass. Those that were needed have been sent.
+            self.fwd_cache.clear()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.args_recv_info.pop(fwd_chunk_id, None)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.grad_recv_info.pop(bwd_chunk_id, None)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def finish_sending(self) -> None:
+        """Waits until all that was sent has left."""
+        for work in self._leaving:
+            work.wait()
+        self._leaving.clear()
+
+    def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Sends at once. Returns that nothing is left to do for the runtime, which would keep it."""
+        self._leaving = [work for work in self._leaving if not work.is_completed()]
+        for op in operations:
+            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
+            assert work is not None, "A rank outside of the pipeline's group sent a tensor."
+            self._leaving.append(work)
+        return []
+
+
+class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
+    """What a stage receives, by microbatch, with buffers from the first look at it on."""
+
+    def __init__(self, example: tuple[_RecvInfo, ...]) -> None:
+        super().__init__()
+        self._example = example
+        self._shapes = [_shape_of(info.buffer) for info in example]
+        for info in example:
+            info.buffer = None
+
+    def __missing__(self, microbatch: int) -> tuple[_RecvInfo, ...]:
+        # All looks at a microbatch that is on its way must find the same buffers.
+        self[microbatch] = tuple(
+            _RecvInfo(
+                info.input_name,
+                info.source,
+                None if shape is None else torch.empty(shape[0], dtype=shape[1], device=shape[2]),
+                info.tensor_meta,
+                is_root_arg=info.is_root_arg,
+            )
+            for info, shape in zip(self._example, self._shapes, strict=True)
+        )
+        return self[microbatch]
+
+
+def _shape_of(
+    buffer: torch.Tensor | None,
+) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    return None if buffer is None else (buffer.shape, buffer.dtype, buffer.device)
