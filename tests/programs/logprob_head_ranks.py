@@ -5,8 +5,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
-from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -15,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
+from torchtitan.grpo.models.logprob_head import replace_output
 from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 DIM, VOCAB = 8, 301
@@ -34,23 +32,6 @@ class Tail(nn.Module):
 
     def forward(self, hidden):
         return self.output(self.norm(hidden))
-
-
-class Block(nn.Module):
-    """A pipeline stage; the last stage ends in the head."""
-
-    def __init__(self, index: int, last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.mix = nn.Linear(DIM, DIM)
-        self.output = LogprobHead(DIM, VOCAB, **SETTINGS) if last else None
-
-    def forward(self, hidden, labels):
-        hidden = self.mix(hidden).tanh()
-        if self.output is None:
-            return hidden
-        with self.output.labelled(labels):
-            return self.output(hidden)
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -141,48 +122,10 @@ def mixed_precision(arguments):
     }
 
 
-def pipeline(arguments):
-    """Checks two stages per rank under the schedules that split the backward pass."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    num_stages = 2 * world
-    hidden, labels, grads = data(4)
-
-    one = [Block(i, i == num_stages - 1) for i in range(num_stages)]
-    value = hidden
-    for block in one:
-        value = block(value, labels)
-    (value * grads).sum().backward()
-
-    errors = {}
-    orders = {
-        ScheduleInterleavedZeroBubble: [rank, rank + world],
-        ScheduleZBVZeroBubble: [rank, num_stages - 1 - rank],
-    }
-    for schedule_class, indices in orders.items():
-        blocks = [Block(i, i == num_stages - 1) for i in indices]
-        stages = [
-            PipelineStage(block, index, num_stages, torch.device("cpu"))
-            for block, index in zip(blocks, indices, strict=True)
-        ]
-        schedule = schedule_class(
-            stages, 4, loss_fn=lambda packed, target: (packed * target).sum(), scale_grads=False
-        )
-        first, last = 0 in indices, num_stages - 1 in indices
-        schedule.step(*([hidden] if first else []), labels=labels, target=grads if last else None)
-        for index, block in zip(indices, blocks, strict=True):
-            for (name, ours), theirs in zip(
-                block.named_parameters(), one[index].parameters(), strict=True
-            ):
-                key = f"{schedule_class.__name__} {index} {name}"
-                errors[key] = relative(ours.grad, theirs.grad)
-    return {"errors": errors}
-
-
 def main(arguments):
     dist.init_process_group("gloo")
     cases = {
         "tensor_parallel": tensor_parallel,
         "mixed_precision": mixed_precision,
-        "pipeline": pipeline,
     }
     return {name: cases[name](arguments) for name in arguments["cases"]}

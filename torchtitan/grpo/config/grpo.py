@@ -195,8 +195,7 @@ class GRPO:
     its memory as many logits as fit, so that the backward pass does not compute them again. The
     peak memory of a microbatch stays the same, but each microbatch holds this memory between its
     forward and its backward pass. Therefore nothing is kept, whatever this says, under a pipeline
-    schedule whose last stage holds several microbatches at once (GPipe,
-    InterleavedZeroBubble)."""
+    schedule whose last stage holds several microbatches at once (GPipe)."""
 
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
     """Memory, in GiB on each rank, that a zero-bubble schedule may use to keep the inputs and output

@@ -24,6 +24,11 @@ def options() -> argparse.ArgumentParser:
         "rank (default: typical ones for the activation checkpoints)",
     )  # fmt: skip
     parser.add_argument(
+        "--microbatches", type=int, metavar="M",
+        help="microbatches of a step, which in a run depend on how long the completions are "
+        "(default: four for each rank)",
+    )  # fmt: skip
+    parser.add_argument(
         "--hop", type=float, default=0.0, help="time of a tensor between ranks (default: 0)"
     )
     parser.add_argument(
@@ -41,9 +46,7 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     """
     settings = config.parallelism
     num_ranks = settings.pipeline_parallel_degree
-    num_microbatches = (
-        config.training.local_batch_size // settings.pipeline_parallel_microbatch_size
-    )
+    num_microbatches = given.microbatches or 4 * num_ranks
     times = tuple(given.times or assumed_times(config))
     tried = try_all(num_ranks, num_microbatches, times, given.hop)
     name = settings.pipeline_parallel_schedule

@@ -1,0 +1,59 @@
+"""Passes of different lengths through one pipeline, and the memory that its stages then hold."""
+
+import torch
+from build_model import build_stages
+from deferred_gradients import gathered
+from sharded_model import rows_of
+from torch.distributed.pipelining import PipelineStage
+
+from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
+
+
+def main(arguments):
+    built, stages = build_stages(
+        arguments["model"], arguments["seq_len"], pp=2, schedule=arguments["schedule"]
+    )
+    loss = StageLoss()
+    runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+    rows = rows_of(arguments)
+    inferences = [0]
+    infer = PipelineStage._forward_metadata_inference
+
+    def counted(*args, **kwargs):
+        inferences[0] += 1
+        return infer(*args, **kwargs)
+
+    PipelineStage._forward_metadata_inference = counted
+
+    def weighted(output, part):
+        return (output[..., 0] * rows.select(part).loss_mask).sum()
+
+    whole: dict[str, torch.Tensor] = {}
+    logprobs = []
+    distances = []
+    for cuts in arguments["cuts"]:
+        for part in built.parts:
+            part.zero_grad()
+        outputs = []
+        for begin, end in zip([0, *cuts], [*cuts, rows.num_rows], strict=True):
+            some = rows.select(slice(begin, end))
+
+            def loss_of(output, part, begin=begin):
+                return weighted(output, slice(part.start + begin, part.stop + begin))
+
+            runner.forward_backward(some, loss_of)
+            output = runner.forward(some)
+            outputs += [] if output is None else [output]
+        found = gathered(built.parts)
+        whole = whole or found
+        distances.append(max(float((found[n] - g).norm() / g.norm()) for n, g in whole.items()))
+        logprobs.append(torch.cat(outputs).tolist() if outputs else None)
+    every = [*runner.schedule.stages, *runner.forwards.schedule.stages]
+    return {
+        "inferences": inferences[0],
+        "num_stages": len(every),
+        "distances": distances,
+        "logprobs": logprobs,
+        "held": [len(s.args_recv_info) + len(s.grad_recv_info) + len(s._leaving) for s in every],
+    }

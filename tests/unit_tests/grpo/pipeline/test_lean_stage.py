@@ -1,0 +1,42 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""One pipeline runs passes of any length, and holds nothing for microbatches that are done."""
+
+import inspect
+
+import pytest
+from torch.distributed.pipelining import PipelineStage, stage
+
+SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3, 1, 4, 1, 5]]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
+    schedule, make_model, run_ranks
+):
+    _, folder = make_model("llama", num_hidden_layers=4)
+    results = run_ranks(
+        "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule=schedule,
+        rows=[[0], [1], [2], [3], [4]], cuts=[[], [2], [1, 4], [1, 2, 3, 4]],
+    )  # fmt: skip
+    for result in results:
+        assert result["inferences"] == result["num_stages"]
+        assert max(result["distances"]) < 1e-6
+        whole, *others = result["logprobs"]
+        assert all(other == whole for other in others)
+        assert not any(result["held"][: result["num_stages"] // 2])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["get_fwd_send_ops", "get_bwd_send_ops", "forward_one_chunk", "backward_one_chunk"],
+)
+def test_torch_has_the_method_that_the_lean_stage_replaces(name):
+    assert callable(getattr(PipelineStage, name))
+
+
+def test_torch_has_the_attributes_that_the_lean_stage_replaces():
+    source = inspect.getsource(stage)
+    for name in ("args_recv_info", "grad_recv_info", "chunks", "fwd_cache"):
+        assert f"self.{name}:" in source, name
