@@ -37,6 +37,7 @@ from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.clock import StepClock
+from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment
@@ -85,6 +86,7 @@ class CannedRollouts(StepSource):
     def __init__(self, config: JobConfig, model: HFModel) -> None:
         self.link: Any = RecordingLink()
         self.servers = [ServerInfo(url, config.inference.kind) for url in config.inference.urls]
+        self.samples = SampleLog(Path(config.job.dump_folder, "samples.jsonl"), 0, 0, None)
         self._planner = StepPlanner(config, model)
         self._groups = random_groups(config, model.vocab_size)
         self._step: PlannedPart | None = None

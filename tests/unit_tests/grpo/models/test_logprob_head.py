@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.grpo.job_config import JobConfig

@@ -1,0 +1,168 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Compares pipeline schedules on paper, and the simulator with the runtime.
+
+    python benchmarks/pipeline_schedules.py [--json] [--quick] [--pictures FOLDER]
+
+First, all schedules are simulated for 2, 4, 8 and 16 ranks, four microbatches a rank, and three
+ratios of the times of F, I and W. A model's layers take the same time however they are cut.
+The columns are the idle share of a rank's span (its own first start to last end, of the rank with
+the largest), the idle share of the whole makespan, and the peak of activations in microbatches.
+
+Then the runtime that trains models runs every schedule on four processes with stages that sleep
+instead of computing, so that processes do not compete for cores, and the time of a pass is
+compared with the simulator's. Rounds are interleaved, and medians are shown with their spread.
+
+The benchmark exits with status 1 if a bound is missed. With ``--json`` the last line is a JSON
+object. ``--quick`` runs a few of each. ``--pictures`` draws the schedules that
+docs/schedules.md shows.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from ranks import run_ranks
+
+from torchtitan.grpo.pipeline.draw import draw_picture
+from torchtitan.grpo.pipeline.schedule_command import try_all
+
+RATIOS = ((1.0, 1.0, 1.0), (3.0, 4.0, 2.0), (1.0, 2.0, 0.5))
+DEGREES = (2, 4, 8, 16)
+SLEEPING = {"ranks": 4, "microbatches": 8, "times": [0.04, 0.04, 0.04], "rounds": 5}
+BOUNDS = {
+    # Schedule, ranks, ratio: the largest idle share of a span.
+    ("VZB", 8, 0): 0.01,
+    ("VHalf", 8, 0): 0.085,
+    ("VHalf", 8, 1): 0.125,
+    ("VZB", 8, 1): 0.0465,
+}
+PEAKS = {("VHalf", 8): 5.0, ("VMin", 8): 4.0, ("1F1B", 8): 8.0, ("ZBH1", 8): 8.0, ("VZB", 8): 8.0}
+MOST_DEVIATION = 0.05
+"""Of the time of a pass with sleeping stages from the simulator's."""
+CLEAR_ORDER = 1.03
+"""Schedules whose simulated times differ by this factor must be measured in the same order."""
+
+
+def on_paper(degrees: tuple[int, ...]) -> tuple[dict[str, float], list[str]]:
+    """Prints the table of simulations; returns its figures and the bounds that were missed."""
+    figures: dict[str, float] = {}
+    missed = []
+    for number, times in enumerate(RATIOS):
+        print(
+            f"\nF, I, W take {', '.join(f'{t:g}' for t in times)}: idle of span, of makespan; peak"
+        )
+        print(f"{'':22}" + "".join(f"{f'p = {p}':>22}" for p in degrees))
+        tried = {p: try_all(p, 4 * p, times) for p in degrees}
+        for name in tried[degrees[0]]:
+            cells = []
+            for p in degrees:
+                found = tried[p][name][1]
+                key = f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}"
+                figures[f"{key}_span_bubble"] = found.span_bubble
+                figures[f"{key}_bubble"] = found.bubble
+                figures[f"{key}_peak"] = found.peak
+                cells.append(
+                    f"{found.span_bubble:8.1%} {found.bubble:6.1%} {found.peak:5.3g}".rjust(22)
+                )
+                most = BOUNDS.get((name, p, number), math.inf)
+                if found.span_bubble > most:
+                    missed.append(f"{name}, p = {p}, {times}: {found.span_bubble:.2%} > {most:.2%}")
+                if PEAKS.get((name, p), math.inf) < found.peak:
+                    missed.append(f"{name}, p = {p}: peak {found.peak} > {PEAKS[name, p]}")
+                wait = formula(name, p, times)
+                if wait is not None:
+                    off = abs(found.span_bubble - wait / (wait + 4 * p * sum(times)))
+                    if off > 1e-9:
+                        missed.append(f"{name}, p = {p}, {times}: {off:.1e} off its formula")
+            print(f"{name:22}" + "".join(cells))
+    return figures, missed
+
+
+def formula(name: str, p: int, times: tuple[float, ...]) -> float | None:
+    """Returns how long the longest waiting rank waits, where that is known."""
+    forward, back, weight = times
+    per_rank = {
+        "1F1B": forward + back + weight,
+        "GPipe": forward + back + weight,
+        "ZBH1": forward + back - weight,
+        "ZBH2": forward + back - 2 * weight,
+    }
+    return (p - 1) * per_rank[name] if name in per_rank else None
+
+
+def sleeping(settings: dict) -> tuple[dict[str, float], list[str]]:
+    """Runs sleeping stages; prints times beside the simulator's, and returns what was missed."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job.write_text(json.dumps(settings))
+        run_ranks(settings["ranks"], "pipeline_schedules_run.py", job, result, timeout_seconds=600)
+        measured: dict[str, list[float]] = json.loads(result.read_text())
+    tried = try_all(settings["ranks"], settings["microbatches"], tuple(settings["times"]))
+    print(
+        f"\nSleeping stages, {settings['ranks']} ranks, {settings['microbatches']} microbatches, F, I "
+        f"and W {', '.join(f'{1000 * t:g}' for t in settings['times'])} ms a rank"
+    )
+    print(
+        f"{'':22} {'simulated':>10} {'measured':>10} {'ratio':>6}   spread of {settings['rounds']}"
+    )
+    figures, missed = {}, []
+    medians = {name: statistics.median(seconds) for name, seconds in measured.items()}
+    for fast, slow in itertools.permutations(medians, 2):
+        is_clear = tried[slow][1].makespan > CLEAR_ORDER * tried[fast][1].makespan
+        if is_clear and medians[slow] <= medians[fast]:
+            missed.append(f"{fast} is not measured to be faster than {slow}")
+    for name, seconds in measured.items():
+        expected, found = tried[name][1].makespan, medians[name]
+        ratio = found / expected
+        print(
+            f"{name:22} {1000 * expected:8.0f}ms {1000 * found:8.0f}ms {ratio:6.3f}   "
+            f"{1000 * min(seconds):.0f} to {1000 * max(seconds):.0f}"
+        )
+        figures[f"{name}_sleeping_ratio"] = ratio
+        if abs(ratio - 1) > MOST_DEVIATION:
+            missed.append(f"{name} with sleeping stages takes {ratio:.3f} of the simulated time")
+    return figures, missed
+
+
+def draw(folder: Path) -> None:
+    """Draws the pictures of docs/schedules.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, times in (("equal", RATIOS[0]), ("checkpointed", (1.0, 2.0, 0.8))):
+        tried = try_all(4, 8, times)
+        titles = {
+            f"{name}: idle {s.bubble:.1%}, peak {s.peak:g} microbatches": (t, s)
+            for name, (t, s) in tried.items()
+        }
+        print(draw_picture(titles, folder / f"schedules_{file}.png"))
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--quick", action="store_true", help="fewer ranks and rounds")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw instead of measuring")
+    given = parser.parse_args()
+    if given.pictures is not None:
+        draw(given.pictures)
+        return 0
+    paper, missed = on_paper((2, 8) if given.quick else DEGREES)
+    slept, more = sleeping(SLEEPING | ({"rounds": 2} if given.quick else {}))
+    missed += more
+    print("\n" + ("all bounds hold" if not missed else "MISSED: " + "; ".join(missed)))
+    if given.json:
+        print(json.dumps(
+            {"benchmark": "pipeline_schedules", "ok": not missed, "figures": paper | slept}
+        ))  # fmt: skip
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A rank of `pipeline_schedules.py`: stages that sleep, under every schedule."""
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.pipelining import PipelineStage
+
+from torchtitan.grpo.models.deferred_linear import defer_linears
+from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+
+DIM = 4
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, forward: float, backward: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.seconds = backward
+        time.sleep(forward)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        time.sleep(ctx.seconds)
+        return grad, None, None
+
+
+class SleepingModule(nn.Module):
+    """One linear layer, so that there is one weight gradient to defer, between sleeps."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False)
+        self.times = forward, backward
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(self.linear(hidden), *self.times)  # pyright: ignore[reportReturnType]
+
+
+class SleepingStage(DeferredStage):
+    """A stage that sleeps when a weight gradient is added."""
+
+    weight_seconds = 0.0
+
+    def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        time.sleep(self.weight_seconds)
+        super()._add_gradient(weight, gradient)
+
+
+def build(name: str, times: list[float]) -> TableSchedule:
+    """Returns a schedule over sleeping stages of this rank."""
+    row, degree = SCHEDULES[name], dist.get_world_size()
+    per_rank = row.stages_per_rank
+    costs = Costs.uniform(degree, per_rank, times)
+    ranks = row.make_table(degree, 1, per_rank, costs).ranks
+    store = WeightGradients()
+    stages = []
+    for index, rank in enumerate(ranks):
+        if rank == dist.get_rank():
+            module = SleepingModule(times[0] / per_rank, times[1] / per_rank)
+            defer_linears(module, store)
+            stage = PipelineStage(module, index, len(ranks), torch.device("cpu"))
+            stages.append(SleepingStage(stage, store))
+            stages[-1].weight_seconds = times[2] / per_rank
+    make = partial(_make_table, name, costs)
+    return TableSchedule(stages, make, costs, lambda output, target: (output * target).sum())
+
+
+def _make_table(name: str, costs: Costs, microbatches: int):
+    row = SCHEDULES[name]
+    degree = dist.get_world_size()
+    return row.make_table(degree, microbatches, row.stages_per_rank, costs)
+
+
+def seconds_of_pass(schedule: TableSchedule, microbatches: int) -> float:
+    """Runs one pass; returns the time from the first rank's start to the last one's end."""
+    has_first = any(stage.is_first for stage in schedule.stages)
+    has_last = any(stage.is_last for stage in schedule.stages)
+    rows = [torch.randn(1, DIM, requires_grad=True) for _ in range(microbatches)]
+    dist.barrier()
+    begin = time.monotonic()
+    schedule.run(
+        [(row,) if has_first else () for row in rows], [{}] * microbatches,
+        [torch.ones(1, DIM)] * microbatches if has_last else None,
+    )  # fmt: skip
+    dist.barrier()
+    return time.monotonic() - begin
+
+
+def main() -> None:
+    job, result = map(Path, sys.argv[1:])
+    settings = json.loads(job.read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    schedules = {name: build(name, settings["times"]) for name in SCHEDULES}
+    seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    for schedule in schedules.values():
+        seconds_of_pass(schedule, settings["microbatches"])  # makes the table, infers shapes
+    for _ in range(settings["rounds"]):
+        for name, schedule in schedules.items():
+            seconds[name].append(seconds_of_pass(schedule, settings["microbatches"]))
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
