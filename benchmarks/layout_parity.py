@@ -94,7 +94,7 @@ MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
 SCHEDULES = (
-    "1F1B", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin", "VHalf", "VZB",
+    "1F1B", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin", "VHalf", "VZB", "auto",
 )  # fmt: skip
 LAYOUTS = [
     Layout("one process", 1, {}, True),

@@ -65,9 +65,10 @@ def on_paper(degrees: tuple[int, ...]) -> tuple[dict[str, float], list[str]]:
             for p in degrees:
                 found = tried[p][name][1]
                 key = f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}"
-                figures[f"{key}_span_bubble"] = found.span_bubble
-                figures[f"{key}_bubble"] = found.bubble
-                figures[f"{key}_peak"] = found.peak
+                if p == 8:
+                    figures[f"{key}_span_bubble"] = found.span_bubble
+                    figures[f"{key}_bubble"] = found.bubble
+                    figures[f"{key}_peak"] = found.peak
                 cells.append(
                     f"{found.span_bubble:8.1%} {found.bubble:6.1%} {found.peak:5.3g}".rjust(22)
                 )

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
@@ -107,8 +107,8 @@ def main() -> None:
     settings = json.loads(job.read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    schedules = {name: build(name, settings["times"]) for name in SCHEDULES}
-    seconds: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    schedules = {name: build(name, settings["times"]) for name in SCHEDULES if name != AUTO}
+    seconds: dict[str, list[float]] = {name: [] for name in schedules}
     for schedule in schedules.values():
         seconds_of_pass(schedule, settings["microbatches"])  # makes the table, infers shapes
     for _ in range(settings["rounds"]):

@@ -14,6 +14,7 @@ def main(arguments):
     built, stages = build_stages(
         arguments["model"], arguments["seq_len"], pp=2, schedule=arguments["schedule"]
     )
+    built.config.job.dump_folder = arguments["folder"]
     loss = StageLoss()
     runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
     rows = rows_of(arguments)
@@ -52,6 +53,7 @@ def main(arguments):
     every = [*runner.schedule.stages, *runner.forwards.schedule.stages]
     return {
         "inferences": inferences[0],
+        "chosen": getattr(runner.schedule, "chosen", None),
         "num_stages": len(every),
         "distances": distances,
         "logprobs": logprobs,

@@ -8,12 +8,16 @@ its runtime keeps every tensor that was sent until the step has ended. Both grow
 microbatches, while a schedule bounds the activations that a rank holds at the same time.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
+
+from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.tables.actions import Kind
 
 
 class LeanStage(PipelineStage):
@@ -22,6 +26,7 @@ class LeanStage(PipelineStage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._leaving: list[dist.Work] = []
+        self.timer: PassTimer | None = None
 
     @classmethod
     def like(cls, stage: PipelineStage) -> "LeanStage":
@@ -49,13 +54,19 @@ class LeanStage(PipelineStage):
         if not self.has_backward:
             # Torch keeps outputs for the backward pass. Those that were needed have been sent.
             self.fwd_cache.clear()
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._timed("F"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(fwd_chunk_id, None)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._timed("B" if kwargs.get("full_backward", True) else "I"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.grad_recv_info.pop(bwd_chunk_id, None)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._timed("W"):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send(super().get_fwd_send_ops(fwd_chunk_id))
@@ -68,6 +79,9 @@ class LeanStage(PipelineStage):
         for work in self._leaving:
             work.wait()
         self._leaving.clear()
+
+    def _timed(self, kind: Kind) -> AbstractContextManager[None]:
+        return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         """Sends at once. Returns that nothing is left to do for the runtime, which would keep it."""

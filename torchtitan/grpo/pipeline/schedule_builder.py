@@ -4,13 +4,16 @@
 """Builds the schedules that run the pipeline stages of a rank."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
+from torchtitan.grpo.pipeline.auto import AutoSchedule
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
+from torchtitan.grpo.pipeline.schedules import AUTO
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.plain import forward_only
@@ -32,6 +35,9 @@ def build_schedule(
         f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
     )
+    if row.name == AUTO:
+        memory, folder = config.grpo.pipeline_memory, Path(config.job.dump_folder)
+        return AutoSchedule(stages, costs, loss, memory, folder)
     return TableSchedule(
         stages, lambda count: row.make_table(degree, count, len(stages), costs), costs, loss
     )

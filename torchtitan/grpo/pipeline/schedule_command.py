@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.assumed_costs import assumed_times
+from torchtitan.grpo.pipeline.choice import choose
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
@@ -50,6 +51,9 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     times = tuple(given.times or assumed_times(config))
     tried = try_all(num_ranks, num_microbatches, times, given.hop)
     name = settings.pipeline_parallel_schedule
+    if name == AUTO:
+        name = choose(tried, config.grpo.pipeline_memory, num_ranks)
+        print(f"For these times, {AUTO} takes {name}; a run measures its own.\n")
     table, simulation = tried[name]
     print(
         f"{name} on {num_ranks} ranks, {num_microbatches} microbatches; F, I, W take "
@@ -71,6 +75,8 @@ def try_all(
     """Simulates all schedules of a model whose layers take the same time however it is cut."""
     tried = {}
     for name, row in SCHEDULES.items():
+        if name == AUTO:
+            continue
         costs = Costs.uniform(num_ranks, row.stages_per_rank, times, hop)
         table = row.make_table(num_ranks, num_microbatches, row.stages_per_rank, costs)
         tried[name] = table, simulate(table, costs)

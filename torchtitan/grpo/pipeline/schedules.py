@@ -15,6 +15,9 @@ from torchtitan.grpo.pipeline.tables import plain, v_family, zero_bubble
 from torchtitan.grpo.pipeline.tables.actions import Placement, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
+AUTO = "auto"
+"""The name under which the fastest V schedule is chosen by measured times."""
+
 Feature = Literal["compile"]
 """A setting that a schedule may refuse: ``compile.enable`` with the model among
 ``compile.components``."""
@@ -130,6 +133,8 @@ _ROWS = (
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
+    # `auto.py` replaces this table by a measured choice in the first passes.
+    _v(AUTO, v_family.v_zb),
 )
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}

@@ -11,13 +11,13 @@ from torch.distributed.pipelining import PipelineStage, stage
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3, 1, 4, 1, 5]]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "auto"])
 def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
-    schedule, make_model, run_ranks
+    schedule, make_model, run_ranks, tmp_path
 ):
     _, folder = make_model("llama", num_hidden_layers=4)
     results = run_ranks(
-        "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule=schedule,
+        "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule=schedule, folder=str(tmp_path),
         rows=[[0], [1], [2], [3], [4]], cuts=[[], [2], [1, 4], [1, 2, 3, 4]],
     )  # fmt: skip
     for result in results:
@@ -26,6 +26,12 @@ def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
         whole, *others = result["logprobs"]
         assert all(other == whole for other in others)
         assert not any(result["held"][: result["num_stages"] // 2])
+    if schedule == "auto":
+        (chosen,) = {result["chosen"] for result in results}
+        report = (tmp_path / "pipeline_schedule.txt").read_text()
+        assert report.startswith(f"The pipeline takes the schedule {chosen}. F, I and W of a stage")
+        assert "Predicted for 2 microbatches: VZB" in report and "\nrank  1  " in report
+        assert (tmp_path / "pipeline_schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Measures how long a stage's passes take, without the time for which they wait for inputs."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchtitan.grpo.pipeline.tables.actions import Kind
+
+
+class PassTimer:
+    """Collects times by stage and kind of pass.
+
+    On a GPU they are those of the stream, between events, and nothing waits before
+    :meth:`medians` is called.
+
+    Args:
+        device: Device on which the stages compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: dict[tuple[int, Kind], list[tuple[Any, Any]]] = defaultdict(list)
+
+    @contextmanager
+    def measure(self, stage: int, kind: Kind) -> Iterator[None]:
+        """Measures the block as one pass of a stage."""
+        begin = self._mark()
+        yield
+        self._marks[stage, kind].append((begin, self._mark()))
+
+    def medians(self) -> dict[tuple[int, Kind], float]:
+        """Returns the median time of each stage's passes of each kind, in seconds."""
+        return {
+            key: statistics.median(self._seconds(*marks) for marks in every)
+            for key, every in self._marks.items()
+        }
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        if not self._is_cuda:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
