@@ -85,7 +85,7 @@ def draw_picture(pictures: dict[str, tuple[Table, Simulation]], file: Path, unit
     keys = [plt.Rectangle((0, 0), 1, 1, color=_COLORS[kind][0]) for kind in kinds]
     names = [f"{kind}: {_MEANINGS[kind]}" for kind in kinds]
     figure.legend(keys, names, loc="outside lower center", ncols=4, fontsize="small")
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=90)
     plt.close(figure)
     return file
 

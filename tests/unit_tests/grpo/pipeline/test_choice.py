@@ -44,21 +44,16 @@ def test_it_says_so_if_another_placement_would_be_faster():
     )
 
 
-def test_with_unequal_stages_it_is_never_slower_unless_it_says_so():
-    """A V gives each rank other layers than 1F1B does, so that the slowest rank can be slower."""
+def test_with_unequal_stages_it_is_faster_than_one_forward_one_backward_and_fits():
     random = np.random.default_rng(0)
-    outcomes = set()
     for _ in range(12):
         times = random.uniform(0.6, 1.4, (8, 3)) * random.uniform(0.5, 2, 3)
         stages = (StageCosts(*map(float, row), activation=0.5, pending=0.5) for row in times)
         costs = Costs(tuple(stages))
         tried = predict(costs, 9)
         chosen = choose(tried, 1.0, 4)
-        is_slower = tried[chosen][1].makespan > tried["1F1B"][1].makespan
+        assert tried[chosen][1].makespan < tried["1F1B"][1].makespan
         assert tried[chosen][1].peak <= 4
-        assert ("would be faster" in describe(tried, chosen, costs, 9)) >= is_slower
-        outcomes.add(is_slower)
-    assert outcomes == {True, False}
 
 
 def test_the_command_shows_what_would_be_chosen(capsys):

@@ -59,6 +59,28 @@ def test_sharded_stages_have_equal_gradients(compared, layout):
         assert result["forwards"] == 2
 
 
+@pytest.mark.parametrize(("num_ranks", "tries"), [(2, 7), (3, 7), (4, 6)])
+def test_all_schedules_have_the_gradients_of_plain_accumulation(num_ranks, tries, run_ranks):
+    for result in run_ranks("schedule_gradients", num_ranks, tries=tries):
+        assert len(result["distances"]) >= 10 * (tries - 1)
+        assert {case: d for case, d in result["distances"].items() if not d < 1e-6} == {}
+
+
+def test_v_schedules_on_four_ranks_are_equal_to_the_bit(make_model, run_ranks):
+    _, folder = make_model("qwen3", num_hidden_layers=8, intermediate_size=78)
+    cases = [
+        {"pp": 4, "schedule": schedule, "ac": "full"}
+        for schedule in ("Interleaved1F1B", "VMin", "VHalf", "VZB")
+    ]
+    (result, *_) = run_ranks(
+        "deferred_gradients", 4, model=folder, seq_len=12, sequences=SEQUENCES,
+        rows=[[0], [1], [2], [3]], cases=cases,
+    )  # fmt: skip
+    for found in result["results"]:
+        assert found["different"] == []
+        assert found["forwards"] == 2
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
