@@ -15,6 +15,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.training.model_spec import hf_train_spec
 
@@ -42,6 +43,7 @@ def build_stages(
     local_batch_size: int = 4,
     precision: str = "float32",
     keeps_logits: bool = True,
+    folder: str = "./outputs",
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -51,6 +53,7 @@ def build_stages(
     config = JobConfig()
     config.model.hf_assets_path = model
     config.training.seq_len = seq_len
+    config.job.dump_folder = folder
     config.training.local_batch_size = local_batch_size
     config.training.mixed_precision_param = precision
     config.activation_checkpoint.mode = ac.partition(" ")[0]
@@ -72,6 +75,7 @@ def build_stages(
         whole = spec.model_cls(model_args)
     cpu = torch.device("cpu")
     if dims.pp_enabled:
+        resolve_schedule(whole, dims, config, cpu)
         stages, parts = split_model(whole, dims, config, cpu)
     else:
         stages: list[PipelineStage] = []

@@ -12,9 +12,9 @@ from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 def main(arguments):
     built, stages = build_stages(
-        arguments["model"], arguments["seq_len"], pp=2, schedule=arguments["schedule"]
-    )
-    built.config.job.dump_folder = arguments["folder"]
+        arguments["model"], arguments["seq_len"], pp=2, schedule=arguments["schedule"],
+        folder=arguments["folder"],
+    )  # fmt: skip
     loss = StageLoss()
     runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
     rows = rows_of(arguments)
@@ -53,7 +53,7 @@ def main(arguments):
     every = [*runner.schedule.stages, *runner.forwards.schedule.stages]
     return {
         "inferences": inferences[0],
-        "chosen": getattr(runner.schedule, "chosen", None),
+        "schedule": built.config.parallelism.pipeline_parallel_schedule,
         "num_stages": len(every),
         "distances": distances,
         "logprobs": logprobs,

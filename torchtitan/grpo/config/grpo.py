@@ -197,11 +197,11 @@ class GRPO:
     forward and its backward pass. Therefore nothing is kept, whatever this says, under a pipeline
     schedule whose last stage holds several microbatches at once (GPipe)."""
 
-    pipeline_memory: Annotated[float, above(0)] = 1.0
+    pipeline_memory: Annotated[float, above(0)] = 1.5
     """Bound of the activations that ``parallelism.pipeline_parallel_schedule = "auto"`` may hold, as
-    a share of those that 1F1B holds. 1 allows all V schedules. Of p ranks, V-Half needs about
-    ``(p + 2) / 2p`` and V-Min ``(p + 4) / 3p``. If no schedule keeps to the bound, the one that
-    holds least is taken."""
+    a share of those that 1F1B holds. Interleaved1F1B needs up to 1.5, V-ZB 1 and, of p ranks,
+    V-Half ``(p + 2) / 2p`` and V-Min ``(p + 4) / 3p``. If no schedule keeps to the bound, the one
+    that holds least is taken."""
 
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
     """Memory, in GiB on each rank, that a zero-bubble schedule may use to keep the inputs and output

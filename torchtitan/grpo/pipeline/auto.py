@@ -1,87 +1,132 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses a V schedule by the measured times of each stage's passes.
+"""Chooses the pipeline schedule of a run by the measured times of its stages.
 
-The first pass of a pipeline infers shapes and warms up. The second one is measured; then every rank
-knows the times of all stages, simulates the V schedules within the bound of memory, and takes the
-fastest one. All later passes run the tables that it makes for these times.
+Before the model is built, its layers are built once with random weights, in two stages a rank, and
+a few microbatches of random tokens are timed. The times of the stages say how long every schedule
+would take, wherever it places them.
 """
 
-from collections.abc import Callable, Sequence
+import gc
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import choose, describe, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO
+from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.actions import Kind, Table
+from torchtitan.grpo.pipeline.tables.actions import Kind
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+from torchtitan.grpo.pipeline.tables.zero_bubble import zbv
 
-_MEASURED_PASS = 2
+_MEASURED_WITH = "ZBVZeroBubble"
+"""It has two stages a rank, and computes I and W one after the other."""
 
 
-class AutoSchedule(TableSchedule):
-    """Runs ZBVZeroBubble until it has measured, and the fastest V schedule from then on.
+def resolve_schedule(
+    model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
+) -> Costs | None:
+    """Replaces ``auto`` in the configuration by the fastest schedule that fits.
+
+    Collective over all ranks of the run. Rank 0 logs the reason, and writes it with pictures to
+    ``pipeline_schedule.txt`` and ``pipeline_schedule.png`` in the run's folder.
 
     Args:
-        stages: Stages of this rank, in V placement.
-        costs: Assumed costs, for the first passes.
-        loss: See :class:`TableSchedule`.
-        memory: Bound of the activations, as a share of those that 1F1B holds.
-        folder: Where rank 0 writes ``pipeline_schedule.txt`` and ``pipeline_schedule.png``.
+        model: The whole model, on the meta device; it is left alone.
+        dims: Parallel dimensions of the run.
+        config: Configuration of the run. ``parallelism.pipeline_parallel_schedule`` is changed.
+        device: Device on which the stages compute.
+
+    Returns:
+        The measured costs of all stages, two a rank; None if the configuration names a schedule.
     """
-
-    def __init__(
-        self, stages: list[LeanStage], costs: Costs, loss: Any, memory: float, folder: Path
-    ) -> None:
-        self._num_ranks = len(costs.stages) // 2
-        super().__init__(stages, self._tables_of("ZBVZeroBubble", costs), costs, loss)
-        self._memory, self._folder, self._num_passes = memory, folder, 0
-        self.chosen: str | None = None
-
-    def run(self, inputs: Sequence[Any], *arguments: Any, **named: Any) -> list[Any]:
-        self._num_passes += 1
-        if self._num_passes != _MEASURED_PASS:
-            return super().run(inputs, *arguments, **named)
-        timer = PassTimer(self.stages[0].device)
-        for stage in self.stages:
-            stage.timer = timer
-        outputs = super().run(inputs, *arguments, **named)
-        for stage in self.stages:
-            stage.timer = None
-        self._choose(measured_costs(timer, len(self.stage_index_to_group_rank)), len(inputs))
-        return outputs
-
-    def _choose(self, costs: Costs, num_microbatches: int) -> None:
-        tried = predict(costs, num_microbatches)
-        self.chosen = choose(tried, self._memory, self._num_ranks)
-        self.use_tables(self._tables_of(self.chosen, costs), costs)
-        if dist.get_rank() == 0:
-            report = describe(tried, self.chosen, costs, num_microbatches)
-            logger.info(report)
-            table, simulation = tried[self.chosen]
-            self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._folder / "pipeline_schedule.txt"
-            file.write_text(f"{report}\n\n{draw_text(table, simulation)}\n")
-            titles = {f"{name}: idle {s.bubble:.1%}": (t, s) for name, (t, s) in tried.items()}
-            draw_picture(titles, self._folder / "pipeline_schedule.png", "seconds")
-
-    def _tables_of(self, name: str, costs: Costs) -> Callable[[int], Table]:
-        return lambda count: SCHEDULES[name].make_table(self._num_ranks, count, 2, costs)
+    settings = config.parallelism
+    if settings.pipeline_parallel_schedule != AUTO:
+        return None
+    settings.pipeline_parallel_schedule = _MEASURED_WITH
+    degree = settings.pipeline_parallel_degree
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        costs = _measure(model, dims, config, device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    # What a step will have is not known yet; the order of the schedules rarely depends on it.
+    num_microbatches = 4 * degree
+    tried = predict(costs, num_microbatches)
+    chosen = choose(tried, config.grpo.pipeline_memory, degree)
+    settings.pipeline_parallel_schedule = chosen
+    if dist.get_rank() == 0:
+        report = describe(tried, chosen, costs, num_microbatches)
+        logger.info(report)
+        folder = Path(config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = f"{report}\n\n{draw_text(*tried[chosen])}\n"
+        Path(folder, "pipeline_schedule.txt").write_text(text)
+        titles = {f"{name}: idle {s.bubble:.1%}": (t, s) for name, (t, s) in tried.items()}
+        draw_picture(titles, Path(folder, "pipeline_schedule.png"), "seconds")
+    return costs
 
 
-def measured_costs(timer: PassTimer, num_stages: int) -> Costs:
-    """Returns the times of all stages. Collective over all ranks of the run.
+def _measure(
+    model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
+) -> Costs:
+    """Times two passes of random rows, of which the first one only warms up."""
+    degree = config.parallelism.pipeline_parallel_degree
+    stages, parts = split_model(model, dims, config, device)
+    for part in parts:
+        part.to_empty(device=device)
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)  # pyright: ignore[reportCallIssue]
+    schedule = TableSchedule(
+        stages,
+        lambda count: zbv(degree, count),
+        assumed_costs(config, 2),
+        lambda output, _: output.sum(),
+    )
+    _run_random_rows(schedule, config, device, vocab_size=model.model_args.vocab_size)  # pyright: ignore
+    timer = PassTimer(device)
+    for stage in stages:
+        stage.timer = timer
+    _run_random_rows(schedule, config, device, vocab_size=model.model_args.vocab_size)  # pyright: ignore
+    return _costs_of_all(timer, 2 * degree)
 
-    Ranks that hold the same stage in other data-parallel groups are averaged, because all of them
-    must run the same table: FSDP's collectives connect them.
+
+def _run_random_rows(
+    schedule: TableSchedule, config: JobConfig, device: torch.device, vocab_size: int
+) -> None:
+    """Runs twice as many microbatches as there are ranks, each with rows of one sequence."""
+    count = 2 * config.parallelism.pipeline_parallel_degree
+    shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
+    tokens = torch.randint(vocab_size, shape, device=device)
+    named = {
+        "sequence_ids": torch.zeros_like(tokens),
+        "positions": torch.arange(shape[1], device=device).expand(shape),
+        "labels": tokens,
+    }
+    stages: list[LeanStage] = schedule.stages
+    schedule.run(
+        [(tokens,) if any(s.is_first for s in stages) else ()] * count,
+        [named] * count,
+        [torch.zeros(1)] * count if any(s.is_last for s in stages) else None,
+    )
+
+
+def _costs_of_all(timer: PassTimer, num_stages: int) -> Costs:
+    """Returns the times of all stages, averaged over the ranks that hold the same one.
+
+    All ranks must come to the same choice, because FSDP's collectives connect pipelines.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, timer.medians())
@@ -91,9 +136,8 @@ def measured_costs(timer: PassTimer, num_stages: int) -> Costs:
         assert found, f"No rank has measured {kind} of stage {stage}."
         return sum(found) / len(found)
 
-    return Costs(
-        tuple(
-            StageCosts(mean(s, "F"), mean(s, "I"), mean(s, "W"), activation=0.5, pending=0.5)
-            for s in range(num_stages)
-        )
+    stages = (
+        StageCosts(mean(s, "F"), mean(s, "I"), mean(s, "W"), activation=0.5, pending=0.5)
+        for s in range(num_stages)
     )
+    return Costs(tuple(stages))

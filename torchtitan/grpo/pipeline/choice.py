@@ -1,41 +1,58 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the fastest V schedule for given times, under a bound of memory, and says why."""
+"""Chooses the fastest schedule for given times, under a bound of memory, and says why."""
 
-from torchtitan.grpo.pipeline.schedules import SCHEDULES
+from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
-_CANDIDATES = ("VZB", "ZBVZeroBubble", "VHalf", "VMin")
-_BASELINES = ("1F1B", "Interleaved1F1B")
+# Where schedules take equally long, the first one is chosen.
+_CANDIDATES = (
+    "1F1B",
+    "Interleaved1F1B",
+    "ZBH1",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "VZB",
+    "VHalf",
+    "VMin",
+    "ZBH2",
+)
 
 
 def predict(costs: Costs, num_microbatches: int) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates the V schedules and, for comparison, 1F1B and Interleaved1F1B.
+    """Simulates every schedule that can be chosen.
 
     Args:
-        costs: Costs of the stages, two a rank, from the first layers to the last.
+        costs: Costs of stages, two a rank, from the first layers to the last. Schedules place
+            these stages on different ranks, and those with one stage a rank join neighbours.
         num_microbatches: Number of microbatches.
     """
     num_ranks = len(costs.stages) // 2
     tried = {}
-    for name in (*_CANDIDATES, *_BASELINES):
+    for name in _CANDIDATES:
         row = SCHEDULES[name]
-        its = costs if row.stages_per_rank == 2 else _with_stages_joined(costs)
+        its = costs_for(row, costs)
         table = row.make_table(num_ranks, num_microbatches, row.stages_per_rank, its)
         tried[name] = table, simulate(table, its)
     return tried
 
 
 def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int) -> str:
-    """Returns the fastest candidate within the bound, or the one that holds least if none is."""
-    found = {name: tried[name][1] for name in _CANDIDATES}
+    """Returns the fastest schedule within the bound, or the one that holds least if none is.
+
+    Args:
+        tried: Simulations, with memory in microbatches of a rank's layers.
+        memory: Bound, as a share of what 1F1B holds.
+        num_ranks: Number of ranks.
+    """
+    found = {name: simulation for name, (_, simulation) in tried.items() if name in _CANDIDATES}
     fitting = [name for name, s in found.items() if s.peak <= memory * num_ranks + 1e-9]
     if not fitting:
         return min(found, key=lambda name: found[name].peak)
-    return min(fitting, key=lambda name: (found[name].makespan, found[name].peak))
+    return min(fitting, key=lambda name: found[name].makespan)
 
 
 def describe(
@@ -55,22 +72,17 @@ def describe(
         f"{name} {1000 * s.makespan:.4g} ms (idle {s.bubble:.1%}, holds {s.peak:g})"
         for name, (_, s) in tried.items()
     )
-    text = (
+    return (
         f"The pipeline takes the schedule {chosen}. F, I and W of a stage take "
         f"{', '.join(times)} ms on average. Predicted for {num_microbatches} microbatches: "
         f"{predictions}."
     )
-    faster = [n for n in _BASELINES if tried[n][1].makespan < tried[chosen][1].makespan]
-    if faster:
-        text += (
-            f" {' and '.join(faster)} would be faster, with another placement of the stages: set "
-            f'parallelism.pipeline_parallel_schedule = "{faster[-1]}".'
-        )
-    return text
 
 
-def _with_stages_joined(costs: Costs) -> Costs:
-    """Returns the costs of half as many stages, each with the layers of two neighbours."""
+def costs_for(row: Schedule, costs: Costs) -> Costs:
+    """Returns the costs of a schedule's stages from those of two stages a rank."""
+    if row.stages_per_rank == 2:
+        return costs
     pairs = zip(costs.stages[::2], costs.stages[1::2], strict=True)
     joined = (
         StageCosts(

@@ -4,23 +4,25 @@
 """Builds the schedules that run the pipeline stages of a rank."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
-from torchtitan.grpo.pipeline.auto import AutoSchedule
+from torchtitan.grpo.pipeline.choice import costs_for
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.schedules import AUTO
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_ranks
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.tables.plain import forward_only
 
 
 def build_schedule(
-    config: JobConfig, stages: list[LeanStage], loss: Callable[..., Any]
+    config: JobConfig,
+    stages: list[LeanStage],
+    loss: Callable[..., Any],
+    measured: Costs | None = None,
 ) -> TableSchedule:
     """Returns the schedule that trains this rank's stages.
 
@@ -28,16 +30,14 @@ def build_schedule(
         config: Configuration of the run, checked.
         stages: Stages of this rank, as `split.py` makes them.
         loss: Called on the rank of the last stage, once a microbatch.
+        measured: Measured costs of two stages a rank; typical ones are assumed without them.
     """
     row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
-    costs = assumed_costs(config, len(stages))
+    costs = assumed_costs(config, len(stages)) if measured is None else costs_for(row, measured)
     logger.info(
         f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
     )
-    if row.name == AUTO:
-        memory, folder = config.grpo.pipeline_memory, Path(config.job.dump_folder)
-        return AutoSchedule(stages, costs, loss, memory, folder)
     return TableSchedule(
         stages, lambda count: row.make_table(degree, count, len(stages), costs), costs, loss
     )

@@ -16,7 +16,7 @@ from torchtitan.grpo.pipeline.tables.actions import Placement, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
 AUTO = "auto"
-"""The name under which the fastest V schedule is chosen by measured times."""
+"""The name under which the fastest schedule is chosen by measured times."""
 
 Feature = Literal["compile"]
 """A setting that a schedule may refuse: ``compile.enable`` with the model among
@@ -133,7 +133,7 @@ _ROWS = (
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
-    # `auto.py` replaces this table by a measured choice in the first passes.
+    # `auto.py` replaces the name by that of another row before a pipeline is built.
     _v(AUTO, v_family.v_zb),
 )
 

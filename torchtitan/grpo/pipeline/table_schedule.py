@@ -46,10 +46,6 @@ class TableSchedule(_PipelineScheduleRuntime):
         self.stage_index_to_group_rank = dict(enumerate(ranks))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.use_tables(make_table, costs)
-
-    def use_tables(self, make_table: Callable[[int], Table], costs: Costs) -> None:
-        """Takes other tables, of the same placement, from the next pass on."""
 
         @cache
         def lowered(num_microbatches: int) -> dict[int, list[_Action]]:

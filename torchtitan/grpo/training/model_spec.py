@@ -26,6 +26,7 @@ from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, Scorin
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
+from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
@@ -98,8 +99,9 @@ def _pipeline(
     loss_fn: StageLoss,
 ) -> tuple[Any, list[nn.Module], bool, bool]:
     """Splits the model into stages; upstream's Trainer calls it under pipeline parallelism."""
+    measured = resolve_schedule(model, dims, config, device)
     stages, parts = split_model(model, dims, config, device)
-    schedule = build_schedule(config, stages, loss_fn)
+    schedule = build_schedule(config, stages, loss_fn, measured)
     has_first = any(stage.is_first for stage in stages)
     return schedule, parts, has_first, any(stage.is_last for stage in stages)
 
