@@ -12,7 +12,9 @@ the largest), the idle share of the whole makespan, and the peak of activations 
 
 Then the runtime that trains models runs every schedule on four processes with stages that sleep
 instead of computing, so that processes do not compete for cores, and the time of a pass is
-compared with the simulator's. Rounds are interleaved, and medians are shown with their spread.
+compared with the simulator's. Some schedules are run once more with stages in activation
+checkpoints, without and with early recomputation (`grpo.recompute_early_blocks`). Rounds are
+interleaved, and medians are shown with their spread.
 
 The benchmark exits with status 1 if a bound is missed. With ``--json`` the last line is a JSON
 object. ``--quick`` runs a few of each. ``--pictures`` draws the schedules that
@@ -27,6 +29,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ranks import run_ranks
 
@@ -35,7 +38,9 @@ from torchtitan.grpo.pipeline.schedule_command import try_all
 
 RATIOS = ((1.0, 1.0, 1.0), (3.0, 4.0, 2.0), (1.0, 2.0, 0.5))
 DEGREES = (2, 4, 8, 16)
-SLEEPING = {"ranks": 4, "microbatches": 8, "times": [0.04, 0.04, 0.04], "rounds": 5}
+SLEEPING: dict[str, Any] = {"ranks": 4, "microbatches": 8, "times": [0.04, 0.04, 0.04]}
+CHECKPOINTED = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "1F1B")
+"""Schedules that are run in checkpoints as well. The first one is what the others are compared with."""
 BOUNDS = {
     # Schedule, ranks, ratio: the largest idle share of a span.
     ("VZB", 8, 0): 0.01,
@@ -98,21 +103,12 @@ def formula(name: str, p: int, times: tuple[float, ...]) -> float | None:
     return (p - 1) * per_rank[name] if name in per_rank else None
 
 
-def sleeping(settings: dict) -> tuple[dict[str, float], list[str]]:
+def sleeping(rounds: int) -> tuple[dict[str, float], list[str]]:
     """Runs sleeping stages; prints times beside the simulator's, and returns what was missed."""
-    with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps(settings))
-        run_ranks(settings["ranks"], "pipeline_schedules_run.py", job, result, timeout_seconds=600)
-        measured: dict[str, list[float]] = json.loads(result.read_text())
-    tried = try_all(settings["ranks"], settings["microbatches"], tuple(settings["times"]))
-    print(
-        f"\nSleeping stages, {settings['ranks']} ranks, {settings['microbatches']} microbatches, F, I "
-        f"and W {', '.join(f'{1000 * t:g}' for t in settings['times'])} ms a rank"
-    )
-    print(
-        f"{'':22} {'simulated':>10} {'measured':>10} {'ratio':>6}   spread of {settings['rounds']}"
-    )
+    tried = try_all(SLEEPING["ranks"], SLEEPING["microbatches"], tuple(SLEEPING["times"]))
+    measured = measure({name: (name, None) for name in tried}, rounds)
+    print(f"\n{_title()}")
+    print(f"{'':22} {'simulated':>10} {'measured':>10} {'ratio':>6}   spread of {rounds}")
     figures, missed = {}, []
     medians = {name: statistics.median(seconds) for name, seconds in measured.items()}
     for fast, slow in itertools.permutations(medians, 2):
@@ -123,13 +119,56 @@ def sleeping(settings: dict) -> tuple[dict[str, float], list[str]]:
         expected, found = tried[name][1].makespan, medians[name]
         ratio = found / expected
         print(
-            f"{name:22} {1000 * expected:8.0f}ms {1000 * found:8.0f}ms {ratio:6.3f}   "
-            f"{1000 * min(seconds):.0f} to {1000 * max(seconds):.0f}"
+            f"{name:22} {1000 * expected:8.0f}ms {1000 * found:8.0f}ms {ratio:6.3f}   {_spread(seconds)}"
         )
         figures[f"{name}_sleeping_ratio"] = ratio
         if abs(ratio - 1) > MOST_DEVIATION:
             missed.append(f"{name} with sleeping stages takes {ratio:.3f} of the simulated time")
     return figures, missed
+
+
+def checkpointed(rounds: int) -> tuple[dict[str, float], list[str]]:
+    """Runs sleeping stages with checkpoints, without and with early recomputation."""
+    cases = {
+        f"{name}{', early' if early else ''}": (name, early)
+        for name in CHECKPOINTED
+        for early in (0, -1)
+    }
+    measured = measure(cases, rounds)
+    print(f"\n{_title()}, in checkpoints: F is slept again before I")
+    print(f"{'':32} {'measured':>10} {'ratio':>6}   spread of {rounds}")
+    baseline = statistics.median(measured[CHECKPOINTED[0]])
+    figures, missed = {}, []
+    for label, seconds in measured.items():
+        found = statistics.median(seconds)
+        print(f"{label:32} {1000 * found:8.0f}ms {found / baseline:6.3f}   {_spread(seconds)}")
+        figures[f"{label}_checkpointed_ratio"] = found / baseline
+    for name in CHECKPOINTED:
+        early, late = (statistics.median(measured[n]) for n in (f"{name}, early", name))
+        if early > late:
+            missed.append(f"{name} is not faster with early recomputation")
+    return figures, missed
+
+
+def measure(schedules: dict[str, tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of each round of each schedule; see `pipeline_schedules_run.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job.write_text(json.dumps(SLEEPING | {"schedules": schedules, "rounds": rounds}))
+        run_ranks(SLEEPING["ranks"], "pipeline_schedules_run.py", job, result, timeout_seconds=600)
+        return json.loads(result.read_text())
+
+
+def _title() -> str:
+    times = ", ".join(f"{1000 * t:g}" for t in SLEEPING["times"])
+    return (
+        f"Sleeping stages, {SLEEPING['ranks']} ranks, {SLEEPING['microbatches']} microbatches; F, I and "
+        f"W take {times} ms on a rank"
+    )
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{1000 * min(seconds):.0f} to {1000 * max(seconds):.0f}"
 
 
 def draw(folder: Path) -> None:
@@ -155,12 +194,15 @@ def main() -> int:
         draw(given.pictures)
         return 0
     paper, missed = on_paper((2, 8) if given.quick else DEGREES)
-    slept, more = sleeping(SLEEPING | ({"rounds": 2} if given.quick else {}))
-    missed += more
+    figures, rounds = {}, 2 if given.quick else 5
+    for part in (sleeping, checkpointed):
+        found, more = part(rounds)
+        figures |= found
+        missed += more
     print("\n" + ("all bounds hold" if not missed else "MISSED: " + "; ".join(missed)))
     if given.json:
         print(json.dumps(
-            {"benchmark": "pipeline_schedules", "ok": not missed, "figures": paper | slept}
+            {"benchmark": "pipeline_schedules", "ok": not missed, "figures": paper | figures}
         ))  # fmt: skip
     return 1 if missed else 0
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage
 
 from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
@@ -49,7 +51,19 @@ class SleepingModule(nn.Module):
         self.times = forward, backward
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(self.linear(hidden), *self.times)  # pyright: ignore[reportReturnType]
+        # A recomputation stops at the last tensor that was saved, which the linear layer's is.
+        return self.linear(Sleep.apply(hidden, *self.times))
+
+
+class Checkpointed(nn.Module):
+    """A sleeping module in an activation checkpoint, which sleeps again when it is recomputed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = checkpoint_wrapper(module)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module(hidden)
 
 
 class SleepingStage(DeferredStage):
@@ -62,8 +76,14 @@ class SleepingStage(DeferredStage):
         super()._add_gradient(weight, gradient)
 
 
-def build(name: str, times: list[float]) -> TableSchedule:
-    """Returns a schedule over sleeping stages of this rank."""
+def build(name: str, times: list[float], early: int | None) -> TableSchedule:
+    """Returns a schedule over sleeping stages of this rank.
+
+    Args:
+        name: Name of the schedule.
+        times: Of F, I and W on one rank.
+        early: Blocks that are recomputed early, in stages with a checkpoint; None without one.
+    """
     row, degree = SCHEDULES[name], dist.get_world_size()
     per_rank = row.stages_per_rank
     costs = Costs.uniform(degree, per_rank, times)
@@ -75,7 +95,11 @@ def build(name: str, times: list[float]) -> TableSchedule:
             module = SleepingModule(times[0] / per_rank, times[1] / per_rank)
             defer_linears(module, store)
             stage = PipelineStage(module, index, len(ranks), torch.device("cpu"))
+            if early is not None:
+                stage.submod = Checkpointed(module)
             stages.append(SleepingStage(stage, store))
+            if early:
+                stages[-1].early = EarlyRecompute(stage.submod, early)
             stages[-1].weight_seconds = times[2] / per_rank
     make = partial(_make_table, name, costs)
     return TableSchedule(stages, make, costs, lambda output, target: (output * target).sum())
@@ -107,7 +131,10 @@ def main() -> None:
     settings = json.loads(job.read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    schedules = {name: build(name, settings["times"]) for name in SCHEDULES if name != AUTO}
+    schedules = {
+        label: build(name, settings["times"], early)
+        for label, (name, early) in settings["schedules"].items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in schedules}
     for schedule in schedules.values():
         seconds_of_pass(schedule, settings["microbatches"])  # makes the table, infers shapes

@@ -44,6 +44,7 @@ def build_stages(
     precision: str = "float32",
     keeps_logits: bool = True,
     folder: str = "./outputs",
+    early_blocks: int = 1,
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -59,6 +60,7 @@ def build_stages(
     config.activation_checkpoint.mode = ac.partition(" ")[0]
     config.activation_checkpoint.selective_ac_option = ac.partition(" ")[2] or "2"
     config.grpo.logprob_keep_logits = keeps_logits
+    config.grpo.recompute_early_blocks = early_blocks
     config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)

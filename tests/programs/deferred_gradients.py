@@ -12,6 +12,7 @@ from torchtitan.models.qwen3.model.model import TransformerBlock
 
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
@@ -31,9 +32,12 @@ def gathered(parts) -> dict[str, torch.Tensor]:
 def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     case = dict(case)
     torch_split, bound = case.pop("torch_split", False), case.pop("bound", None)
+    early = case.pop("early", 1)
     # InterleavedZeroBubble keeps no logits, and logits that are computed again round differently.
     case["keeps_logits"] = False
-    built, stages = build_stages(arguments["model"], arguments["seq_len"], **case)
+    built, stages = build_stages(
+        arguments["model"], arguments["seq_len"], early_blocks=early, **case
+    )
     store = None
     for stage in stages:
         if isinstance(stage, DeferredStage):
@@ -52,10 +56,20 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
     loss = StageLoss()
     runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
     rows = rows_of(arguments)
-    calls = [0]
+    calls, before_gradient = [0], [0]
     blocks = [m for part in built.parts for m in part.modules() if isinstance(m, TransformerBlock)]
     for block in blocks:
         block.attention.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+
+    await_gradient = LeanStage._await_gradient
+
+    def counted(stage, microbatch):
+        waits, before = bool(stage._arriving.get(microbatch)), calls[0]
+        group = await_gradient(stage, microbatch)
+        before_gradient[0] += calls[0] - before if waits else 0
+        return group
+
+    LeanStage._await_gradient = counted
 
     def weighted(output, part):
         return (output[..., 0] * rows.select(part).loss_mask).sum()
@@ -63,9 +77,11 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
     for _ in range(2):  # the first step also infers shapes
         for part in built.parts:
             part.zero_grad()
-        calls[0] = 0
+        calls[0] = before_gradient[0] = 0
         runner.forward_backward(rows, weighted)
+    LeanStage._await_gradient = await_gradient
     return gathered(built.parts), {
+        "recomputed_before_gradient": before_gradient[0],
         "forwards": calls[0] / len(blocks) / rows.num_rows,
         "peak_bytes": store.peak_bytes if store else 0,
         "pending_bytes": store.pending_bytes if store else 0,

@@ -203,6 +203,13 @@ class GRPO:
     V-Half ``(p + 2) / 2p`` and V-Min ``(p + 4) / 3p``. If no schedule keeps to the bound, the one
     that holds least is taken."""
 
+    recompute_early_blocks: Annotated[int, at_least(0).or_value(-1, "all")] = 1
+    """Number of checkpointed blocks of a pipeline stage, from its last one on, that are recomputed
+    while the stage waits for the gradient of its output. One costs no memory; with more, their
+    activations exist at the same time. Gradients do not depend on it. It has no effect without
+    activation checkpoints, with compiled blocks, or with
+    ``parallelism.fsdp_reshard_after_forward = "always"``."""
+
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
     """Memory, in GiB on each rank, that a zero-bubble schedule may use to keep the inputs and output
     gradients of linear layers whose weight gradients it computes later. Beyond it the oldest weight

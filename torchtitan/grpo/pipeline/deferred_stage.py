@@ -59,6 +59,10 @@ class DeferredStage(LeanStage):
         with self.store.catching((self.stage_index, self._microbatch), self._add_gradient):
             return super().backward_maybe_with_nosync(*args, **kwargs)
 
+    def recompute(self, microbatch: int) -> Any:
+        with self.store.catching((self.stage_index, microbatch), self._add_gradient):
+            return super().recompute(microbatch)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         for microbatch in range(self.chunks or 0):
             assert not self.store.waits((self.stage_index, microbatch)), (

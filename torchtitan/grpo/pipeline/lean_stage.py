@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.tables.actions import Kind
 
@@ -26,7 +27,9 @@ class LeanStage(PipelineStage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._leaving: list[dist.Work] = []
+        self._arriving: dict[int, list[dist.Work]] = {}
         self.timer: PassTimer | None = None
+        self.early: EarlyRecompute | None = None
 
     @classmethod
     def like(cls, stage: PipelineStage) -> "LeanStage":
@@ -54,13 +57,15 @@ class LeanStage(PipelineStage):
         if not self.has_backward:
             # Torch keeps outputs for the backward pass. Those that were needed have been sent.
             self.fwd_cache.clear()
-        with self._timed("F"):
+        marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
+        with self._timed("F"), marking:
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(fwd_chunk_id, None)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._timed("B" if kwargs.get("full_backward", True) else "I"):
+        group = self._await_gradient(bwd_chunk_id)
+        with self._timed("B" if kwargs.get("full_backward", True) else "I"), group:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.grad_recv_info.pop(bwd_chunk_id, None)
 
@@ -73,6 +78,35 @@ class LeanStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Begins to receive. The runtime has nothing left to wait for, which the stage does."""
+        self._arriving[bwd_chunk_id] = [
+            self._begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
+            for op in super().get_bwd_recv_ops(bwd_chunk_id)
+        ]
+        return []
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        if self.early is not None:
+            self.early.forget()
+
+    def recompute(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Recomputes blocks of a microbatch; the backward pass must run in what is returned."""
+        assert self.early is not None, "The stage has no blocks that can be recomputed early."
+        return self.early.recompute(microbatch)
+
+    def _await_gradient(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Waits for the output's gradient, and recomputes blocks meanwhile."""
+        arriving = self._arriving.pop(microbatch, [])
+        group = nullcontext()
+        # A pass that is measured recomputes within the backward pass, to which the time belongs.
+        if arriving and self.early is not None and self.timer is None:
+            group = self.recompute(microbatch)
+        for work in arriving:
+            work.wait()
+        return group
 
     def finish_sending(self) -> None:
         """Waits until all that was sent has left."""
@@ -87,10 +121,14 @@ class LeanStage(PipelineStage):
         """Sends at once. Returns that nothing is left to do for the runtime, which would keep it."""
         self._leaving = [work for work in self._leaving if not work.is_completed()]
         for op in operations:
-            work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
-            assert work is not None, "A rank outside of the pipeline's group sent a tensor."
-            self._leaving.append(work)
+            sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
+            self._leaving.append(self._begun(sent))
         return []
+
+    @staticmethod
+    def _begun(work: dist.Work | None) -> dist.Work:
+        assert work is not None, "A rank outside of the pipeline's group exchanged a tensor."
+        return work
 
 
 class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):

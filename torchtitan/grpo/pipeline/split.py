@@ -12,6 +12,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
+from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute, num_early_blocks
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
@@ -44,6 +45,8 @@ def split_model(
             defer_linears(part, store)
         stage.submod = parallelize(part, dims, config)
         built.append(LeanStage.like(stage) if store is None else DeferredStage(stage, store))
+        if num_early_blocks(config) != 0:
+            built[-1].early = EarlyRecompute(stage.submod, num_early_blocks(config))
     return built, parts
 
 

@@ -38,6 +38,24 @@ def test_gradients_are_equal_and_a_checkpointed_block_runs_twice(compared, mode,
         assert result["pending_bytes"] == 0
 
 
+@pytest.mark.parametrize("mode", ["full", "selective op"])
+def test_blocks_are_recomputed_while_the_gradient_is_on_its_way(compared, mode):
+    plain = [{**PLAIN, "ac": mode, "early": early} for early in (0, 1, -1)]
+    zero_bubble = [{**case, "ac": mode, "early": -1} for case in (ZBV, IZB)]
+    one_f_one_b = {"pp": 2, "schedule": "1F1B", "ac": mode, "early": -1}
+    none, *others = compared(2, *plain, *zero_bubble, one_f_one_b)
+    assert none["recomputed_before_gradient"] == 0
+    for found in others:
+        assert found["recomputed_before_gradient"] > 0
+        assert found["different"] == []
+        assert found["forwards"] == 2
+
+
+def test_without_checkpoints_nothing_is_recomputed(compared):
+    (found,) = compared(2, {**ZBV, "early": -1})
+    assert (found["forwards"], found["recomputed_before_gradient"]) == (1, 0)
+
+
 def test_pending_bytes_are_bounded_and_the_gradients_stay(compared):
     _, free, bounded, none = compared(2, PLAIN, ZBV, {**ZBV, "bound": 20_000}, {**ZBV, "bound": 0})
     assert free["peak_bytes"] > 20_000 >= bounded["peak_bytes"] > none["peak_bytes"] == 0
