@@ -9,7 +9,8 @@ the pipeline's schedule asks for it. Backward remains one ordinary pass over the
 activation checkpoints recompute each block once.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -41,31 +42,50 @@ class DeferredLinear(nn.Linear):
         is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
         if not (is_trained and self.store.is_catching):
             return super().forward(input)
-        caught: list[torch.Tensor] = []
-        tapped = _Tap.apply(input, self.weight, caught, self.store)
-        # The product itself is torch's own. Inside a function of ours, a checkpoint that is
-        # recomputed could not stop before the last product of its block.
-        output = F.linear(tapped, self.weight.detach(), self.bias)  # pyright: ignore[reportArgumentType]
-        output.register_hook(caught.append)
-        return output
+        return deferred(
+            lambda tapped: F.linear(tapped, self.weight.detach(), self.bias),
+            input,
+            lambda factors: self.store.put(self.weight, *factors),
+        )
+
+
+def deferred(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    input: torch.Tensor,
+    put: Callable[[tuple[torch.Tensor, torch.Tensor]], None],
+) -> torch.Tensor:
+    """Returns a layer's output; its backward pass hands over the factors of a weight's gradient.
+
+    Args:
+        product: Computes the output from the input, without a gradient of the weight.
+        input: The layer's input.
+        put: Called in the backward pass with the input and the gradient of the output.
+    """
+    caught: list[torch.Tensor] = []
+    # The product itself is torch's own. Inside a function of ours, a checkpoint that is
+    # recomputed could not stop before the last product of its block.
+    tapped: Any = _Tap.apply(input, caught, put)
+    output = product(tapped)
+    output.register_hook(caught.append)  # pyright: ignore[reportArgumentType]
+    return output
 
 
 class _Tap(torch.autograd.Function):
     """Passes a layer's input on; its backward hands the factors of the weight's gradient over."""
 
     @staticmethod
-    def forward(ctx, input, weight, caught, store):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, input, caught, put):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(input)
         # A parameter that a checkpoint saved comes back as a detached stand-in, whose gradient
-        # nobody reads. The parameter is therefore not among the saved tensors.
-        ctx.weight, ctx.caught, ctx.store = weight, caught, store
+        # nobody reads. The parameter is therefore not among the saved tensors, but in `put`.
+        ctx.caught, ctx.put = caught, put
         return input.view_as(input)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         (input,) = ctx.saved_tensors
-        ctx.store.put(ctx.weight, input, ctx.caught.pop())
-        return grad, None, None, None
+        ctx.put((input, ctx.caught.pop()))
+        return grad, None, None
 
 
 def defer_linears(model: nn.Module, store: "WeightGradients") -> None:

@@ -3,8 +3,7 @@
 
 """The costs of a pipeline's passes before anything has been measured."""
 
-from torchtitan.config import JobConfig
-
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
 _TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1.5, 0.8)}

@@ -20,7 +20,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import GraphExecGroup
-from torchtitan.config import JobConfig
+
+from torchtitan.grpo.job_config import JobConfig
 
 
 def num_early_blocks(config: JobConfig) -> int:
@@ -35,7 +36,7 @@ def num_early_blocks(config: JobConfig) -> int:
     frees_parameters = config.parallelism.fsdp_reshard_after_forward == "always"
     if is_compiled or not is_checkpointed or frees_parameters:
         return 0
-    return config.grpo.recompute_early_blocks  # pyright: ignore[reportAttributeAccessIssue]
+    return config.grpo.recompute_early_blocks
 
 
 class EarlyRecompute:

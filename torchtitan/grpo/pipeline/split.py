@@ -9,6 +9,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.deferred_experts import defer_experts
 from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
@@ -43,6 +44,7 @@ def split_model(
         if store is not None:
             # Before checkpoints and shards are laid around the layers.
             defer_linears(part, store)
+            defer_experts(part, store)
         stage.submod = parallelize(part, dims, config)
         built.append(LeanStage.like(stage) if store is None else DeferredStage(stage, store))
         if num_early_blocks(config) != 0:

@@ -28,26 +28,41 @@ AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds a gradient, the second argument, to that of a parameter, the first."""
 
 
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Makes a weight's gradient from the gradient of the layer's output and the layer's input."""
+
+
+def multiply_linear(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient [out, in] of a linear layer's weight.
+
+    Args:
+        output_grad: [..., out].
+        input: [..., in].
+    """
+    # The operands and their order are autograd's, so that the result has the same bits.
+    return output_grad.flatten(0, -2).t().mm(input.flatten(0, -2))
+
+
 @dataclass(frozen=True)
 class _Product:
     """The factors of one weight's gradient.
 
     Attributes:
-        weight: [out, in], the parameter.
-        input: [..., in], the layer's input.
-        output_grad: [..., out], the gradient of the layer's output.
+        weight: The parameter.
+        input: The layer's input.
+        output_grad: The gradient of the layer's output.
         add: Adds the product to the parameter's gradient.
+        multiply: Multiplies the factors.
     """
 
     weight: torch.Tensor
     input: torch.Tensor
     output_grad: torch.Tensor
     add: AddGradient
+    multiply: Multiply
 
     def run(self) -> None:
-        # The operands and their order are autograd's, so that the result has the same bits.
-        output_grad = self.output_grad.flatten(0, -2)
-        self.add(self.weight, output_grad.t().mm(self.input.flatten(0, -2)))
+        self.add(self.weight, self.multiply(self.output_grad, self.input))
 
 
 class WeightGradients:
@@ -85,11 +100,17 @@ class WeightGradients:
         finally:
             self._catching = None
 
-    def put(self, weight: torch.Tensor, input: torch.Tensor, output_grad: torch.Tensor) -> None:
+    def put(
+        self,
+        weight: torch.Tensor,
+        input: torch.Tensor,
+        output_grad: torch.Tensor,
+        multiply: Multiply = multiply_linear,
+    ) -> None:
         """Keeps the factors of a weight's gradient; called in the backward pass."""
         assert self._catching is not None, "A deferred backward pass ran outside of its context."
         key, add = self._catching
-        product = _Product(weight, input.detach(), output_grad.detach(), add)
+        product = _Product(weight, input.detach(), output_grad.detach(), add, multiply)
         self._pending.setdefault(key, deque()).append(product)
         self._count(product, 1)
         bound = self.max_pending_bytes

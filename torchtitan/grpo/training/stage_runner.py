@@ -4,9 +4,9 @@
 """Runs forward and backward passes over rows through pipeline stages."""
 
 import torch
-from torchtitan.config import JobConfig
 
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedule_builder import build_forward_schedule
