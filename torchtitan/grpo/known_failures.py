@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
+from torchtitan.grpo.pipeline.schedules import SCHEDULES
 
 # How torch, its CPU allocator, cuBLAS and NCCL say it. Only CUDA's caching allocator has a type.
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED")
@@ -51,18 +52,29 @@ def _out_of_memory(error: BaseException, config: JobConfig) -> str:
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
     what = f" when {_in_gib(asked[1])} were asked for" if asked else ""
     what += f" and {free[1]} were free" if free else ""
-    rows, tokens = config.training.local_batch_size, config.training.seq_len
+    (key, rows), tokens = _rows_at_once(config), config.training.seq_len
     return (
         f"Rank {os.environ.get('RANK', '0')} ran out of {'GPU' if on_gpu else 'host'} memory{what}. It "
-        f"trains on training.local_batch_size = {rows} rows of training.seq_len = {tokens} tokens at a "
-        f"time. What needs less: {'; '.join(_remedies(config, on_gpu))}."
+        f"trains on {key} = {rows} rows of training.seq_len = {tokens} tokens at a time. "
+        f"What needs less: {'; '.join(_remedies(config, on_gpu))}."
     )
+
+
+def _rows_at_once(config: JobConfig) -> tuple[str, int]:
+    """Returns the setting that says how many rows a microbatch has, and its value."""
+    if config.parallelism.pipeline_parallel_degree > 1:
+        key = "parallelism.pipeline_parallel_microbatch_size"
+        return key, config.parallelism.pipeline_parallel_microbatch_size
+    return "training.local_batch_size", config.training.local_batch_size
 
 
 def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
     grpo, training = config.grpo, config.training
-    if training.local_batch_size > 1:
-        yield f"training.local_batch_size below {training.local_batch_size}, with the same result"
+    key, rows = _rows_at_once(config)
+    if rows > 1:
+        yield f"{key} below {rows}, with the same result"
+    if config.parallelism.pipeline_parallel_degree > 1:
+        yield from _pipeline_remedies(config)
     if config.activation_checkpoint.mode != "full":
         yield f"activation_checkpoint.mode = 'full' (it is {config.activation_checkpoint.mode!r})"
     if grpo.logprob_keep_logits:
@@ -83,6 +95,16 @@ def _remedies(config: JobConfig, on_gpu: bool) -> Iterator[str]:
         )
     else:
         yield "more ranks on further hosts, or other programs ended"
+
+
+def _pipeline_remedies(config: JobConfig) -> Iterator[str]:
+    schedule = SCHEDULES[config.parallelism.pipeline_parallel_schedule]
+    if config.grpo.recompute_early_blocks not in (0, 1):
+        yield "grpo.recompute_early_blocks = 1"
+    if schedule.is_zero_bubble and config.grpo.max_pending_weight_grads_gib != 0:
+        yield "a smaller grpo.max_pending_weight_grads_gib (0 keeps nothing for later)"
+    if schedule.name not in ("VHalf", "VMin"):
+        yield 'parallelism.pipeline_parallel_schedule = "VHalf", which holds fewer microbatches'
 
 
 def _in_gib(amount: str) -> str:

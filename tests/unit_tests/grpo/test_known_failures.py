@@ -61,6 +61,28 @@ def test_memory_that_a_gpu_cannot_give_names_what_is_not_set_yet(config):
         assert setting not in found
 
 
+def test_a_pipeline_is_told_about_its_own_settings(config):
+    settings, grpo = config.parallelism, config.grpo
+    settings.pipeline_parallel_degree = 2
+    settings.pipeline_parallel_schedule = "ZBVZeroBubble"
+    settings.pipeline_parallel_microbatch_size = 2
+    grpo.recompute_early_blocks = -1
+    helpful = (
+        "parallelism.pipeline_parallel_microbatch_size below 2",
+        "grpo.recompute_early_blocks = 1",
+        "a smaller grpo.max_pending_weight_grads_gib",
+        'parallelism.pipeline_parallel_schedule = "VHalf"',
+    )
+    found = str(known_failure(MemoryError(), config))
+    assert "trains on parallelism.pipeline_parallel_microbatch_size = 2 rows" in found
+    assert all(setting in found for setting in helpful)
+    settings.pipeline_parallel_schedule = "VHalf"
+    settings.pipeline_parallel_microbatch_size = grpo.recompute_early_blocks = 1
+    grpo.max_pending_weight_grads_gib = 0
+    found = str(known_failure(MemoryError(), config))
+    assert not any(setting in found for setting in helpful)
+
+
 @pytest.mark.parametrize(
     "error",
     [
