@@ -7,7 +7,7 @@
 def test_saved_bytes_follow_the_simulator(run_ranks):
     names = ["1F1B", "ZBVZeroBubble", "VHalf", "VMin"]
     results = run_ranks("schedule_memory", 4, schedules=names, microbatches=12)
-    peaks = {name: 0.0 for name in names}
+    peaks = dict.fromkeys(names, 0.0)
     for result in results:
         for name in names:
             measured, expected = result[name]["measured"], result[name]["expected"]
