@@ -140,7 +140,13 @@ class Generating:
 
 
 def run_pushes(
-    server: LaunchedServer, model: Path, folder: Path, *, rounds: int, compares: bool
+    server: LaunchedServer,
+    model: Path,
+    folder: Path,
+    *,
+    rounds: int,
+    compares: bool,
+    max_sources: int = 8,
 ) -> dict[str, Any]:
     """Runs two ranks that push ``rounds`` versions; returns what rank 0 measured."""
     settings = {
@@ -164,6 +170,7 @@ def run_pushes(
         "inference.kind": server.kind,
         "inference.urls": server.url,
         "weight_sync.dtype": WIRE,
+        "weight_sync.max_sources": max_sources,
         "observe.progress": "none",
         "observe.log_level": "warning",
         "observe.samples_per_step": 0,

@@ -96,7 +96,7 @@ def packed_linear_logprobs(
         with_entropy: Whether to compute the entropy. On a GPU this needs a second buffer of the
             same size.
         trains_entropy: Whether the entropy has a gradient. Without it, the backward pass needs no
-            second buffer, and what the entropy's gradient is does not matter.
+            second buffer, and a gradient that arrives is ignored.
         keep_logits: Whether to allocate the weight's gradient, if it is needed, in the forward
             pass and keep logits there. The gradients do not depend on it. Each forward pass
             allocates that memory, so it does not suit several forward passes in a row.

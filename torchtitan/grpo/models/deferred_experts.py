@@ -8,6 +8,7 @@ gradients to a store. Products, and the padding of groups, are those of upstream
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,6 @@ from torchtitan.grpo.models.deferred_linear import deferred
 
 if TYPE_CHECKING:
     from torchtitan.grpo.pipeline.weight_grads import WeightGradients
-
-Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 class DeferredExperts(GroupedExperts):
@@ -114,10 +113,7 @@ class DeferredExperts(GroupedExperts):
                 shape=weight.shape, stride=weight.stride(),
             )  # fmt: skip
 
-        def put(factors: Factors) -> None:
-            self.store.put(weight, *factors, multiply)
-
-        return deferred(product, input, put)
+        return deferred(product, input, partial(self.store.put, weight, multiply=multiply))
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ activation checkpoints recompute each block once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,14 +46,14 @@ class DeferredLinear(nn.Linear):
         return deferred(
             lambda tapped: F.linear(tapped, self.weight.detach(), self.bias),
             input,
-            lambda factors: self.store.put(self.weight, *factors),
+            partial(self.store.put, self.weight),
         )
 
 
 def deferred(
     product: Callable[[torch.Tensor], torch.Tensor],
     input: torch.Tensor,
-    put: Callable[[tuple[torch.Tensor, torch.Tensor]], None],
+    put: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> torch.Tensor:
     """Returns a layer's output; its backward pass hands over the factors of a weight's gradient.
 
@@ -84,7 +85,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         (input,) = ctx.saved_tensors
-        ctx.put((input, ctx.caught.pop()))
+        ctx.put(input, ctx.caught.pop())
         return grad, None, None
 
 

@@ -3,8 +3,8 @@
 
 """Upstream's models for packed rows; they return logprobs instead of logits.
 
-One ``forward`` serves every layout. Each stage builds its own mask
-from the sequence ids and, under context parallelism, takes its own part of the row.
+One ``forward`` serves every layout. Each stage builds its own mask from the sequence ids and, under
+context parallelism, takes its own part of the row.
 """
 
 from dataclasses import dataclass
@@ -93,9 +93,9 @@ class PackedModel(nn.Module):
             scored: The positions at which they are computed; None for all.
 
         Returns:
-            [rows, seq, 2] float32: logprobs of the labels, and entropies; 0 elsewhere. Stages before the
-            last one return hidden states instead, of which tensor and context parallelism
-            leave a part to each rank.
+            [rows, seq, 2] float32: logprobs of the labels, and entropies; both are 0 where nothing
+            is scored. Stages before the last one return hidden states instead, of which tensor and
+            context parallelism leave a part to each rank.
         """
         group = self.context_group
         if self.tok_embeddings is not None:

@@ -22,7 +22,6 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import choose, describe, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
-from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.schedules import AUTO
 from torchtitan.grpo.pipeline.split import split_model
@@ -95,11 +94,12 @@ def _measure(
         assumed_costs(config, 2),
         lambda output, _: output.sum(),
     )
-    _run_random_rows(schedule, config, device, vocab_size=model.model_args.vocab_size)  # pyright: ignore
+    vocab_size: int = model.model_args.vocab_size  # pyright: ignore
+    _run_random_rows(schedule, config, device, vocab_size)
     timer = PassTimer(device)
     for stage in stages:
         stage.timer = timer
-    _run_random_rows(schedule, config, device, vocab_size=model.model_args.vocab_size)  # pyright: ignore
+    _run_random_rows(schedule, config, device, vocab_size)
     return _costs_of_all(timer, 2 * degree)
 
 
@@ -115,11 +115,12 @@ def _run_random_rows(
         "positions": torch.arange(shape[1], device=device).expand(shape),
         "labels": tokens,
     }
-    stages: list[LeanStage] = schedule.stages
+    has_input = any(stage.is_first for stage in schedule.stages)
+    has_output = any(stage.is_last for stage in schedule.stages)
     schedule.run(
-        [(tokens,) if any(s.is_first for s in stages) else ()] * count,
+        [(tokens,) if has_input else ()] * count,
         [named] * count,
-        [torch.zeros(1)] * count if any(s.is_last for s in stages) else None,
+        [torch.zeros(1)] * count if has_output else None,
     )
 
 

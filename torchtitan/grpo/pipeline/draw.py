@@ -20,9 +20,10 @@ _COLORS: dict[Kind, tuple[str, str]] = {
 }
 """Of each kind, the color on a rank's first stage and that on its later ones."""
 _MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "both gradients"}
-_TEXT = {"font": 7, "size": 2.4}
-"""Size of the microbatches' numbers, in points, and the least width of a pass that has one, in
-thousandths of the picture per digit."""
+_NUMBER_POINTS = 7
+"""Size of the microbatches' numbers."""
+_DIGIT_WIDTH = 0.0024
+"""Share of the picture's width that a digit takes. Passes without room have no number."""
 
 
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
@@ -98,8 +99,8 @@ def _draw_ranks(axes: "Axes", table: Table, simulation: Simulation, longest: flo
             color = _COLORS[action.kind][is_dark]
             axes.broken_barh([(start, end - start)], (rank - 0.45, 0.9), color=color, lw=0)
             number = str(action.microbatch)
-            if (end - start) / longest * 1000 >= _TEXT["size"] * (len(number) + 1):
+            if (end - start) / longest >= _DIGIT_WIDTH * (len(number) + 1):
                 axes.text(
                     (start + end) / 2, rank, number, ha="center", va="center",
-                    fontsize=_TEXT["font"], color="white" if is_dark else "black",
+                    fontsize=_NUMBER_POINTS, color="white" if is_dark else "black",
                 )  # fmt: skip

@@ -38,7 +38,7 @@ def split_model(
     modules = stage_modules(config.parallelism, num_layers)
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
     stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
-    store = _store_of(config)
+    store, early_blocks = _store_of(config), num_early_blocks(config)
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if store is not None:
@@ -47,8 +47,8 @@ def split_model(
             defer_experts(part, store)
         stage.submod = parallelize(part, dims, config)
         built.append(LeanStage.like(stage) if store is None else DeferredStage(stage, store))
-        if num_early_blocks(config) != 0:
-            built[-1].early = EarlyRecompute(stage.submod, num_early_blocks(config))
+        if early_blocks != 0:
+            built[-1].early = EarlyRecompute(stage.submod, early_blocks)
     return built, parts
 
 

@@ -74,16 +74,30 @@ def interleaved_one_forward_one_backward(
         num_microbatches: Number of microbatches.
         stages_per_rank: Stages that each rank holds.
     """
+    return interleave(num_ranks, num_microbatches, stages_per_rank, splits_backward=False)
+
+
+def interleave(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int, *, splits_backward: bool
+) -> Table:
+    """Makes an interleaved table, whose backward passes are B, or I and W.
+
+    Rank r delays each W by r microbatches, and then needs fewer forward passes to warm up.
+    """
     orders = []
     for rank in range(num_ranks):
         rounds = Rounds(num_ranks, num_microbatches, stages_per_rank, rank)
-        warm_up = rounds.warm_up(steps_to_neighbour=2)
+        warm_up = rounds.warm_up(steps_to_neighbour=1 if splits_backward else 2)
+        delay = rank if splits_backward else 0
         order = RankOrder()
-        for step in range(rounds.num_steps + warm_up):
+        for step in range(rounds.num_steps + warm_up + delay):
             if step < rounds.num_steps:
                 order.add(rounds.stage(step), "F")
-            if step >= warm_up:
-                order.add(rounds.backward_stage(step - warm_up), "B")
+            if warm_up <= step < rounds.num_steps + warm_up:
+                stage = rounds.backward_stage(step - warm_up)
+                order.add(stage, "I" if splits_backward else "B")
+            if splits_backward and step >= warm_up + delay:
+                order.add(rounds.backward_stage(step - warm_up - delay), "W")
         orders.append(order.of(num_microbatches))
     return Table(
         ranks_of_stages(num_ranks, stages_per_rank, "loop"), num_microbatches, tuple(orders)

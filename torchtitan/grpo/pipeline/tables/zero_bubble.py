@@ -8,7 +8,7 @@ waits for, into the time in which a rank would otherwise wait.
 """
 
 from torchtitan.grpo.pipeline.tables.actions import Table, ranks_of_stages
-from torchtitan.grpo.pipeline.tables.plain import RankOrder, Rounds
+from torchtitan.grpo.pipeline.tables.plain import RankOrder, interleave
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
@@ -65,22 +65,7 @@ def interleaved_zero_bubble(
         num_microbatches: Number of microbatches.
         stages_per_rank: Stages that each rank holds.
     """
-    orders = []
-    for rank in range(num_ranks):
-        rounds = Rounds(num_ranks, num_microbatches, stages_per_rank, rank)
-        warm_up = rounds.warm_up(steps_to_neighbour=1)
-        order = RankOrder()
-        for step in range(rounds.num_steps + warm_up + rank):
-            if step < rounds.num_steps:
-                order.add(rounds.stage(step), "F")
-            if warm_up <= step < rounds.num_steps + warm_up:
-                order.add(rounds.backward_stage(step - warm_up), "I")
-            if step >= warm_up + rank:
-                order.add(rounds.backward_stage(step - warm_up - rank), "W")
-        orders.append(order.of(num_microbatches))
-    return Table(
-        ranks_of_stages(num_ranks, stages_per_rank, "loop"), num_microbatches, tuple(orders)
-    )
+    return interleave(num_ranks, num_microbatches, stages_per_rank, splits_backward=True)
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
