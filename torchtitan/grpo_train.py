@@ -15,6 +15,7 @@ in the background while the next step runs.
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.resume.resumption import plan_start
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.training.model_spec import (
@@ -63,7 +65,7 @@ from torchtitan.grpo.training.model_spec import (
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
-from torchtitan.grpo.training.step import MinibatchLoss, ScoredRows, score
+from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
@@ -208,7 +210,7 @@ class GRPOTrainer(Trainer):
             for index in epoch_order(config.num_minibatches, epoch):
                 # Without trained tokens momentum and weight decay alone would move the weights.
                 if batch.minibatch_tokens[index]:
-                    grad_norm = self._update(minibatches[index], learned.totals)
+                    grad_norm = self._update(minibatches, index, learned.totals)
                     learned.grad_norms.append(grad_norm)
         return learned
 
@@ -224,8 +226,8 @@ class GRPOTrainer(Trainer):
                 gradient = GradientParts(MetricTotals(self.metric_reductions))
             scale = gradient.scale_of(batch)
             if scale:
-                (rows,) = self._score(batch)
-                self._add_gradient(rows, gradient.totals, scale)
+                (minibatch,) = self._score(batch)
+                self._add_gradient(minibatch.scored(), gradient.totals, scale)
             if batch.part.ends_batch:
                 gradient.finish(self._parameters())
                 norms = [] if gradient.is_empty else [self._apply_gradient()]
@@ -235,23 +237,32 @@ class GRPOTrainer(Trainer):
         self.optimizers.zero_grad()
         return None
 
-    def _score(self, batch: TrainBatch) -> list[ScoredRows]:
+    def _score(self, batch: TrainBatch) -> list[Minibatch]:
         return score(
             batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
             is_counted=self.role.is_counted,
         )  # fmt: skip
 
-    def _update(self, minibatch: ScoredRows, totals: MetricTotals) -> float:
+    def _update(self, minibatches: list[Minibatch], index: int, totals: MetricTotals) -> float:
         """Takes one optimizer step, adds its metrics, and returns the gradient norm."""
+        scored = minibatches[index].scored()
+        old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
+        ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
         self.optimizers.zero_grad()
-        self._add_gradient(minibatch, totals)
+        self._add_gradient(scored, totals, waiting=[*old, *ref])
+        for job in old:
+            job.finish()  # with the weights of now
         return self._apply_gradient()
 
     def _add_gradient(
-        self, minibatch: ScoredRows, totals: MetricTotals, scale: float = 1.0
+        self,
+        minibatch: ScoredRows,
+        totals: MetricTotals,
+        scale: float = 1.0,
+        waiting: Sequence[ForwardJob] = (),
     ) -> None:
         loss = MinibatchLoss(minibatch, self.config.grpo, scale)
-        self.runner.forward_backward(minibatch.rows, loss)
+        self.runner.forward_backward(minibatch.rows, loss, waiting)
         if self.role.is_counted:
             loss.add_metrics(totals)
 

@@ -210,6 +210,14 @@ class GRPO:
     activation checkpoints, with compiled blocks, or with
     ``parallelism.fsdp_reshard_after_forward = "always"``."""
 
+    pipeline_fill_gaps: bool = True
+    """Whether a pipeline computes logprobs under the reference and under the proximal policy in the
+    idle time of its training passes, as far as they fit in without a delay. There must be several
+    minibatches (``num_minibatches``): while one is trained, those after it are computed. Numbers do
+    not depend on it. Parameters of both models are then gathered at the same time, where FSDP
+    shards them. It has no effect with ``ref_model_offload`` on the reference, nor on a reference
+    whose KL is part of the reward."""
+
     max_pending_weight_grads_gib: Annotated[float, at_least(0).or_value(-1, "no bound")] = -1
     """Memory, in GiB on each rank, that a zero-bubble schedule may use to keep the inputs and output
     gradients of linear layers whose weight gradients it computes later. Beyond it the oldest weight

@@ -17,9 +17,16 @@ _COLORS: dict[Kind, tuple[str, str]] = {
     "I": ("#8fd0b8", "#1d7a5b"),
     "W": ("#f4c987", "#c07a14"),
     "B": ("#c3b1e1", "#6a4ea8"),
+    "G": ("#c9c9c9", "#7d7d7d"),
 }
 """Of each kind, the color on a rank's first stage and that on its later ones."""
-_MEANINGS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "both gradients"}
+_MEANINGS = {
+    "F": "forward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "B": "both gradients",
+    "G": "forward of other rows",
+}
 _NUMBER_POINTS = 7
 """Size of the microbatches' numbers."""
 _DIGIT_WIDTH = 0.0024
@@ -29,7 +36,7 @@ _DIGIT_WIDTH = 0.0024
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
     """Returns one line for each rank, in which a column is a piece of time.
 
-    Letters are F, I, W and B; they are small on a rank's later stages. A dot is an idle piece.
+    Letters are F, I, W, B and G; they are small on a rank's later stages. A dot is an idle piece.
 
     Args:
         table: The passes.

@@ -53,6 +53,21 @@ class LeanStage(PipelineStage):
         if self.grad_recv_info and not isinstance(self.grad_recv_info, _OnDemand):
             self.grad_recv_info = _OnDemand(self.grad_recv_info[0])
 
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether a schedule has run the stage, and so has inferred what it receives."""
+        return isinstance(self.args_recv_info, _OnDemand)
+
+    def receive_like(self, stage: "LeanStage", offset: int) -> None:
+        """Takes over what another stage of the same module receives.
+
+        Args:
+            stage: The other stage. It :attr:`knows_shapes`.
+            offset: What is to be added to the numbers of stages.
+        """
+        assert isinstance(stage.args_recv_info, _OnDemand), "The stage has not run yet."
+        self.args_recv_info = stage.args_recv_info.renumbered(offset)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
             # Torch keeps outputs for the backward pass. Those that were needed have been sent.
@@ -134,19 +149,25 @@ class LeanStage(PipelineStage):
 class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
     """What a stage receives, by microbatch, with buffers from the first look at it on."""
 
-    def __init__(self, example: tuple[_RecvInfo, ...]) -> None:
+    def __init__(self, example: tuple[_RecvInfo, ...], offset: int = 0) -> None:
         super().__init__()
-        self._example = example
+        self._example, self._offset = example, offset
         self._shapes = [_shape_of(info.buffer) for info in example]
         for info in example:
             info.buffer = None
+
+    def renumbered(self, offset: int) -> "_OnDemand":
+        """Returns the same shapes, received from stages whose numbers are higher by ``offset``."""
+        other = _OnDemand(self._example, offset)
+        other._shapes = self._shapes
+        return other
 
     def __missing__(self, microbatch: int) -> tuple[_RecvInfo, ...]:
         # All looks at a microbatch that is on its way must find the same buffers.
         self[microbatch] = tuple(
             _RecvInfo(
                 info.input_name,
-                info.source,
+                None if info.source is None else info.source + self._offset,
                 None if shape is None else torch.empty(shape[0], dtype=shape[1], device=shape[2]),
                 info.tensor_meta,
                 is_root_arg=info.is_root_arg,

@@ -11,6 +11,8 @@ times at which the simulator says that their tensors will be ready.
 """
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from torch.distributed.pipelining.schedules import (
@@ -20,8 +22,10 @@ from torch.distributed.pipelining.schedules import (
     FULL_BACKWARD,
     RECV_B,
     RECV_F,
+    RESHARD,
     SEND_B,
     SEND_F,
+    UNSHARD,
     _Action,
     _add_reduce_grad,
     _add_unshard_reshard,
@@ -36,26 +40,54 @@ _KINDS: dict[str, _ComputationType] = {
     "I": BACKWARD_INPUT,
     "W": BACKWARD_WEIGHT,
     "B": FULL_BACKWARD,
+    "G": FORWARD,
 }
 
 
-def lower(table: Table, simulation: Simulation) -> dict[int, list[_Action]]:
+@dataclass(frozen=True)
+class GapNumbers:
+    """How the runtime numbers the stages of a microbatch that fills gaps.
+
+    Attributes:
+        offset: What is added to the number of a stage.
+        shares_weights: Whether the stages have the weights of those that are trained.
+    """
+
+    offset: int
+    shares_weights: bool
+
+
+def lower(
+    table: Table, simulation: Simulation, gaps: Sequence[GapNumbers] = ()
+) -> dict[int, list[_Action]]:
     """Returns each rank's actions, with exchanges of tensors and with FSDP's collectives.
 
     Args:
         table: The passes.
         simulation: What the simulator said about the table.
+        gaps: For each microbatch that fills gaps, the numbers of its stages. These microbatches are
+            numbered after the others.
     """
+
+    def numbered(action: Action, kind: _ComputationType) -> _Action:
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "G":
+            stage += gaps[microbatch].offset
+            microbatch += table.num_microbatches
+        return _Action(stage, kind, microbatch)
+
     queues: list[list[tuple[float, _Action]]] = [[] for _ in table.actions]
     for ready, sender, receiver in exchanges(table, simulation):
-        send, recv = (SEND_F, RECV_F) if sender.kind == "F" else (SEND_B, RECV_B)
+        send, recv = (SEND_F, RECV_F) if sender.kind in ("F", "G") else (SEND_B, RECV_B)
         for action, kind in ((sender, send), (receiver, recv)):
-            exchange = _Action(action.stage, kind, action.microbatch)
-            queues[table.ranks[action.stage]].append((ready, exchange))
-    return {
-        rank: _with_exchanges(table, rank, queues[rank], simulation)
-        for rank in range(table.num_ranks)
-    }
+            queues[table.ranks[action.stage]].append((ready, numbered(action, kind)))
+    lowered = {}
+    for rank, actions in enumerate(table.actions):
+        passes = {numbered(action, _KINDS[action.kind]): action for action in actions}
+        gathered = _with_gathers(passes, gaps)
+        reduced = _add_reduce_grad(gathered, table.num_microbatches)
+        lowered[rank] = _with_exchanges(reduced, passes, queues[rank], simulation)
+    return lowered
 
 
 def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action, Action]]:
@@ -72,15 +104,39 @@ def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action,
     return sorted(found)
 
 
+def _with_gathers(
+    passes: dict[_Action, Action], gaps: Sequence[GapNumbers]
+) -> list[_Action | None]:
+    """Returns the passes, with FSDP's gathering of the parameters of each stage."""
+
+    def holder(number: _Action, action: Action) -> int:
+        is_shared = action.kind == "G" and gaps[action.microbatch].shares_weights
+        return action.stage if is_shared else number.stage_index
+
+    # Parameters that two stages share are gathered once, for the trained one.
+    holders = [holder(number, action) for number, action in passes.items()]
+    of_holders = [
+        number._replace(stage_index=stage) for number, stage in zip(passes, holders, strict=True)
+    ]
+    gathered = (
+        _add_unshard_reshard(cast(list[_Action | None], of_holders), len(set(holders)))
+        if gaps
+        else _add_unshard_reshard(cast(list[_Action | None], of_holders))
+    )
+    remaining = iter(passes)
+    collectives = (UNSHARD, RESHARD)
+    return [
+        action if action.computation_type in collectives else next(remaining) for action in gathered
+    ]
+
+
 def _with_exchanges(
-    table: Table, rank: int, queue: list[tuple[float, _Action]], simulation: Simulation
+    actions: Sequence[_Action | None],
+    passes: dict[_Action, Action],
+    queue: list[tuple[float, _Action]],
+    simulation: Simulation,
 ) -> list[_Action]:
     """Returns a rank's actions, with its exchanges when their tensors are ready."""
-    passes = {
-        _Action(action.stage, _KINDS[action.kind], action.microbatch): action
-        for action in table.actions[rank]
-    }
-    gathered = cast(list[_Action | None], _add_unshard_reshard(list(passes)))
     lowered: list[_Action] = []
     waiting = deque(queue)
 
@@ -88,12 +144,12 @@ def _with_exchanges(
         while waiting and waiting[0][0] <= time:
             lowered.append(waiting.popleft()[1])
 
-    for action in _add_reduce_grad(gathered, table.num_microbatches):
+    for action in actions:
         assert action is not None
         if action in passes:
             queue_until(simulation.starts[passes[action]])
         lowered.append(action)
         if action in passes:
             queue_until(simulation.ends[passes[action]])
-    assert not waiting, f"Rank {rank} would never exchange {waiting}."
+    assert not waiting, f"A rank would never exchange {waiting}."
     return lowered

@@ -150,11 +150,17 @@ def check_complete(table: Table) -> None:
                     f"the table has {counts[full] + present} of the three."
                 )
             expected += 1 + counts[full] + present
+        for microbatch in range(table.num_gap_microbatches):
+            if not counts[Action(stage, "G", microbatch)]:
+                raise TableError(
+                    f"Rank {rank} must run {Action(stage, 'G', microbatch)}, which the table lacks."
+                )
+            expected += 1
     if expected != counts.total():
         extra = max(counts, key=lambda action: action.microbatch)
         raise TableError(
             f"Rank {table.ranks[extra.stage]} must not run {extra}: there are "
-            f"{table.num_microbatches} microbatches."
+            f"{table.num_microbatches} microbatches, and {table.num_gap_microbatches} in gaps."
         )
 
 

@@ -5,16 +5,18 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from torchtitan.grpo.pipeline.gap_stage import GapModel, GapRows, GapStage
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
-from torchtitan.grpo.pipeline.lowering import lower
+from torchtitan.grpo.pipeline.lowering import GapNumbers, lower
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 
 
 class TableSchedule(_PipelineScheduleRuntime):
@@ -42,17 +44,37 @@ class TableSchedule(_PipelineScheduleRuntime):
         # Gradients are sums: the loss has been divided by the number of trained tokens already.
         super().__init__(stages, n_microbatches=1, loss_fn=loss, scale_grads=False)  # pyright: ignore
         self.stages = stages
-        ranks = make_table(1).ranks
-        self.stage_index_to_group_rank = dict(enumerate(ranks))
-        for stage in stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self._ranks = make_table(1).ranks
+        self._gap_models: list[GapModel] = []
+        self._number_stages()
 
         @cache
-        def lowered(num_microbatches: int) -> dict[int, list[_Action]]:
+        def filled(num_microbatches: int, num_waiting: int) -> Table:
             table = make_table(num_microbatches)
-            return lower(table, simulate(table, costs))
+            return fill_gaps(table, costs, num_waiting) if num_waiting else table
 
-        self._lowered = lowered
+        @cache
+        def lowered(
+            num_microbatches: int, num_waiting: int, gaps: tuple[GapNumbers, ...]
+        ) -> dict[int, list[_Action]]:
+            table = filled(num_microbatches, num_waiting)
+            return lower(table, simulate(table, costs), gaps)
+
+        self._filled, self._lowered = filled, lowered
+
+    def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
+        """Registers a model that may run forward in the gaps of passes.
+
+        All ranks must register the same models in the same order.
+
+        Args:
+            stages: Stages of this rank, of another schedule that has run them forward, of a model
+                that is placed as the trained one is.
+        """
+        model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
+        self._gap_models.append(model)
+        self._number_stages()
+        return model
 
     def run(
         self,
@@ -61,6 +83,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         targets: Sequence[torch.Tensor] | None = None,
         *,
         returns_outputs: bool = False,
+        waiting: Sequence[GapRows] = (),
     ) -> list[torch.Tensor]:
         """Runs microbatches through the pipeline. Collective over its ranks.
 
@@ -70,30 +93,75 @@ class TableSchedule(_PipelineScheduleRuntime):
             targets: For each microbatch, the second argument of the loss; None on other ranks
                 than that of the last stage, or without a loss.
             returns_outputs: Whether to return the outputs of the last stage.
+            waiting: Microbatches for the gaps, the most urgent ones first. As many are run as fit
+                in, and :attr:`GapRows.num_done` says how many these were.
 
         Returns:
             The outputs of the microbatches, on the rank of the last stage and if they are wanted.
         """
         self._n_microbatches = len(named_inputs)
-        self.pipeline_order_with_comms = self._lowered(self._n_microbatches)
-        for stage in self.stages:
-            stage.has_backward = self._has_backward
+        in_gaps = self._prepare(waiting)
+        for stage in self._stages:
+            stage.has_backward = self._has_backward and not isinstance(stage, GapStage)
             stage.clear_runtime_states()
         self._step_microbatches(
-            list(inputs),
-            list(named_inputs),
+            [*inputs, *(args for rows in in_gaps for args in rows.inputs[: rows.num_done])],
+            [*named_inputs, *(n for rows in in_gaps for n in rows.named_inputs[: rows.num_done])],
             None if targets is None else list(targets),
             return_outputs=returns_outputs,
         )
-        for stage in self.stages:
+        for stage in cast(list[LeanStage], self._stages):
             stage.finish_sending()
+        number = self._n_microbatches
+        for rows in in_gaps:
+            rows.outputs = rows.model.take_outputs(range(number, number + rows.num_done))
+            number += rows.num_done
         last = next((stage for stage in self.stages if stage.is_last), None)
         return list(last.output_chunks) if last is not None and returns_outputs else []
 
+    def _prepare(self, waiting: Sequence[GapRows]) -> list[GapRows]:
+        """Sets the actions and the stages of a pass; returns which rows run in its gaps."""
+        waits = [rows for rows in waiting for _ in rows.named_inputs]
+        fitting = waits[: self._filled(self._n_microbatches, len(waits)).num_gap_microbatches]
+        self.pipeline_order_with_comms = self._lowered(
+            self._n_microbatches, len(waits), tuple(rows.model.numbers for rows in fitting)
+        )
+        for rows in waiting:
+            rows.num_done = sum(one is rows for one in fitting)
+        in_gaps = [rows for rows in waiting if rows.num_done]
+        gap_stages = [stage for rows in in_gaps for stage in rows.model.stages]
+        self._stages = [*self.stages, *dict.fromkeys(gap_stages)]
+        return in_gaps
+
+    def _number_stages(self) -> None:
+        """Tells all stages which rank holds which number."""
+        offsets = [0, *(model.numbers.offset for model in self._gap_models)]
+        self.stage_index_to_group_rank = {
+            offset + stage: rank for offset in offsets for stage, rank in enumerate(self._ranks)
+        }
+        for stages in (self.stages, *(model.stages for model in self._gap_models)):
+            for stage in stages:
+                stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    def _check_inputs(self, arg_mbs: Any, kwarg_mbs: Any, *_: Any) -> tuple[list, list]:
+        """Lets more microbatches through than are trained."""
+        return arg_mbs, kwarg_mbs
+
+    def _maybe_compute_loss(self, stage: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(stage, GapStage):
+            super()._maybe_compute_loss(stage, *args, **kwargs)
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """Asks for the stage whose parameters were gathered."""
+        if isinstance(stage, GapStage) and stage.trained is not None:
+            stage = stage.trained
+        super()._assert_unsharded(stage)
+
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infers shapes in the first pass, as torch does, and drops the buffers that it makes."""
-        num_microbatches, self._n_microbatches = self._n_microbatches, 1
+        num_microbatches, stages = self._n_microbatches, self._stages
+        self._n_microbatches, self._stages = 1, cast(list[Any], self.stages)
         super()._initialize_stages(*args, **kwargs)
-        self._n_microbatches = num_microbatches
+        self._n_microbatches, self._stages = num_microbatches, stages
         for stage in self.stages:
             stage.receive_on_demand(num_microbatches)

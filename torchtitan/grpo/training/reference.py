@@ -41,6 +41,7 @@ class Reference(ForwardRunner):
         self.runner, self.parts, self.device, self.ema = runner, parts, device, ema
         self.has_output = runner.has_output
         self.home = torch.device("cpu") if offload else device
+        self.stages = () if offload else runner.stages
         self._move(self.home)
 
     def forward(self, rows: TrainRows) -> torch.Tensor | None:

@@ -9,8 +9,8 @@ and data parallelism are inside the model. Only pipelines need another runner, w
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -18,6 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.models.scored_tokens import ScoredTokens
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.pipeline.lean_stage import LeanStage
+    from torchtitan.grpo.training.forward_job import ForwardJob
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
 """Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2].
@@ -31,6 +35,10 @@ class ForwardRunner(ABC):
 
     has_output: bool
     """Whether this rank sees the model's output, since it holds the last pipeline stage."""
+
+    stages: "Sequence[LeanStage]" = ()
+    """Pipeline stages of this rank that run forward, which may also run in the gaps of training
+    passes. Empty without a pipeline."""
 
     @abstractmethod
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -46,8 +54,17 @@ class ModelRunner(ForwardRunner):
     """Runs the model that is trained."""
 
     @abstractmethod
-    def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
-        """Adds the gradients of the rows' loss to the gradients of the parameters."""
+    def forward_backward(
+        self, rows: TrainRows, loss: LossFunction, waiting: "Sequence[ForwardJob]" = ()
+    ) -> None:
+        """Adds the gradients of the rows' loss to the gradients of the parameters.
+
+        Args:
+            rows: The rows.
+            loss: Computes their loss.
+            waiting: Forward passes of other rows that may run in idle time, the most urgent ones
+                first. Only a pipeline has such time.
+        """
 
 
 class WholeModelRunner(ModelRunner):
@@ -72,7 +89,9 @@ class WholeModelRunner(ModelRunner):
         _forget_gathered(self.model)
         return torch.cat(outputs)
 
-    def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
+    def forward_backward(
+        self, rows: TrainRows, loss: LossFunction, waiting: "Sequence[ForwardJob]" = ()
+    ) -> None:
         begin = 0
         for part in rows.microbatches(self.rows_at_once):
             output = self.model(part.tokens, **model_inputs(part))

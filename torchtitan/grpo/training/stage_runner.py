@@ -3,14 +3,18 @@
 
 """Runs forward and backward passes over rows through pipeline stages."""
 
+from collections.abc import Sequence
+
 import torch
 
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
+from torchtitan.grpo.pipeline.gap_stage import GapModel, GapRows
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedule_builder import build_forward_schedule
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.runner import ForwardRunner, LossFunction, ModelRunner, model_inputs
 
 
@@ -44,6 +48,7 @@ class PipelineForwardRunner(ForwardRunner):
         self.has_input = any(stage.is_first for stage in stages)
         self.has_output = any(stage.is_last for stage in stages)
         self.schedule = build_forward_schedule(config, stages)
+        self.stages = self.schedule.stages
 
     @torch.no_grad()
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
@@ -73,22 +78,46 @@ class PipelineRunner(ModelRunner):
     def __init__(self, schedule: TableSchedule, stage_loss: StageLoss, config: JobConfig) -> None:
         self.schedule, self.stage_loss = schedule, stage_loss
         self.forwards = PipelineForwardRunner(schedule.stages, config)
-        self.has_output = self.forwards.has_output
+        self.has_output, self.stages = self.forwards.has_output, self.forwards.stages
+        self._gap_models: dict[LeanStage, GapModel] = {}
 
     def forward(self, rows: TrainRows) -> torch.Tensor | None:
         return self.forwards.forward(rows)
 
-    def forward_backward(self, rows: TrainRows, loss: LossFunction) -> None:
+    def forward_backward(
+        self, rows: TrainRows, loss: LossFunction, waiting: Sequence[ForwardJob] = ()
+    ) -> None:
         self.stage_loss.loss = loss
         parts = rows.microbatches(self.forwards.microbatch_rows)
         # On the CPU, because the loss reads the values: reading a device would block.
         numbers = torch.arange(rows.num_rows).split(self.forwards.microbatch_rows)
+        jobs = [job for job in waiting if not job.is_done and _has_run(job)]
+        in_gaps = [self._gap_rows(job) for job in jobs]
         self.schedule.run(
             self.forwards.inputs_of(parts),
             [model_inputs(part) for part in parts],
             numbers if self.has_output else None,
+            waiting=in_gaps,
         )
+        for job, gap_rows in zip(jobs, in_gaps, strict=True):
+            job.add(gap_rows.num_done * self.forwards.microbatch_rows, gap_rows.outputs)
         for stage in self.schedule.stages:
             if isinstance(stage, DeferredStage):
                 stage.store.check_empty()
         self.stage_loss.loss = None
+
+    def _gap_rows(self, job: ForwardJob) -> GapRows:
+        first = job.runner.stages[0]
+        if first not in self._gap_models:
+            self._gap_models[first] = self.schedule.add_gap_model(list(job.runner.stages))
+        parts = job.waiting.microbatches(self.forwards.microbatch_rows)
+        return GapRows(
+            self._gap_models[first],
+            self.forwards.inputs_of(parts),
+            [model_inputs(part) for part in parts],
+        )
+
+
+def _has_run(job: ForwardJob) -> bool:
+    """Returns whether the model of a job has inferred its shapes, which it cannot do in a gap."""
+    return all(stage.knows_shapes for stage in job.runner.stages)

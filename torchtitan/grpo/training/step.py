@@ -20,6 +20,7 @@ from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
+from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.runner import ForwardRunner
 
 
@@ -39,6 +40,26 @@ class ScoredRows:
     rows: TrainRows
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Rows of one minibatch, and the forward passes that must precede its optimizer step.
+
+    Attributes:
+        rows: The rows on the training device, with their advantages.
+        old: Gives the logprobs under the policy before the batch's first optimizer step, which must
+            not be taken before it is finished. None if that is the current policy.
+        ref: Gives the logprobs under the reference; None without a reference.
+    """
+
+    rows: TrainRows
+    old: ForwardJob | None
+    ref: ForwardJob | None
+
+    def scored(self) -> ScoredRows:
+        """Finishes both passes. Collective over the ranks of the models."""
+        return ScoredRows(self.rows, _logprobs(self.old), _logprobs(self.ref))
 
 
 class MinibatchLoss:
@@ -101,8 +122,10 @@ def score(
     feed: Feed,
     *,
     is_counted: bool,
-) -> list[ScoredRows]:
-    """Computes other policies' logprobs and advantages before a batch's first optimizer step.
+) -> list[Minibatch]:
+    """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
+
+    Pipelines may compute the logprobs later, while they train on other minibatches.
 
     Args:
         batch: What this rank trains on.
@@ -115,15 +138,17 @@ def score(
         is_counted: See :class:`RankRole`.
 
     Returns:
-        The rows of each minibatch, with their advantages and with logprobs under other policies.
+        Each minibatch, with its advantages and with forward passes of which those that can wait
+        have not begun.
     """
     needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
     minibatches = [rows.to(device) for rows in batch.minibatches]
-    ref = [_logprobs(reference, rows) for rows in minibatches]
-    old = [_logprobs(policy if needs_proximal else None, rows) for rows in minibatches]
+    ref = [_job(reference, rows, config) for rows in minibatches]
+    old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
     rewards = batch.samples.rewards
     if config.kl_coef > 0 and config.kl_in == "reward":
-        sums = _reference_kl(minibatches, ref, len(batch.samples), config, is_counted)
+        ref_logprobs = [_logprobs(job) for job in ref]
+        sums = _reference_kl(minibatches, ref_logprobs, len(batch.samples), config, is_counted)
         rewards = rewards - config.kl_coef * feed.all_reduce_sum(sums).numpy()
     advantages = compute_advantages(
         rewards,
@@ -135,14 +160,23 @@ def score(
         length_power=config.advantage_length_power,
     )
     return [
-        ScoredRows(rows.with_advantages(advantages), old_logprobs, ref_logprobs)
-        for rows, old_logprobs, ref_logprobs in zip(minibatches, old, ref, strict=True)
+        Minibatch(rows.with_advantages(advantages), old_job, ref_job)
+        for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
     ]
 
 
-def _logprobs(runner: ForwardRunner | None, rows: TrainRows) -> torch.Tensor | None:
-    output = runner.forward(rows) if runner is not None else None
-    return None if output is None else output[..., 0]
+def _job(runner: ForwardRunner | None, rows: TrainRows, config: GRPO) -> ForwardJob | None:
+    """Returns a forward pass, which waits only if a pipeline can run it in idle time."""
+    if runner is None:
+        return None
+    job = ForwardJob(runner, rows)
+    if not (runner.stages and config.pipeline_fill_gaps):
+        job.finish()
+    return job
+
+
+def _logprobs(job: ForwardJob | None) -> torch.Tensor | None:
+    return None if job is None else job.logprobs()
 
 
 def _reference_kl(

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "I", "W", "B"]
-"""Forward pass, gradient of the input, gradient of the weights, or the last two at once."""
+Kind = Literal["F", "I", "W", "B", "G"]
+"""Forward pass, gradient of the input, gradient of the weights, or the last two at once; and the
+forward pass of a row that belongs to another pass and fills a gap (`gaps.py`)."""
 
 Placement = Literal["loop", "v"]
 """Which rank holds which stage, see :func:`ranks_of_stages`."""
@@ -31,9 +32,9 @@ class Action(NamedTuple):
     def after(self, num_stages: int) -> Iterator["tuple[Action, ...]"]:
         """Yields what must be complete before, as alternatives of which one is in the table."""
         stage, kind, microbatch = self
-        if kind == "F":
+        if kind in ("F", "G"):
             if stage > 0:
-                yield (Action(stage - 1, "F", microbatch),)
+                yield (Action(stage - 1, kind, microbatch),)
         elif kind == "W":
             yield (Action(stage, "I", microbatch),)
         else:
@@ -51,12 +52,14 @@ class Table:
         num_microbatches: Number of microbatches that pass the pipeline.
         actions: For each rank, its actions in order.
         is_forward_only: Whether there are no backward passes.
+        num_gap_microbatches: Number of microbatches that pass the stages by actions G.
     """
 
     ranks: tuple[int, ...]
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     is_forward_only: bool = False
+    num_gap_microbatches: int = 0
 
     @property
     def num_stages(self) -> int:

@@ -81,8 +81,10 @@ class Costs:
             "I": stage.input_grad,
             "W": stage.weight_grad,
             "B": stage.backward,
+            "G": stage.forward,
         }[action.kind]
-        return time * (self.sizes[action.microbatch] if self.sizes else 1.0)
+        has_size = self.sizes and action.kind != "G"
+        return time * (self.sizes[action.microbatch] if has_size else 1.0)
 
     def memory(self, action: Action) -> float:
         """Returns by how much an action changes the memory held on its rank."""
@@ -92,4 +94,5 @@ class Costs:
             "I": stage.pending - stage.activation,
             "W": -stage.pending,
             "B": -stage.activation,
+            "G": 0.0,
         }[action.kind]

@@ -1,0 +1,95 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Fills the idle time of a table with forward passes of other rows.
+
+The rows of a later minibatch, for example, have to pass the reference model, which lies on the same
+ranks in the same stages. PipeFill describes this use of idle time (https://arxiv.org/abs/2410.07192).
+"""
+
+from dataclasses import replace
+
+from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.tables.actions import Action, Table
+from torchtitan.grpo.pipeline.tables.costs import Costs
+
+Gaps = list[list[tuple[float, float]]]
+"""For each rank, the begin and the end of its idle times, in order."""
+_ROUNDING = 1e-9
+"""Share of a time by which sums of the same times may differ."""
+
+
+def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
+    """Adds forward passes of other microbatches where ranks would wait.
+
+    No action of the table starts later because of them. A microbatch is added if it fits in on its
+    way through all stages, so that fewer than ``limit`` may be added.
+
+    Args:
+        table: A table without such passes.
+        costs: Costs of its actions. The added passes take as long as F.
+        limit: The largest number of microbatches to add.
+    """
+    simulation = simulate(table, costs)
+    gaps = _gaps_of(table, simulation)
+    placed: list[list[tuple[float, Action]]] = [[] for _ in table.actions]
+    added = 0
+    while added < limit and (starts := _place(added, table, costs, gaps)) is not None:
+        for action, start in starts:
+            rank = table.ranks[action.stage]
+            placed[rank].append((start, action))
+            gaps[rank] = _without(gaps[rank], start, start + costs.time(action))
+        added += 1
+    for rank, actions in enumerate(table.actions):
+        placed[rank] += [(simulation.starts[action], action) for action in actions]
+    actions = tuple(tuple(action for _, action in sorted(of_rank)) for of_rank in placed)
+    return replace(table, actions=actions, num_gap_microbatches=added)
+
+
+def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
+    """Returns when ranks are idle. The step is over when the last rank has ended."""
+    gaps: Gaps = []
+    for actions in table.actions:
+        ends = [0.0, *(simulation.ends[action] for action in actions)]
+        starts = [*(simulation.starts[action] for action in actions), simulation.makespan]
+        gaps.append([gap for gap in zip(ends, starts, strict=True) if gap[1] > gap[0]])
+    return gaps
+
+
+def _place(
+    microbatch: int, table: Table, costs: Costs, gaps: Gaps
+) -> list[tuple[Action, float]] | None:
+    """Returns when a microbatch passes each stage at the earliest; None if it does not fit in."""
+    ready, starts = 0.0, []
+    taken: Gaps = [list(of_rank) for of_rank in gaps]
+    for stage, rank in enumerate(table.ranks):
+        action = Action(stage, "G", microbatch)
+        time = costs.time(action)
+        start = next(
+            (
+                max(begin, ready)
+                for begin, end in taken[rank]
+                if max(begin, ready) + time <= end * (1 + _ROUNDING)
+            ),
+            None,
+        )
+        if start is None:
+            return None
+        starts.append((action, start))
+        taken[rank] = _without(taken[rank], start, start + time)
+        travels = stage + 1 < table.num_stages and table.ranks[stage + 1] != rank
+        ready = start + time + (costs.hop if travels else 0.0)
+    return starts
+
+
+def _without(
+    gaps: list[tuple[float, float]], begin: float, end: float
+) -> list[tuple[float, float]]:
+    """Returns the gaps without a part of one of them."""
+    left = []
+    for gap in gaps:
+        if gap[0] <= begin < gap[1]:
+            left += [part for part in ((gap[0], begin), (end, gap[1])) if part[1] > part[0]]
+        else:
+            left.append(gap)
+    return left
