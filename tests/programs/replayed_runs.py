@@ -18,6 +18,7 @@ from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.resumption import CheckpointError
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.stage_runner import PipelineRunner
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -46,12 +47,16 @@ class RecordedTrainer(GRPOTrainer):
     Attributes:
         events: What happened.
         progress_at_start: Progress through the prompts when the replay began, on rank 0.
+        num_in_gaps: Number of microbatches that ran in the gaps of a pipeline.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.events: list[str] = []
         self.progress_at_start: list[Any] = []
+        self.num_in_gaps = 0
+        if isinstance(self.runner, PipelineRunner):
+            self.runner.schedule.run = self.counted(self.runner.schedule.run)
         self.optimizers.step = self.recorded("optimizer", self.optimizers.step)
         self.lr_schedulers.step = self.recorded("scheduler", self.lr_schedulers.step)
 
@@ -61,6 +66,14 @@ class RecordedTrainer(GRPOTrainer):
             return call(*args)
 
         return write_down_and_call
+
+    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_count(*args: Any, waiting: Any = (), **named: Any) -> Any:
+            outputs = run(*args, waiting=waiting, **named)
+            self.num_in_gaps += sum(rows.num_done for rows in waiting)
+            return outputs
+
+        return run_and_count
 
     def _build_publisher(self) -> RecordingPublisher:
         return RecordingPublisher(self.events)
@@ -101,6 +114,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "events": trainer.events,
         "progress_at_start": trainer.progress_at_start,
         "progress": progress_of(trainer),
+        "num_in_gaps": trainer.num_in_gaps,
     }
 
 

@@ -397,3 +397,28 @@ def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, 
         for rank, result in enumerate(results):
             assert result[name]["events"] == events_of_steps(range(1, 5)), (name, rank)
             assert result[name]["progress"] == [40, [3, 8]], (name, rank)
+
+
+def test_a_pipeline_that_fills_its_gaps_takes_the_same_steps(world, run_ranks):
+    """While it trains on a minibatch, it rates the next one under both other policies."""
+    pipeline: dict[str, Any] = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": "1F1B",
+        "training__local_batch_size": 2,
+        "grpo__num_minibatches": 2,
+        "grpo__kl_coef": KL_COEF,
+        "grpo__kl_in": "loss",
+        "grpo__ref_model_path": world.reference_of(tied=False),
+    }
+    names = {True: "filled", False: "apart"}
+    cases = [
+        world.case(name, UNTIED, **pipeline, grpo__pipeline_fill_gaps=fills)
+        for fills, name in names.items()
+    ]
+    for result in run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases):
+        assert result["filled"]["num_in_gaps"] >= NUM_STEPS
+        assert result["apart"]["num_in_gaps"] == 0
+        assert result["filled"]["events"] == result["apart"]["events"]
+    filled, apart = (world.exported(name) for name in ("filled", "apart"))
+    assert all(torch.equal(filled[name], apart[name]) for name in apart)
+    assert filled.keys() == apart.keys()

@@ -1,0 +1,165 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Measures how much of a reference model's forward passes fits into the gaps of training passes.
+
+    python benchmarks/pipeline_gaps.py [--json] [--rounds 5]
+
+First, the simulator says for each schedule and for 2, 4 and 8 ranks how many microbatches pass the
+reference in the idle time of a training pass (`grpo.pipeline_fill_gaps`), and by how much that
+shortens the training pass together with the reference's passes of as many microbatches.
+
+Then 2 and 4 processes run some schedules with the runtime that trains models. Their stages sleep
+instead of computing, so that processes do not compete for cores. A round runs a training pass alone, one
+after a separate pass through the reference, and one with reference passes in its gaps. Medians of
+the rounds are compared with the simulator.
+
+The benchmark takes about three minutes. It exits with status 1 if filling the gaps makes a training
+pass more than 2 % slower, or if the hidden share differs from the simulator's by more than 0.1. With
+``--json`` the last line is a JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ranks import run_ranks
+
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.simulate import simulate
+from torchtitan.grpo.pipeline.tables.actions import Action, Table
+from torchtitan.grpo.pipeline.tables.costs import Costs
+from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
+
+RATIOS = ((1.0, 1.0, 1.0), (1.0, 2.0, 0.8))
+DEGREES = (2, 4, 8)
+MICROBATCHES_A_RANK = 4
+SLEEPING = {2: ("1F1B", "GPipe"), 4: ("1F1B", "VHalf")}
+TIMES = [0.03, 0.06, 0.024]
+"""Of F, I and W on a rank, in seconds, as with activation checkpoints."""
+MOST_DELAY = 1.02
+MOST_DEVIATION = 0.1
+
+
+def on_paper(
+    name: str, num_ranks: int, times: tuple[float, ...]
+) -> tuple[int, float, float, float]:
+    """Returns how many microbatches fit, and the times of three ways.
+
+    The times are those of a training pass, of one after a reference pass, and of one with the
+    reference in its gaps, after those of its microbatches that do not fit in.
+    """
+    row, count = SCHEDULES[name], MICROBATCHES_A_RANK * num_ranks
+    costs = Costs.uniform(num_ranks, row.stages_per_rank, times)
+    table = row.make_table(num_ranks, count, row.stages_per_rank, costs)
+    filled = fill_gaps(table, costs, count)
+    fitting = filled.num_gap_microbatches
+    ways = (table, _after_reference(table, count), _after_reference(filled, count - fitting))
+    alone, apart, in_gaps = (simulate(way, costs).makespan for way in ways)
+    return fitting, alone, apart, in_gaps
+
+
+def _after_reference(table: Table, count: int) -> Table:
+    """Returns a table that begins with forward passes of further microbatches."""
+    first = table.num_gap_microbatches
+    actions = tuple(
+        tuple(
+            Action(stage, "G", microbatch)
+            for stage, holder in enumerate(table.ranks)
+            if holder == rank
+            for microbatch in range(first, first + count)
+        )
+        + of_rank
+        for rank, of_rank in enumerate(table.actions)
+    )
+    return replace(table, actions=actions, num_gap_microbatches=first + count)
+
+
+def simulated() -> dict[str, float]:
+    """Prints what fits in on paper, and returns it."""
+    figures = {}
+    for times in RATIOS:
+        print(
+            f"\nF, I, W take {', '.join(f'{t:g}' for t in times)}; {MICROBATCHES_A_RANK} microbatches a "
+            "rank: share of the reference that fits in, and time with it over time without"
+        )
+        print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
+        for name in SCHEDULES:
+            if name == AUTO:
+                continue
+            cells = []
+            for p in DEGREES:
+                fitting, _, apart, in_gaps = on_paper(name, p, times)
+                share = fitting / (MICROBATCHES_A_RANK * p)
+                cells.append(f"{share:8.0%} {in_gaps / apart:6.3f}".rjust(16))
+                key = f"{name}_p{p}_{'_'.join(f'{t:g}' for t in times)}"
+                figures[f"{key}_fits"], figures[f"{key}_time"] = share, in_gaps / apart
+            print(f"{name:22}" + "".join(cells))
+    return figures
+
+
+def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
+    """Runs sleeping stages; returns what was hidden, and the bounds that were missed."""
+    print(f"\nSleeping stages; F, I and W take {', '.join(f'{1000 * t:g}' for t in TIMES)} ms")
+    print(f"{'':22}{'pass':>8} {'delay':>7} {'hidden':>8} {'simulated':>10}   spread of {rounds}")
+    figures, missed = {}, []
+    for num_ranks, names in SLEEPING.items():
+        expected = {name: on_paper(name, num_ranks, tuple(TIMES)) for name in names}
+        job: dict[str, Any] = {
+            "times": TIMES,
+            "microbatches": MICROBATCHES_A_RANK * num_ranks,
+            "fitting": {name: expected[name][0] for name in names},
+            "rounds": rounds,
+        }
+        for name, seconds in _run(num_ranks, job).items():
+            alone, filled, apart, in_gaps = (
+                statistics.median(seconds[way]) for way in ("alone", "filled", "apart", "in gaps")
+            )
+            _, paper_alone, paper_apart, paper_in_gaps = expected[name]
+            hidden = (apart - in_gaps) / (apart - alone)
+            wanted = (paper_apart - paper_in_gaps) / (paper_apart - paper_alone)
+            spread = f"{1000 * min(seconds['in gaps']):.0f} to {1000 * max(seconds['in gaps']):.0f}"
+            print(
+                f"{f'{name}, p = {num_ranks}':22}{1000 * alone:6.0f}ms {filled / alone:7.3f} {hidden:8.1%} "
+                f"{wanted:10.1%}   {spread}"
+            )
+            key = f"{name}_p{num_ranks}"
+            figures |= {f"{key}_delay": filled / alone, f"{key}_hidden": hidden}
+            figures[f"{key}_simulated_hidden"] = wanted
+            if filled > MOST_DELAY * alone:
+                missed.append(f"{name}, p = {num_ranks}: the pass takes {filled / alone:.3f}")
+            if abs(hidden - wanted) > MOST_DEVIATION:
+                missed.append(f"{name}, p = {num_ranks}: {hidden:.1%} is hidden, not {wanted:.1%}")
+    return figures, missed
+
+
+def _run(num_ranks: int, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job_file.write_text(json.dumps(job))
+        run_ranks(num_ranks, "pipeline_gaps_run.py", job_file, result, timeout_seconds=600)
+        return json.loads(result.read_text())
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with sleeping stages")
+    given = parser.parse_args()
+    paper = simulated()
+    figures, missed = measured(given.rounds)
+    print("\n" + ("all bounds hold" if not missed else "MISSED: " + "; ".join(missed)))
+    if given.json:
+        figures = paper | figures
+        print(json.dumps({"benchmark": "pipeline_gaps", "ok": not missed, "figures": figures}))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
