@@ -64,7 +64,9 @@ def test_a_table_without_one_of_them_is_refused():
     ],
     ids=["two ranks", "four ranks"],
 )
-def test_outputs_and_gradients_are_those_of_separate_passes(num_ranks, cases, make_model, run_ranks):
+def test_outputs_and_gradients_are_those_of_separate_passes(
+    num_ranks, cases, make_model, run_ranks
+):
     model, policy = make_model("llama", num_hidden_layers=8)
     with torch.no_grad():
         for parameter in model.parameters():
