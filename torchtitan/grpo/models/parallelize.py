@@ -9,6 +9,8 @@ FSDP group, plain replication sums gradients instead of averaging them, and tens
 accepts the positions of packed rows.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -35,7 +37,12 @@ from torchtitan.grpo.models.tied_embeddings import apply_fsdp_tied, tie_again
 from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 
-def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    dims: ParallelDims,
+    config: JobConfig,
+    compile_backend: Callable[..., Any] | None = None,
+) -> nn.Module:
     """Applies tensor, expert, context and data parallelism to the model, in place.
 
     Activation checkpointing and compilation are applied before data parallelism, as upstream
@@ -45,13 +52,14 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
         model: A :class:`PackedModel` or a pipeline stage of one, on the meta device.
         dims: Meshes of the run.
         config: Configuration of the run, already validated.
+        compile_backend: Backend for compiled blocks instead of that of ``[compile]``.
     """
     assert isinstance(model, PackedModel)
     if dims.tp_enabled or dims.ep_enabled:
         _apply_tensor_and_expert(model, dims, config)
     if dims.cp_enabled:
         PackedModel.split_context(model, dims.get_mesh("cp").get_group())
-    compiled = config.compile.enable and "model" in config.compile.components
+    compiled = compiles_model(config)
     if config.activation_checkpoint.mode != "none":
         _checkpoint_no_profiler_marks()
         apply_ac(
@@ -63,9 +71,17 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: JobConfig) -> nn.M
         )
     if compiled:
         _wait_for_embeddings(model)
-        apply_compile(model, config.compile, dims.ep_enabled)
+        settings = config.compile
+        if compile_backend is not None:
+            settings = replace(settings, backend=compile_backend)  # pyright: ignore
+        apply_compile(model, settings, dims.ep_enabled)
     _apply_data_parallel(model, dims, config)
     return model
+
+
+def compiles_model(config: JobConfig) -> bool:
+    """Returns whether blocks are compiled."""
+    return config.compile.enable and "model" in config.compile.components
 
 
 def _checkpoint_no_profiler_marks() -> None:

@@ -11,7 +11,8 @@ from torchtitan.distributed.pipeline_parallel import pipeline_module_split
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.deferred_experts import defer_experts
 from torchtitan.grpo.models.deferred_linear import defer_linears
-from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.parallelize import compiles_model, parallelize
+from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute, num_early_blocks
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
@@ -39,13 +40,18 @@ def split_model(
     placed_like = _PLACED_LIKE[schedule_of(config.parallelism).placement]
     stages, parts = pipeline_module_split(model, dims.get_mesh("pp"), placed_like, device, modules)
     store, early_blocks = _store_of(config), num_early_blocks(config)
+    backend = None
+    if store is not None and compiles_model(config):
+        # One for all stages, which then share what was compiled.
+        backend = SplitBackend(store)
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if store is not None:
             # Before checkpoints and shards are laid around the layers.
-            defer_linears(part, store)
+            if backend is None:
+                defer_linears(part, store)
             defer_experts(part, store)
-        stage.submod = parallelize(part, dims, config)
+        stage.submod = parallelize(part, dims, config, backend)
         built.append(LeanStage.like(stage) if store is None else DeferredStage(stage, store))
         if early_blocks != 0:
             built[-1].early = EarlyRecompute(stage.submod, early_blocks)

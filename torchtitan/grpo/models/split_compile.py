@@ -1,0 +1,290 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Compiles blocks whose weight gradients can be computed later than their input's gradient.
+
+The backward pass of a compiled block is one graph. It runs no Python, so that linear layers in it
+cannot hand anything to a store, as those of `deferred_linear.py` do. Here, a backend around
+inductor removes from this graph each matrix product that gives the gradient of a linear layer's
+weight, and makes the graph return the two factors instead:
+
+1. Each parameter enters the compiled graph through a tap, an autograd function.
+2. The backward pass gives the tap a stand-in of the gradient's shape, which takes no memory and
+   carries the factors.
+3. The tap puts the factors into the store (`pipeline/weight_grads.py`), which multiplies them when
+   the pipeline's schedule asks for it. Outside of such a schedule's passes, the product is computed
+   at once.
+
+A gradient that is no such product, such as that of a norm or of a weight that two layers share,
+remains in the graph. Checkpoints inside the graph are recomputed once, as without the backend.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch.fx as fx
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.distributed.tensor import DTensor
+from torchtitan.tools.logging import logger
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.pipeline.weight_grads import WeightGradients
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.t.default,
+    _aten.permute.default,
+    _aten.transpose.int,
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten._unsafe_view.default,
+}
+"""Operations that may lie between the product and the gradient."""
+
+_STAND_IN = "_deferred_factors"
+"""Attribute of a stand-in, under which it carries the factors."""
+
+View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """What became of one backward graph.
+
+    Attributes:
+        linears: Number of linear layers in the forward graph.
+        deferred: Number of weight gradients that left the backward graph.
+        products: Number of matrix products that remain in it.
+    """
+
+    linears: int
+    deferred: int
+    products: int
+
+
+class SplitBackend:
+    """A backend of torch.compile: inductor, without the products that give weight gradients.
+
+    Args:
+        store: Store of the pipeline's deferred gradients.
+    """
+
+    def __init__(self, store: "WeightGradients") -> None:
+        self.store = store
+        self.graphs: list[SplitGraph] = []
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compile_inner = partial(self._compile_inner, _num_linears(graph))
+        # The factors are often activations, whose memory inductor would use for other things. A
+        # graph from the cache would come without the factors.
+        with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
+            compiled: Any = compile_fx(graph, example_inputs, inner_compile=compile_inner)
+
+        def run(*inputs: Any) -> Any:
+            if torch.is_grad_enabled():
+                inputs = tuple(self._tapped(input) for input in inputs)
+            return compiled(*inputs)
+
+        return run
+
+    def _tapped(self, input: Any) -> Any:
+        if isinstance(input, nn.Parameter) and input.requires_grad:
+            return _ParameterTap.apply(input, self.store)
+        return input
+
+    def _compile_inner(
+        self,
+        num_linears: int,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        **settings: Any,
+    ) -> Any:
+        if not settings.get("is_backward"):
+            return compile_fx_inner(graph, example_inputs, **settings)
+        grads = list(_output(graph).args[0])  # pyright: ignore
+        found = {i: cut for i, grad in enumerate(grads) if (cut := _find_product(grad)) is not None}
+        if not found:
+            self._note(graph, num_linears, 0)
+            return compile_fx_inner(graph, example_inputs, **settings)
+        split, cuts = _cut(graph, grads, found)
+        self._note(split, num_linears, len(cuts))
+        return _with_stand_ins(
+            compile_fx_inner(split, example_inputs, **settings), len(grads), cuts
+        )
+
+    def _note(self, graph: fx.GraphModule, num_linears: int, deferred: int) -> None:
+        """Reports how many gradients a graph defers; those of linear layers should be all."""
+        products = sum(node.target is _aten.mm.default for node in graph.graph.nodes)
+        self.graphs.append(SplitGraph(num_linears, deferred, products))
+        text = f"A compiled backward graph defers {deferred} of {num_linears} weight gradients"
+        if deferred >= num_linears:
+            logger.info(f"{text}.")
+        else:
+            logger.warning(
+                f"{text} of its linear layers. The others are computed in the first half of the "
+                "backward pass, so that the zero-bubble schedule fills less idle time. Gradients "
+                "are correct. A schedule such as Interleaved1F1B may be as fast "
+                "(parallelism.pipeline_parallel_schedule)."
+            )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A gradient that is a product behind views.
+
+    Attributes:
+        product: The node of the product.
+        views: The views, in the order in which they are applied to it.
+        grad: The node of the gradient.
+    """
+
+    product: fx.Node
+    views: tuple[View, ...]
+    grad: fx.Node
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where the compiled graph returns the factors of a gradient, and how they make it.
+
+    Attributes:
+        left: Number of the output that is the product's left factor, from the output's gradient.
+        right: Number of the output that is its right factor, the layer's input.
+        views: What is applied to the product.
+        example: Fake tensor with shape, dtype and device of the gradient.
+    """
+
+    left: int
+    right: int
+    views: tuple[View, ...]
+    example: torch.Tensor
+
+    def multiply(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        gradient = left.mm(right)
+        for view, arguments in self.views:
+            gradient = view(gradient, *arguments)
+        return gradient
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """What a stand-in carries."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _ParameterTap(torch.autograd.Function):
+    """Passes a parameter to a compiled graph; its backward hands factors over to the store."""
+
+    @staticmethod
+    def forward(ctx, parameter, store):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.parameter, ctx.store = parameter, store
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        factors: _Factors | None = getattr(local, _STAND_IN, None)
+        if factors is None:
+            return grad, None
+
+        def multiply(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+            gradient = factors.multiply(output_grad, input)
+            if not isinstance(grad, DTensor):
+                return gradient
+            return DTensor.from_local(
+                gradient, grad.device_mesh, grad.placements, run_check=False,
+                shape=grad.shape, stride=grad.stride(),
+            )  # fmt: skip
+
+        if not ctx.store.is_catching:
+            return multiply(factors.left, factors.right), None
+        ctx.store.put(ctx.parameter, factors.right, factors.left, multiply)
+        return None, None
+
+
+def _num_linears(graph: fx.GraphModule) -> int:
+    """Returns the number of linear layers in a graph, those in checkpoints included."""
+    parts = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes]
+    return sum(node.op == "call_function" and node.target is F.linear for node in nodes)
+
+
+def _output(graph: fx.GraphModule) -> fx.Node:
+    return graph.graph.output_node()
+
+
+def _find_product(grad: Any) -> _Found | None:
+    """Returns how a gradient is made if it is a product of two matrices, behind views only."""
+    node, views = grad, []
+    while isinstance(node, fx.Node) and node.target in _VIEWS:
+        if len(node.users) > 1 or len(node.all_input_nodes) > 1 or node.kwargs:
+            return None
+        views.append((node.target, node.args[1:]))
+        node = node.args[0]
+    is_product = isinstance(node, fx.Node) and node.target is _aten.mm.default
+    if not is_product or len(node.users) > 1:
+        return None
+    return _Found(node, tuple(reversed(views)), grad)
+
+
+def _cut(
+    graph: fx.GraphModule, grads: list[Any], found: dict[int, _Found]
+) -> tuple[fx.GraphModule, dict[int, _Cut]]:
+    """Returns the graph with the factors as further outputs, and where they are."""
+    outputs = [None if i in found else grad for i, grad in enumerate(grads)]
+    places: dict[fx.Node, int] = {}
+
+    def place(factor: Any) -> int:
+        if factor not in places:
+            places[factor] = len(outputs)
+            outputs.append(factor)
+        return places[factor]
+
+    cuts = {}
+    for i, one in found.items():
+        left, right = one.product.args
+        cuts[i] = _Cut(place(left), place(right), one.views, one.grad.meta["val"])
+    before = _output(graph)
+    split = _extract_graph_with_inputs_outputs(
+        graph.graph,
+        [node for node in graph.graph.nodes if node.op == "placeholder"],
+        outputs,
+        [PlainAOTOutput(i) for i in range(len(outputs))],
+        ignore_must_be_in_fw_bw=True,
+    )
+    after = split.output_node()
+    for key, value in before.meta.items():
+        after.meta.setdefault(key, value)
+    return fx.GraphModule(graph, split), cuts
+
+
+def _with_stand_ins(
+    compiled: Callable[[list[Any]], Sequence[Any]], num_grads: int, cuts: dict[int, _Cut]
+) -> Callable[[list[Any]], list[Any]]:
+    """Returns a backward pass that returns stand-ins for the gradients that were cut out."""
+
+    def run(inputs: list[Any]) -> list[Any]:
+        outputs = compiled(inputs)
+        grads = list(outputs[:num_grads])
+        for i, cut in cuts.items():
+            example = cut.example
+            zero = torch.zeros((), dtype=example.dtype, device=example.device)
+            grads[i] = zero.expand(example.shape)
+            factors = _Factors(outputs[cut.left], outputs[cut.right], cut.multiply)
+            setattr(grads[i], _STAND_IN, factors)
+        return grads
+
+    # The caller then passes its inputs in a list, which inductor empties in order to free them.
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
