@@ -1,5 +1,6 @@
 """Gradients of a pipeline under several schedules, compared with those of the first case."""
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.qwen3.model.model import TransformerBlock
 
 from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.split_compile import SplitBackend
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
@@ -38,6 +40,14 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
     built, stages = build_stages(
         arguments["model"], arguments["seq_len"], early_blocks=early, **case
     )
+    split_graphs = []
+    note = SplitBackend._note
+
+    def noted(backend, *arguments):
+        note(backend, *arguments)
+        split_graphs.append(backend.graphs[-1])
+
+    SplitBackend._note = noted
     store = None
     for stage in stages:
         if isinstance(stage, DeferredStage):
@@ -53,12 +63,14 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
             stage.backward_maybe_with_nosync = partial(
                 super(DeferredStage, stage).backward_maybe_with_nosync
             )
+    torch._dynamo.utils.counters.clear()
     loss = StageLoss()
     runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
     rows = rows_of(arguments)
     calls, before_gradient = [0], [0]
     blocks = [m for part in built.parts for m in part.modules() if isinstance(m, TransformerBlock)]
-    for block in blocks:
+    # Inside compiled blocks, a hook that counts would compile them again for each number.
+    for block in [] if case.get("compiled") else blocks:
         block.attention.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
 
     await_gradient = LeanStage._await_gradient
@@ -80,10 +92,14 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
         calls[0] = before_gradient[0] = 0
         runner.forward_backward(rows, weighted)
     LeanStage._await_gradient = await_gradient
+    SplitBackend._note = note
+    torch.compiler.reset()
     return gathered(built.parts), {
         "recomputed_before_gradient": before_gradient[0],
         "forwards": calls[0] / len(blocks) / rows.num_rows,
         "peak_bytes": store.peak_bytes if store else 0,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "split": [asdict(graph) for graph in split_graphs],
         "pending_bytes": store.pending_bytes if store else 0,
     }
 
