@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Parallelism
 
-from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule, schedules_with
+from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule
 from torchtitan.grpo.pipeline.stages import stage_modules
 
 if TYPE_CHECKING:
@@ -140,17 +140,17 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
             "microbatches of this size."
         )
         return
-    yield from _refused_features(config, schedule)
+    yield from _split_compile_problems(config, schedule)
 
 
-def _refused_features(config: JobConfig, schedule: Schedule) -> Iterator[str]:
-    """Yields the settings that the schedule's row refuses."""
-    if "compile" in schedule.refuses and _compiles_model(config):
+def _split_compile_problems(config: JobConfig, schedule: Schedule) -> Iterator[str]:
+    """Yields why blocks cannot be compiled for a zero-bubble schedule."""
+    backend = config.compile.backend
+    if schedule.is_zero_bubble and _compiles_model(config) and backend != "inductor":
         yield (
-            f"compile.enable cannot be used with parallelism.pipeline_parallel_schedule = "
-            f"{schedule.name!r}: the schedule computes the weight gradients of linear layers later "
-            "than those of their inputs, and the layers of a compiled block cannot do so. Use "
-            f"{' or '.join(schedules_with('compile'))}."
+            "compile.backend must be 'inductor' with parallelism.pipeline_parallel_schedule = "
+            f"{schedule.name!r}, got {backend!r}: the schedule computes weight gradients later "
+            "than those of the inputs, and only inductor's graphs can be cut in this way."
         )
 
 

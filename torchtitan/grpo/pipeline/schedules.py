@@ -9,7 +9,6 @@ adding a schedule means adding a row (docs/how-to/add-a-schedule.md). The module
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from torchtitan.grpo.pipeline.tables import plain, v_family, zero_bubble
 from torchtitan.grpo.pipeline.tables.actions import Placement, Table
@@ -17,10 +16,6 @@ from torchtitan.grpo.pipeline.tables.costs import Costs
 
 AUTO = "auto"
 """The name under which the fastest schedule is chosen by measured times."""
-
-Feature = Literal["compile"]
-"""A setting that a schedule may refuse: ``compile.enable`` with the model among
-``compile.components``."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,6 @@ class Schedule:
         finishes_each_microbatch: True if the last stage completes the backward pass of each
             microbatch, of its output layer in any case, before it begins the next. Only then can
             the output layer keep logits for the backward pass in the memory of one microbatch.
-        refuses: Features that cannot be combined with the schedule.
     """
 
     name: str
@@ -52,7 +46,6 @@ class Schedule:
     placement: Placement
     is_zero_bubble: bool
     finishes_each_microbatch: bool = True
-    refuses: tuple[Feature, ...] = ()
 
     @property
     def stages_in_words(self) -> str:
@@ -71,10 +64,6 @@ class Schedule:
         )
 
 
-# The layers of a compiled block cannot hand their weight gradients over (`deferred_linear.py`).
-_REFUSED_BY_SPLIT_BACKWARD: tuple[Feature, ...] = ("compile",)
-
-
 def _one_stage(
     name: str, make_table: Callable[[int, int], Table], *, is_zero_bubble: bool = False
 ) -> Schedule:
@@ -88,7 +77,6 @@ def _one_stage(
         is_zero_bubble=is_zero_bubble,
         # GPipe runs the forward passes of all microbatches first.
         finishes_each_microbatch=name != "GPipe",
-        refuses=_REFUSED_BY_SPLIT_BACKWARD if is_zero_bubble else (),
     )
 
 
@@ -103,7 +91,6 @@ def _interleaved(
         allows_more_stages=True,
         placement="loop",
         is_zero_bubble=is_zero_bubble,
-        refuses=_REFUSED_BY_SPLIT_BACKWARD if is_zero_bubble else (),
     )
 
 
@@ -116,7 +103,6 @@ def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
         allows_more_stages=False,
         placement="v",
         is_zero_bubble=True,
-        refuses=_REFUSED_BY_SPLIT_BACKWARD,
     )
 
 
@@ -152,8 +138,3 @@ def schedule_named(name: str) -> Schedule:
             f"{name!r}."
         )
     return SCHEDULES[name]
-
-
-def schedules_with(feature: Feature) -> list[str]:
-    """Returns the names of the schedules that can be combined with ``feature``."""
-    return [row.name for row in _ROWS if feature not in row.refuses]

@@ -107,8 +107,8 @@ def configured(*settings: str) -> JobConfig:
         ),
         (
             2,
-            [*ZERO_BUBBLE, "compile.enable=true"],
-            ["compile.enable", "parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
+            [*ZERO_BUBBLE, "compile.enable=true", "compile.backend=aot_eager"],
+            ["compile.backend", "parallelism.pipeline_parallel_schedule", "got 'aot_eager'"],
         ),
     ],
 )  # fmt: skip
@@ -129,6 +129,7 @@ def test_a_layout_that_cannot_work_is_refused_by_its_keys(num_ranks, settings, k
             ["tensor_parallel_degree=2", "expert_parallel_degree=4", "expert_tensor_parallel_degree=2"],
         ),
         (2, [*ZERO_BUBBLE, "activation_checkpoint.mode=full"]),
+        (2, [*ZERO_BUBBLE, "compile.enable=true", "activation_checkpoint.mode=full"]),
         (2, [*ZERO_BUBBLE, "activation_checkpoint.mode=selective"]),  # by layers
         (2, [*PIPELINE, "pipeline_parallel_schedule=Interleaved1F1B", "training.local_batch_size=5"]),
         (2, [*PIPELINE, "compile.enable=true", "activation_checkpoint.mode=memory_budget"]),

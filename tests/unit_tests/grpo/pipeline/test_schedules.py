@@ -6,7 +6,7 @@
 import pytest
 from torchtitan.config.job_config import Parallelism
 
-from torchtitan.grpo.pipeline.schedules import SCHEDULES, schedule_named, schedules_with
+from torchtitan.grpo.pipeline.schedules import SCHEDULES, schedule_named
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.split import _PLACED_LIKE
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time, num_stages, stage_ranks
@@ -82,9 +82,3 @@ def test_stages_must_be_as_many_as_the_row_allows():
 def test_an_unknown_schedule_is_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match=r"one of GPipe, 1F1B, .*got 'DualPipe'"):
         schedule_named("DualPipe")
-
-
-def test_a_split_backward_pass_refuses_compile():
-    able = schedules_with("compile")
-    assert able == [row.name for row in SCHEDULES.values() if not row.is_zero_bubble]
-    assert "1F1B" in able and "ZBVZeroBubble" not in able
