@@ -29,7 +29,12 @@ import torch._functorch.config as functorch_config
 import torch.fx as fx
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.tensor import DTensor
@@ -82,7 +87,11 @@ class SplitBackend:
         self.graphs: list[SplitGraph] = []
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compile_inner = partial(self._compile_inner, _num_linears(graph))
+        # Only these get a tap, and only their gradients may be replaced by stand-ins.
+        tapped = frozenset(
+            i for i, example in enumerate(example_inputs) if isinstance(example, nn.Parameter)
+        )
+        compile_inner = partial(self._compile_inner, _num_linears(graph), tapped)
         # The factors are often activations, whose memory inductor would use for other things. A
         # graph from the cache would come without the factors.
         with functorch_config.patch(donated_buffer=False, enable_autograd_cache=False):
@@ -90,27 +99,31 @@ class SplitBackend:
 
         def run(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
-                inputs = tuple(self._tapped(input) for input in inputs)
+                inputs = tuple(
+                    _Tap.apply(input, self.store) if i in tapped and input.requires_grad else input
+                    for i, input in enumerate(inputs)
+                )
             return compiled(*inputs)
 
         return run
 
-    def _tapped(self, input: Any) -> Any:
-        if isinstance(input, nn.Parameter) and input.requires_grad:
-            return _ParameterTap.apply(input, self.store)
-        return input
-
     def _compile_inner(
         self,
         num_linears: int,
+        tapped: frozenset[int],
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         **settings: Any,
     ) -> Any:
         if not settings.get("is_backward"):
             return compile_fx_inner(graph, example_inputs, **settings)
-        grads = list(_output(graph).args[0])  # pyright: ignore
-        found = {i: cut for i, grad in enumerate(grads) if (cut := _find_product(grad)) is not None}
+        output = graph.graph.output_node()
+        grads: list[Any] = list(output.args[0])  # pyright: ignore[reportArgumentType]
+        found: dict[int, _Found] = {}
+        for i, (grad, description) in enumerate(zip(grads, output.meta["desc"], strict=True)):
+            cut = _find_product(grad) if _input_of(description) in tapped else None
+            if cut is not None:
+                found[i] = cut
         if not found:
             self._note(graph, num_linears, 0)
             return compile_fx_inner(graph, example_inputs, **settings)
@@ -183,7 +196,7 @@ class _Factors:
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class _ParameterTap(torch.autograd.Function):
+class _Tap(torch.autograd.Function):
     """Passes a parameter to a compiled graph; its backward hands factors over to the store."""
 
     @staticmethod
@@ -220,8 +233,13 @@ def _num_linears(graph: fx.GraphModule) -> int:
     return sum(node.op == "call_function" and node.target is F.linear for node in nodes)
 
 
-def _output(graph: fx.GraphModule) -> fx.Node:
-    return graph.graph.output_node()
+def _input_of(description: Any) -> int | None:
+    """Returns the number of the input whose gradient an output is; None if it is something else."""
+    while isinstance(description, SubclassGetAttrAOTOutput):  # a part of a DTensor
+        description = description.base
+    if not isinstance(description, GradAOTOutput):
+        return None
+    return description.grad_of.idx if isinstance(description.grad_of, PlainAOTInput) else None
 
 
 def _find_product(grad: Any) -> _Found | None:
@@ -255,7 +273,7 @@ def _cut(
     for i, one in found.items():
         left, right = one.product.args
         cuts[i] = _Cut(place(left), place(right), one.views, one.grad.meta["val"])
-    before = _output(graph)
+    before = graph.graph.output_node()
     split = _extract_graph_with_inputs_outputs(
         graph.graph,
         [node for node in graph.graph.nodes if node.op == "placeholder"],

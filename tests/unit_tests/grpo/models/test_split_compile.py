@@ -12,7 +12,12 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -40,6 +45,15 @@ class Shared(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, self.weight).relu(), self.weight)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
 
 
 def add(weight: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -102,6 +116,16 @@ def test_outside_of_a_schedules_passes_gradients_are_computed_at_once(compiled):
     backend.store.check_empty()
 
 
+def test_the_gradient_of_an_input_is_never_deferred_though_it_is_a_product(compiled):
+    plain, split, backend = compiled(Bare())
+    with backend.store.catching(KEY, add):
+        x_grad = backward(split, 0)
+    assert torch.equal(x_grad, backward(plain, 0))
+    backend.store.run(KEY)
+    assert_equal_gradients(plain, split)
+    assert backend.graphs[0].deferred == 1
+
+
 def test_a_gradient_that_is_no_product_stays_and_is_reported(compiled, caplog):
     torch.manual_seed(0)
     plain, split, backend = compiled(Shared())
@@ -120,7 +144,10 @@ def test_a_gradient_that_is_no_product_stays_and_is_reported(compiled, caplog):
         (compile_fx, ("inner_compile",)),
         (compile_fx_inner, ("gm", "example_inputs")),
         (_extract_graph_with_inputs_outputs, ("outputs_descs", "ignore_must_be_in_fw_bw")),
+        (PlainAOTInput, ("idx",)),
         (PlainAOTOutput, ("idx",)),
+        (GradAOTOutput, ("grad_of",)),
+        (SubclassGetAttrAOTOutput, ("base",)),
     ],
 )
 def test_torch_has_the_private_function_that_the_backend_uses(function, parameters):
