@@ -147,7 +147,10 @@ LAYOUTS = [
     Layout("CP x2, compiled", 2, {"cp": 2, "compile": True}),
     Layout("PP x2, 1F1B, compiled", 2, {"pp": 2, "schedule": "1F1B", "compile": True}),
     Layout("PP x2, Interleaved1F1B, compiled", 2, {"pp": 2, "schedule": "Interleaved1F1B", "compile": True}),
+    Layout("PP x2, ZBVZeroBubble, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
+    Layout("PP x2, ZBVZeroBubble, full AC, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "full", "compile": True}),
     Layout("FSDP2 x2, TP x2, compiled", 4, {"shard": 2, "tp": 2, "compile": True}),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, compiled", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
 ]  # fmt: skip
 MOE_LAYOUTS = [
     Layout("one process", 1, {}, True),
@@ -160,6 +163,7 @@ MOE_LAYOUTS = [
     Layout("FSDP2 x2 lent to EP x2", 2, {"shard": 2, "ep": 2}, True),
     Layout("FSDP2 x2 lent to EP x2, selective AC", 2, {"shard": 2, "ep": 2, "ac": "selective"}),
     Layout("FSDP2 x2 lent to EP x2, compiled", 2, {"shard": 2, "ep": 2, "compile": True}),
+    Layout("PP x2, ZBVZeroBubble, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
     Layout("CP x2 lent to EP x2", 2, {"cp": 2, "ep": 2}),
     Layout("TP x2 lent to EP x2", 2, {"tp": 2, "ep": 2}),
     Layout("FSDP2 x4, EP x2", 4, {"shard": 4, "ep": 2}),
@@ -182,7 +186,7 @@ ALSO_BY_DEFAULT = {
     "qwen3": (
         "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,
         "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled",
-        "FSDP2 x2, full AC, compiled",
+        "FSDP2 x2, full AC, compiled", "PP x2, ZBVZeroBubble, full AC, compiled",
     ),
     "qwen3_moe": (
         "PP x2, ZBVZeroBubble", "FSDP2 x4, EP x2", "FSDP2 x2 lent to EP x2, TP x2",
