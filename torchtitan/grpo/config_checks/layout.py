@@ -219,7 +219,22 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
                 f"parallel_degree = {settings.pipeline_parallel_degree} under "
                 f"{settings.pipeline_parallel_schedule}: {error}"
             )
+    yield from _compiled_checkpoint_problems(config, model)
     yield from _expert_problems(config, model)
+
+
+def _compiled_checkpoint_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
+    """Yields why checkpoints cannot be compiled. Those of experts' blocks lie outside of compile."""
+    degree, mode = config.parallelism.tensor_parallel_degree, config.activation_checkpoint.mode
+    is_dense = not getattr(model.model_args, "moe_enabled", False)
+    is_checkpointed = mode in ("full", "selective")
+    if degree > 1 and is_dense and is_checkpointed and _compiles_model(config):
+        yield (
+            "activation_checkpoint.mode must be 'none' or 'memory_budget' with compile.enable and "
+            f"parallelism.tensor_parallel_degree = {degree}, got {mode!r}: torch fails when it "
+            "compiles a checkpoint of sharded tensors, because it tries to save a device mesh. Use "
+            "one of these modes, or compile.enable = false."
+        )
 
 
 def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:

@@ -200,6 +200,11 @@ def test_stages_that_are_named_must_be_the_whole_model(stages, schedule, words):
             {"moe_enabled": True, "enable_weight_tying": True},
             ["parallelism.expert_parallel_degree", "tied embeddings"],
         ),
+        (
+            ["tensor_parallel_degree=2", "compile.enable=true", "activation_checkpoint.mode=full"],
+            {},
+            ["activation_checkpoint.mode", "compile.enable", "tensor_parallel_degree = 2"],
+        ),
     ],
 )
 def test_a_layout_that_the_model_cannot_have_is_refused_by_its_keys(settings, model_args, keys):
@@ -215,6 +220,19 @@ def test_a_layout_that_the_model_cannot_have_is_refused_by_its_keys(settings, mo
     (problem,) = model_layout_problems(configured(*settings), model)  # pyright: ignore
     for key in keys:
         assert key in problem
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_moe"), [("memory_budget", False), ("none", False), ("full", True)]
+)
+def test_a_compiled_checkpoint_without_sharded_tensors_is_let_through(mode, is_moe):
+    args = SimpleNamespace(
+        n_heads=8, n_layers=4, hidden_dim=48, dim=64, moe_inter_dim=48, moe_enabled=is_moe
+    )
+    model = SimpleNamespace(path=Path("model"), model_args=args)
+    settings = ["tensor_parallel_degree=2", "compile.enable=true"]
+    config = configured(*settings, f"activation_checkpoint.mode={mode}")
+    assert list(model_layout_problems(config, model)) == []  # pyright: ignore
 
 
 def test_a_layout_is_described_as_a_product(monkeypatch):
