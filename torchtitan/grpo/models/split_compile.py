@@ -22,7 +22,7 @@ remains in the graph. Checkpoints inside the graph are recomputed once, as witho
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -244,14 +244,15 @@ def _input_of(description: Any) -> int | None:
 
 def _find_product(grad: Any) -> _Found | None:
     """Returns how a gradient is made if it is a product of two matrices, behind views only."""
-    node, views = grad, []
+    node: Any = grad
+    views: list[View] = []
     while isinstance(node, fx.Node) and node.target in _VIEWS:
+        # With a second input, the shape would depend on the graph's inputs.
         if len(node.users) > 1 or len(node.all_input_nodes) > 1 or node.kwargs:
             return None
-        views.append((node.target, node.args[1:]))
+        views.append((cast(Any, node.target), node.args[1:]))
         node = node.args[0]
-    is_product = isinstance(node, fx.Node) and node.target is _aten.mm.default
-    if not is_product or len(node.users) > 1:
+    if not (isinstance(node, fx.Node) and node.target is _aten.mm.default and len(node.users) == 1):
         return None
     return _Found(node, tuple(reversed(views)), grad)
 
@@ -260,7 +261,7 @@ def _cut(
     graph: fx.GraphModule, grads: list[Any], found: dict[int, _Found]
 ) -> tuple[fx.GraphModule, dict[int, _Cut]]:
     """Returns the graph with the factors as further outputs, and where they are."""
-    outputs = [None if i in found else grad for i, grad in enumerate(grads)]
+    outputs: list[Any] = [None if i in found else grad for i, grad in enumerate(grads)]
     places: dict[fx.Node, int] = {}
 
     def place(factor: Any) -> int:
