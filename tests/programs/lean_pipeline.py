@@ -13,7 +13,7 @@ from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 def main(arguments):
     built, stages = build_stages(
         arguments["model"], arguments["seq_len"], pp=2, schedule=arguments["schedule"],
-        folder=arguments["folder"],
+        compiled=arguments["compiled"], folder=arguments["folder"],
     )  # fmt: skip
     loss = StageLoss()
     runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)

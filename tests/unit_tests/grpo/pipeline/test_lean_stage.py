@@ -11,13 +11,17 @@ from torch.distributed.pipelining import PipelineStage, stage
 SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3, 1, 4, 1, 5]]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "auto"])
+@pytest.mark.parametrize(
+    ("schedule", "compiled"),
+    [("1F1B", False), ("ZBVZeroBubble", False), ("auto", False), ("auto", True)],
+)
 def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
-    schedule, make_model, run_ranks, tmp_path
+    schedule, compiled, make_model, run_ranks, tmp_path
 ):
     _, folder = make_model("llama", num_hidden_layers=4)
     results = run_ranks(
         "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule=schedule, folder=str(tmp_path),
+        compiled=compiled,
         rows=[[0], [1], [2], [3], [4]], cuts=[[], [2], [1, 4], [1, 2, 3, 4]],
     )  # fmt: skip
     for result in results:
