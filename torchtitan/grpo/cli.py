@@ -54,7 +54,8 @@ def train(arguments: list[str]) -> int:
 def check_config(arguments: list[str]) -> int:
     """Checks a configuration, and prints it with all defaults and the planned layout.
 
-    The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it.
+    The number of ranks is the one that ``train`` would start, unless ``WORLD_SIZE`` names it. The
+    exit status is 2 if the run would be refused.
     """
     with without_torch():
         from torchtitan.grpo.start.train import parse, plan
@@ -82,12 +83,14 @@ def _check_config(arguments: list[str]) -> int:
             check_reference(config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
+    refused = False
     try:
         start = list(describe_start(config, plan_start(config, model)))
     except CheckpointError as error:  # the configuration is right, but not for this folder
-        start = [f"would be refused: {error}"]
+        start, refused = [f"would be refused: {error}"], True
     print("\n".join(notes), end="\n" if notes else "", flush=True)
-    return print_dry_run(config, model, start)
+    status = print_dry_run(config, model, start)
+    return 2 if refused else status
 
 
 def schedule(arguments: list[str]) -> int:

@@ -42,6 +42,19 @@ def test_check_config_names_what_is_wrong(capsys, tmp_path):
     assert "Did you mean grpo.group_size?" in capsys.readouterr().err
 
 
+def test_check_config_fails_if_the_folder_holds_a_run(repository, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = ["check-config", "train_configs/quickstart.toml", f"--job.dump_folder={tmp_path}"]
+    assert cli.run(command) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    capsys.readouterr()
+    assert cli.run(command) == 2
+    out = capsys.readouterr().out
+    assert "would be refused: job.dump_folder must not hold an earlier run" in out
+    assert "reward.functions: partial_match" in out, "the inputs are checked all the same"
+
+
 def test_an_unknown_subcommand_shows_the_usage(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["torchtitan-grpo", "trian"])
     with pytest.raises(SystemExit) as error:

@@ -4,6 +4,7 @@
 """The command ``torchtitan-grpo schedule``: shows what a pipeline schedule does, and the others."""
 
 import argparse
+import math
 from pathlib import Path
 
 from torchtitan.grpo.job_config import JobConfig
@@ -20,22 +21,59 @@ def options() -> argparse.ArgumentParser:
     """The command's own options, besides those of every configuration."""
     parser = argparse.ArgumentParser(prog="torchtitan-grpo schedule X.toml", allow_abbrev=False)
     parser.add_argument(
-        "--times", nargs=3, type=float, metavar=("F", "I", "W"),
+        "--times", nargs=3, type=_time, metavar=("F", "I", "W"),
         help="times of a microbatch's forward pass, input gradients and weight gradients on one "
         "rank (default: typical ones for the activation checkpoints)",
     )  # fmt: skip
     parser.add_argument(
-        "--microbatches", type=int, metavar="M",
+        "--microbatches", type=_count, metavar="M",
         help="microbatches of a step, which in a run depend on how long the completions are "
         "(default: four for each rank)",
     )  # fmt: skip
     parser.add_argument(
-        "--hop", type=float, default=0.0, help="time of a tensor between ranks (default: 0)"
+        "--hop", type=_delay, default=0.0, help="time of a tensor between ranks (default: 0)"
     )
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw all schedules into this file"
     )
     return parser
+
+
+def _time(text: str) -> float:
+    """Reads a time that passes of a rank can take."""
+    value = _number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"a time must be above 0, got {text}")
+    return value
+
+
+def _delay(text: str) -> float:
+    """Reads a time that may be 0."""
+    value = _number(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"the time must be at least 0, got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"a time must be a finite number, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    """Reads a number of microbatches."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"the number must be an integer above 0, got {text!r}")
+    return value
 
 
 def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:

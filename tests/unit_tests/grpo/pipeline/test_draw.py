@@ -54,7 +54,24 @@ def test_the_command_refuses_a_run_without_a_pipeline(capsys):
     assert "parallelism.pipeline_parallel_degree must be above 1" in error
 
 
-def test_bad_times_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        run(["schedule", "train_configs/quickstart_zero_bubble.toml", "--times", "1", "2"])
-    assert "--times" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "values", "message"),
+    [
+        ("--times", ["1", "2"], "expected 3 arguments"),
+        ("--times", ["1", "0", "1"], "a time must be above 0, got 0"),
+        ("--times", ["1", "2", "-0.5"], "a time must be above 0, got -0.5"),
+        ("--times", ["nan", "2", "1"], "a time must be a finite number, got 'nan'"),
+        ("--times", ["inf", "2", "1"], "a time must be a finite number, got 'inf'"),
+        ("--times", ["one", "2", "1"], "a time must be a finite number, got 'one'"),
+        ("--microbatches", ["0"], "the number must be an integer above 0, got '0'"),
+        ("--microbatches", ["-4"], "the number must be an integer above 0, got '-4'"),
+        ("--microbatches", ["2.5"], "the number must be an integer above 0, got '2.5'"),
+        ("--hop", ["-1"], "the time must be at least 0, got -1"),
+        ("--hop", ["nan"], "a time must be a finite number, got 'nan'"),
+    ],
+)
+def test_numbers_that_no_schedule_can_have_are_refused(option, values, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(["schedule", "train_configs/quickstart_zero_bubble.toml", option, *values])
+    assert ended.value.code == 2
+    assert f"argument {option}: {message}" in capsys.readouterr().err
