@@ -32,11 +32,14 @@ class ServerInfo:
         kind: ``inference.kind``.
         num_joined: How often a server with this URL has joined the run. It distinguishes a server
             that left and came back, which must be attested again, from one that stayed.
+        software: Name and release of the program, such as ``vLLM 0.32.0``; empty until the server
+            has told it. It does not distinguish servers.
     """
 
     url: str
     kind: ServerKind
     num_joined: int = 1
+    software: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,14 @@ class ServerNeeds:
     is_launched: bool = False
 
 
-async def check_server(client: InferenceClient, needs: ServerNeeds) -> list[str]:
+async def check_server(
+    client: InferenceClient, needs: ServerNeeds
+) -> tuple[ServerFacts, list[str]]:
     """Compares a server that is up with the needs of the run.
 
     Returns:
-        Warnings: what may be wrong, although the server can be used.
+        What the server tells about itself, and warnings: what may be wrong, although it can be
+        used.
 
     Raises:
         WrongServer: If the run cannot use the server.
@@ -87,7 +90,7 @@ async def check_server(client: InferenceClient, needs: ServerNeeds) -> list[str]
         raise wrong_server(client.url, needs, [str(error)]) from error
     if problems:
         raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
-    return release_warnings(client.url, facts, needs.kind)
+    return facts, release_warnings(client.url, facts, needs.kind)
 
 
 def wrong_server(

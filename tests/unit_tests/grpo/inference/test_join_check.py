@@ -65,7 +65,7 @@ def check(url: str, needs: ServerNeeds, key: str = KEY) -> tuple[list[str], str,
         warnings: list[str] = []
 
         async def check_one(client) -> None:
-            warnings.extend(await check_server(client, needs))
+            warnings.extend((await check_server(client, needs))[1])
 
         try:
             if needs.kind == "embedded":

@@ -99,7 +99,7 @@ def test_each_start_keeps_its_configuration_and_its_environment(config):
         "--inference.admin-key=secret",
         "--optimizer.lr=3e-5",
     ]
-    servers = [ServerInfo("http://127.0.0.1:8000", "vllm")]
+    servers = [ServerInfo("http://127.0.0.1:8000", "vllm", software="vLLM 0.32.0")]
     first = record_start(config, 0, arguments, servers)
     second = record_start(config, 40, arguments, [])
     assert (first.name, second.name) == ("1", "2")
@@ -109,6 +109,7 @@ def test_each_start_keeps_its_configuration_and_its_environment(config):
     found = json.loads((first / "environment.json").read_text())
     assert found["packages"].keys() >= {"torchtitan-grpo", "torch", "torchtitan", "transformers"}
     assert (found["first_step"], found["servers"][0]["kind"]) == (1, "vllm")
+    assert found["servers"][0]["software"] == "vLLM 0.32.0"
     for file in (*first.iterdir(), *second.iterdir()):
         assert "secret" not in file.read_text()
 

@@ -11,6 +11,7 @@ rank 0.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient
@@ -151,8 +152,12 @@ class ServerFleet:
             self._ports.close()
 
     async def _check(self, client: InferenceClient) -> None:
-        for warning in await check_server(client, self._needs):
+        facts, warnings = await check_server(client, self._needs)
+        for warning in warnings:
             self._announce(warning)
+        if client in self.clients:  # it may have left meanwhile
+            info, _ = self._members[client.url]
+            self._members[client.url] = replace(info, software=facts.software), client
 
     async def _check_late(
         self, client: InferenceClient, dispatcher: Dispatcher, tell: Tell

@@ -91,6 +91,7 @@ def test_one_server_that_is_up_is_not_enough_to_start(unused_port: int, down: st
                 await both.start()
             await alone.start()
             assert [server.url for server in alone.servers] == [up]
+            assert [server.software for server in alone.servers] == ["the embedded server"]
         finally:
             await both.close()
             await alone.close()
