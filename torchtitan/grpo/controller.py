@@ -15,6 +15,7 @@ import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config_checks import unused_server_settings
 from torchtitan.grpo.data.feed import FetchAddress
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import RolloutRecorder
@@ -135,6 +136,8 @@ class RolloutController(StepSource):
 
         Returns early if the run is asked to stop.
         """
+        for warning in unused_server_settings(self.config):
+            logger.warning(warning)
         self.link.start()
         self._despite_kills(self._start_version, lambda: None)
 

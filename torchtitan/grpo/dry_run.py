@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.config_checks import ConfigError
+from torchtitan.grpo.config_checks import ConfigError, unused_server_settings
 from torchtitan.grpo.config_checks.description import describe
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.data.planner import StepPlanner
@@ -70,7 +70,8 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
             config.inference.startup_timeout_seconds,
         )
         yield from (f"  {line}" for line in report.lines)
-        yield from (f"warning: {warning}" for warning in report.warnings)
+        warnings = [*unused_server_settings(config), *report.warnings]
+        yield from (f"warning: {warning}" for warning in warnings)
         if report.error is not None:
             raise ConfigError(report.error)
         yield from _push_memory(config, model)

@@ -116,6 +116,16 @@ def test_a_wrong_model_is_one_message_with_the_remedy(name, start, repository, t
     _expect(start, {"model": break_model(folder)}, [str(folder), *parts])
 
 
+def test_settings_of_launched_servers_are_named_where_none_is_launched(start):
+    urls = 'urls = ["http://127.0.0.1:1"]'
+    _, plain, _ = start(inference=urls)
+    assert "Nothing reads" not in plain
+    status, out, _ = start(inference=f'{urls}\nnum_servers = 2\nextra_args = ["--api-key=x"]')
+    assert status == 0
+    warning = "warning: Nothing reads inference.num_servers, inference.extra_args, because"
+    assert out.count(warning) == 1
+
+
 SETTINGS = {
     "group_of_one": ({"grpo": "group_size = 1"}, ["grpo.group_size must be at least 2", "Raise"]),
     "misspelt_key": ({"grpo": "groupsize = 8"}, ["grpo.groupsize", "Did you mean grpo.group_size"]),

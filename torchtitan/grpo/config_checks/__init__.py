@@ -18,11 +18,15 @@ from torchtitan.grpo.config_checks.observe import check_observe
 from torchtitan.grpo.config_checks.prompts import check_prompts
 from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
 from torchtitan.grpo.config_checks.rules import ConfigError
-from torchtitan.grpo.config_checks.servers import check_inference, check_weight_sync
+from torchtitan.grpo.config_checks.servers import (
+    check_inference,
+    check_weight_sync,
+    unused_server_settings,
+)
 from torchtitan.grpo.config_checks.stream import check_stream
 from torchtitan.grpo.job_config import JobConfig
 
-__all__ = ["ConfigError", "check_model", "longest_sequence", "validate"]
+__all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_settings", "validate"]
 
 
 def validate(config: JobConfig) -> None:

@@ -64,6 +64,33 @@ def check_inference(config: JobConfig) -> None:
     )
 
 
+_LAUNCH_ONLY = (
+    "num_servers", "python", "device", "dtype", "extra_args", "max_restarts", "restart_seconds",
+)  # fmt: skip
+"""Further keys of ``[inference]`` that only servers which the run starts read. A file may hold them
+for a run that launches servers, while the command line names servers that run already."""
+
+
+def unused_server_settings(config: JobConfig) -> list[str]:
+    """Returns a warning if settings of launched servers are set, and the run launches none.
+
+    A key at its default counts as not set.
+    """
+    inference, defaults = config.inference, grpo_config.Inference()
+    if inference.launch or config.rollout.replay is not None:
+        return []
+    unused = [k for k in _LAUNCH_ONLY if getattr(inference, k) != getattr(defaults, k)]
+    if not unused:
+        return []
+    source = "inference.urls" if inference.urls else "inference.urls_file"
+    keys = ", ".join(f"inference.{key}" for key in unused)  # values may hold a server's key
+    return [
+        f"Nothing reads {keys}, because inference.launch is false: the servers of {source} run "
+        "with the options that they were started with. Remove what is not read, or start these "
+        "servers with it."
+    ]
+
+
 _SyncHolds = Callable[[grpo_config.WeightSync], bool]
 
 _SYNC_READ_WITH: tuple[tuple[_SyncHolds, str, tuple[str, ...]], ...] = (
