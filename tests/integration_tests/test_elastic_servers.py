@@ -239,6 +239,7 @@ def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_pat
         if process.environ().get("RANK") == "0"
     ]
     assert f"kill -HUP {rank_zero.pid}" in run.console
+    assert run.console.count("Nothing reads inference.dtype, because") == 1
     replace_file(file, second.url)
     rank_zero.send_signal(signal.SIGHUP)
     run.wait_for(lambda: ask(second.url, lambda client: client.version()) is not None, 90)
