@@ -45,6 +45,7 @@ def build_stages(
     keeps_logits: bool = True,
     folder: str = "./outputs",
     early_blocks: int = 1,
+    layers_per_stage: int | None = None,
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -63,6 +64,7 @@ def build_stages(
     config.grpo.recompute_early_blocks = early_blocks
     config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule
+    config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
     if not dist.is_initialized():
         dist_utils.init_distributed(config.comm)

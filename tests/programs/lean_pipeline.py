@@ -14,6 +14,7 @@ def main(arguments):
     built, stages = build_stages(
         arguments["model"], arguments["seq_len"], pp=2, schedule=arguments["schedule"],
         compiled=arguments["compiled"], folder=arguments["folder"],
+        layers_per_stage=arguments.get("layers_per_stage"),
     )  # fmt: skip
     loss = StageLoss()
     runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)

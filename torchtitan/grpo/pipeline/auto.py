@@ -5,7 +5,8 @@
 
 Before the model is built, its layers are built once with random weights, in two stages a rank, and
 a few microbatches of random tokens are timed. The times of the stages say how long every schedule
-would take, wherever it places them.
+would take, wherever it places them. A configuration that fixes the number of stages leaves those
+schedules to choose from that can run so many, and these stages are timed.
 """
 
 import gc
@@ -23,15 +24,12 @@ from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import choose, describe, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
-from torchtitan.grpo.pipeline.schedules import AUTO
+from torchtitan.grpo.pipeline.schedules import AUTO, Schedule, candidates, measured_with
 from torchtitan.grpo.pipeline.split import split_model
+from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.actions import Kind
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
-from torchtitan.grpo.pipeline.tables.zero_bubble import zbv
-
-_MEASURED_WITH = "ZBVZeroBubble"
-"""It has two stages a rank, and computes I and W one after the other."""
 
 
 def resolve_schedule(
@@ -49,21 +47,25 @@ def resolve_schedule(
         device: Device on which the stages compute.
 
     Returns:
-        The measured costs of all stages, two a rank; None if the configuration names a schedule.
+        The measured costs of all stages, two a rank unless the configuration fixes their number;
+        None if the configuration names a schedule.
     """
     settings = config.parallelism
     if settings.pipeline_parallel_schedule != AUTO:
         return None
-    settings.pipeline_parallel_schedule = _MEASURED_WITH
     degree = settings.pipeline_parallel_degree
+    num_stages = len(stage_modules(settings, len(model.layers)))  # pyright: ignore
+    trial = measured_with(num_stages // degree)
+    settings.pipeline_parallel_schedule = trial.name
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        costs = _measure(model, dims, config, device)
+        costs = _measure(trial, model, dims, config, device)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # What a step will have is not known yet; the order of the schedules rarely depends on it.
     num_microbatches = 4 * degree
-    tried = predict(costs, num_microbatches)
+    rows = candidates(degree, num_stages if fixes_stages(settings) else None)
+    tried = predict(costs, degree, num_microbatches, rows)
     chosen = choose(tried, config.grpo.pipeline_memory, degree)
     settings.pipeline_parallel_schedule = chosen
     if dist.get_rank() == 0:
@@ -79,19 +81,20 @@ def resolve_schedule(
 
 
 def _measure(
-    model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
+    trial: Schedule, model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> Costs:
     """Times two passes of random rows, of which the first one only warms up."""
     degree = config.parallelism.pipeline_parallel_degree
     stages, parts = split_model(model, dims, config, device)
+    assumed = assumed_costs(config, len(stages))
     for part in parts:
         part.to_empty(device=device)
         with torch.no_grad():
             part.init_weights(buffer_device=None)  # pyright: ignore[reportCallIssue]
     schedule = TableSchedule(
         stages,
-        lambda count: zbv(degree, count),
-        assumed_costs(config, 2),
+        lambda count: trial.make_table(degree, count, len(stages), assumed),
+        assumed,
         lambda output, _: output.sum(),
     )
     vocab_size: int = model.model_args.vocab_size  # pyright: ignore
@@ -100,7 +103,7 @@ def _measure(
     for stage in stages:
         stage.timer = timer
     _run_random_rows(schedule, config, device, vocab_size)
-    return _costs_of_all(timer, 2 * degree)
+    return _costs_of_all(timer, len(stages), degree)
 
 
 def _run_random_rows(
@@ -124,7 +127,7 @@ def _run_random_rows(
     )
 
 
-def _costs_of_all(timer: PassTimer, num_stages: int) -> Costs:
+def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
     """Returns the times of all stages, averaged over the ranks that hold the same one.
 
     All ranks must come to the same choice, because FSDP's collectives connect pipelines.
@@ -137,8 +140,9 @@ def _costs_of_all(timer: PassTimer, num_stages: int) -> Costs:
         assert found, f"No rank has measured {kind} of stage {stage}."
         return sum(found) / len(found)
 
+    memory = 1 / stages_per_rank
     stages = (
-        StageCosts(mean(s, "F"), mean(s, "I"), mean(s, "W"), activation=0.5, pending=0.5)
-        for s in range(num_stages)
+        StageCosts(mean(s, "F"), mean(s, "I"), mean(s, "W"), activation=memory, pending=memory)
+        for s in range(stages_per_rank * num_ranks)
     )
     return Costs(tuple(stages))

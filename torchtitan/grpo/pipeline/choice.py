@@ -3,40 +3,33 @@
 
 """Chooses the fastest schedule for given times, under a bound of memory, and says why."""
 
-from torchtitan.grpo.pipeline.schedules import SCHEDULES, Schedule
+from collections.abc import Sequence
+
+from torchtitan.grpo.pipeline.schedules import AUTO_CANDIDATES, Schedule
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
-# Where schedules take equally long, the first one is chosen.
-_CANDIDATES = (
-    "1F1B",
-    "Interleaved1F1B",
-    "ZBH1",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "VZB",
-    "VHalf",
-    "VMin",
-    "ZBH2",
-)
 
-
-def predict(costs: Costs, num_microbatches: int) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates every schedule that can be chosen.
+def predict(
+    costs: Costs, num_ranks: int, num_microbatches: int, rows: Sequence[Schedule]
+) -> dict[str, tuple[Table, Simulation]]:
+    """Simulates schedules.
 
     Args:
-        costs: Costs of stages, two a rank, from the first layers to the last. Schedules place
-            these stages on different ranks, and those with one stage a rank join neighbours.
+        costs: Costs of the stages, from the first layers to the last. Schedules place these
+            stages on different ranks. Those with one stage a rank join neighbours if there are
+            two a rank.
+        num_ranks: Number of ranks.
         num_microbatches: Number of microbatches.
+        rows: The schedules.
     """
-    num_ranks = len(costs.stages) // 2
     tried = {}
-    for name in _CANDIDATES:
-        row = SCHEDULES[name]
-        its = costs_for(row, costs)
-        table = row.make_table(num_ranks, num_microbatches, row.stages_per_rank, its)
-        tried[name] = table, simulate(table, its)
+    for row in rows:
+        its = costs_for(row, costs, num_ranks)
+        per_rank = len(its.stages) // num_ranks
+        table = row.make_table(num_ranks, num_microbatches, per_rank, its)
+        tried[row.name] = table, simulate(table, its)
     return tried
 
 
@@ -48,7 +41,7 @@ def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks:
         memory: Bound, as a share of what 1F1B holds.
         num_ranks: Number of ranks.
     """
-    found = {name: simulation for name, (_, simulation) in tried.items() if name in _CANDIDATES}
+    found = {name: simulation for name, (_, simulation) in tried.items() if name in AUTO_CANDIDATES}
     fitting = [name for name, s in found.items() if s.peak <= memory * num_ranks + 1e-9]
     if not fitting:
         return min(found, key=lambda name: found[name].peak)
@@ -79,9 +72,15 @@ def describe(
     )
 
 
-def costs_for(row: Schedule, costs: Costs) -> Costs:
-    """Returns the costs of a schedule's stages from those of two stages a rank."""
-    if row.stages_per_rank == 2:
+def costs_for(row: Schedule, costs: Costs, num_ranks: int) -> Costs:
+    """Returns the costs of a schedule's stages from those that were measured.
+
+    Args:
+        row: The schedule.
+        costs: Costs of as many stages as the schedule allows, or of two a rank.
+        num_ranks: Number of ranks.
+    """
+    if row.allows_stages(len(costs.stages), num_ranks):
         return costs
     pairs = zip(costs.stages[::2], costs.stages[1::2], strict=True)
     joined = (

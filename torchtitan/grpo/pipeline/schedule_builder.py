@@ -30,10 +30,13 @@ def build_schedule(
         config: Configuration of the run, checked.
         stages: Stages of this rank, as `split.py` makes them.
         loss: Called on the rank of the last stage, once a microbatch.
-        measured: Measured costs of two stages a rank; typical ones are assumed without them.
+        measured: Costs that ``auto`` has measured; typical ones are assumed without them.
     """
     row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
-    costs = assumed_costs(config, len(stages)) if measured is None else costs_for(row, measured)
+    if measured is None:
+        costs = assumed_costs(config, len(stages))
+    else:
+        costs = costs_for(row, measured, degree)
     logger.info(
         f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."

@@ -7,12 +7,16 @@ import argparse
 import math
 from pathlib import Path
 
+from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.pipeline.assumed_costs import assumed_times
 from torchtitan.grpo.pipeline.choice import choose
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, candidates
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
@@ -90,7 +94,8 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     tried = try_all(num_ranks, num_microbatches, times, given.hop)
     name = settings.pipeline_parallel_schedule
     if name == AUTO:
-        name = choose(tried, config.grpo.pipeline_memory, num_ranks)
+        allowed = {row.name: tried[row.name] for row in _candidates(config)}
+        name = choose(allowed, config.grpo.pipeline_memory, num_ranks)
         print(f"For these times, {AUTO} takes {name}; a run measures its own.\n")
     table, simulation = tried[name]
     print(
@@ -105,6 +110,25 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
             for name, (t, s) in tried.items()
         }
         print(f"\nPicture: {draw_picture(titles, given.picture)}")
+
+
+def _candidates(config: JobConfig) -> list[Schedule]:
+    """Returns the schedules among which ``auto`` chooses.
+
+    Raises:
+        ConfigError: If the model cannot be read or cannot be cut into stages. It is read only if
+            the configuration fixes the number of stages.
+    """
+    settings = config.parallelism
+    if not fixes_stages(settings):
+        return candidates(settings.pipeline_parallel_degree)
+    try:
+        locate_models(config, weights=False)
+        model = read_hf_model(config.model.hf_assets_path)
+        stages = stage_modules(settings, model.model_args.n_layers)  # pyright: ignore
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return candidates(settings.pipeline_parallel_degree, len(stages))
 
 
 def try_all(

@@ -17,6 +17,19 @@ from torchtitan.grpo.pipeline.tables.costs import Costs
 AUTO = "auto"
 """The name under which the fastest schedule is chosen by measured times."""
 
+AUTO_CANDIDATES = (
+    "1F1B",
+    "Interleaved1F1B",
+    "ZBH1",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "VZB",
+    "VHalf",
+    "VMin",
+    "ZBH2",
+)
+"""The schedules that can be chosen. Where they take equally long, the first one is."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -37,6 +50,8 @@ class Schedule:
         finishes_each_microbatch: True if the last stage completes the backward pass of each
             microbatch, of its output layer in any case, before it begins the next. Only then can
             the output layer keep logits for the backward pass in the memory of one microbatch.
+        allows_one_stage: True if each rank may hold a single stage, although ``stages_per_rank``
+            is the default.
     """
 
     name: str
@@ -46,12 +61,14 @@ class Schedule:
     placement: Placement
     is_zero_bubble: bool
     finishes_each_microbatch: bool = True
+    allows_one_stage: bool = False
 
     @property
     def stages_in_words(self) -> str:
         """How many stages each rank needs, as a part of a message."""
         if self.allows_more_stages:
-            return f"the same number of stages, at least {self.stages_per_rank},"
+            least = 1 if self.allows_one_stage else self.stages_per_rank
+            return f"the same number of stages, at least {least},"
         return f"exactly {self.stages_per_rank} stage{'s' if self.stages_per_rank > 1 else ''}"
 
     def allows_stages(self, total_stages: int, num_ranks: int) -> bool:
@@ -59,8 +76,10 @@ class Schedule:
         per_rank, rest = divmod(total_stages, num_ranks)
         if rest != 0:
             return False
-        return per_rank == self.stages_per_rank or (
-            self.allows_more_stages and per_rank > self.stages_per_rank
+        return (
+            per_rank == self.stages_per_rank
+            or (self.allows_more_stages and per_rank > self.stages_per_rank)
+            or (self.allows_one_stage and per_rank == 1)
         )
 
 
@@ -120,7 +139,17 @@ _ROWS = (
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
     # `auto.py` replaces the name by that of another row before a pipeline is built.
-    _v(AUTO, v_family.v_zb),
+    Schedule(
+        AUTO,
+        lambda ranks, microbatches, stages, costs: measured_with(stages).make_table(
+            ranks, microbatches, stages, costs
+        ),
+        stages_per_rank=2,
+        allows_more_stages=True,
+        placement="v",
+        is_zero_bubble=True,
+        allows_one_stage=True,
+    ),
 )
 
 SCHEDULES: dict[str, Schedule] = {row.name: row for row in _ROWS}
@@ -138,3 +167,25 @@ def schedule_named(name: str) -> Schedule:
             f"{name!r}."
         )
     return SCHEDULES[name]
+
+
+def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule]:
+    """Returns the schedules among which :data:`AUTO` chooses.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        total_stages: Number of stages, if the configuration fixes it. None allows any number.
+    """
+    rows = (SCHEDULES[name] for name in AUTO_CANDIDATES)
+    return [
+        row for row in rows if total_stages is None or row.allows_stages(total_stages, num_ranks)
+    ]
+
+
+def measured_with(stages_per_rank: int) -> Schedule:
+    """Returns the schedule under which :data:`AUTO` measures so many stages a rank.
+
+    It computes I and W one after the other, so that both can be timed.
+    """
+    names = {1: "ZBH1", 2: "ZBVZeroBubble"}
+    return SCHEDULES[names.get(stages_per_rank, "InterleavedZeroBubble")]

@@ -8,7 +8,7 @@ import math
 from torchtitan.config.job_config import Parallelism
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 
-from torchtitan.grpo.pipeline.schedules import Schedule, schedule_named
+from torchtitan.grpo.pipeline.schedules import AUTO, Schedule, measured_with, schedule_named
 from torchtitan.grpo.pipeline.tables.actions import ranks_of_stages
 
 
@@ -99,6 +99,14 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
     return stages
 
 
+def fixes_stages(settings: Parallelism) -> bool:
+    """Returns whether the configuration, and not the schedule, says how many stages there are."""
+    return (
+        settings.module_fqns_per_model_part is not None
+        or settings.pipeline_parallel_layers_per_stage is not None
+    )
+
+
 def ends_one_at_a_time(settings: Parallelism) -> bool:
     """Returns whether the last stage finishes each microbatch before it begins the next.
 
@@ -110,7 +118,12 @@ def ends_one_at_a_time(settings: Parallelism) -> bool:
 
 
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
-    """Returns, for each stage of the pipeline, the pipeline rank that holds it."""
-    degree = settings.pipeline_parallel_degree
-    placement = schedule_of(settings).placement
-    return list(ranks_of_stages(degree, total_stages // degree, placement))
+    """Returns, for each stage of the pipeline, the pipeline rank that holds it.
+
+    As long as ``auto`` has not chosen a schedule, they are the ranks that measure the stages.
+    """
+    degree, schedule = settings.pipeline_parallel_degree, schedule_of(settings)
+    per_rank = total_stages // degree
+    if schedule.name == AUTO:
+        schedule = measured_with(per_rank)
+    return list(ranks_of_stages(degree, per_rank, schedule.placement))

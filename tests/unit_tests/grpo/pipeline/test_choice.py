@@ -8,12 +8,13 @@ import pytest
 
 from torchtitan.grpo.cli import run
 from torchtitan.grpo.pipeline.choice import choose, describe, predict
+from torchtitan.grpo.pipeline.schedules import SCHEDULES, candidates, measured_with
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 
 def test_with_memory_the_one_without_idle_time_is_taken():
     costs = Costs.uniform(8, 2, (1, 1, 1))
-    tried = predict(costs, 32)
+    tried = predict(costs, 8, 32, candidates(8))
     assert choose(tried, 1.5, 8) == "InterleavedZeroBubble"  # the first of three equal ones
     without = {name: found for name, found in tried.items() if name != "InterleavedZeroBubble"}
     assert choose(without, 1.5, 8) == "ZBVZeroBubble"
@@ -26,11 +27,12 @@ def test_with_memory_the_one_without_idle_time_is_taken():
 
 @pytest.mark.parametrize(("memory", "chosen"), [(0.65, "VHalf"), (0.5, "VMin"), (0.1, "VMin")])
 def test_with_less_memory_one_that_fits_is_taken(memory, chosen):
-    assert choose(predict(Costs.uniform(8, 2, (1, 1, 1)), 32), memory, 8) == chosen
+    tried = predict(Costs.uniform(8, 2, (1, 1, 1)), 8, 32, candidates(8))
+    assert choose(tried, memory, 8) == chosen
 
 
 def test_schedules_that_lose_to_one_forward_one_backward_are_not_taken():
-    tried = predict(Costs.uniform(8, 2, (1, 2, 0.5)), 32)
+    tried = predict(Costs.uniform(8, 2, (1, 2, 0.5)), 8, 32, candidates(8))
     chosen = choose(tried, 1.0, 8)
     assert chosen not in ("VHalf", "VMin")
     assert tried[chosen][1].makespan < min(
@@ -44,12 +46,37 @@ def test_with_unequal_stages_it_is_never_slower_than_what_else_fits():
         times = random.uniform(0.6, 1.4, (8, 3)) * random.uniform(0.5, 2, 3)
         stages = (StageCosts(*map(float, row), activation=0.5, pending=0.5) for row in times)
         costs = Costs(tuple(stages))
-        tried = predict(costs, 9)
+        tried = predict(costs, 4, 9, candidates(4))
         chosen = choose(tried, 1.0, 4)
         assert tried[chosen][1].peak <= 4
         for name in ("1F1B", "Interleaved1F1B"):
             is_allowed = tried[name][1].peak <= 4
             assert tried[chosen][1].makespan <= tried[name][1].makespan or not is_allowed
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "names"),
+    [
+        (1, ["1F1B", "ZBH1", "ZBH2"]),
+        (2, ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VZB", "VHalf", "VMin"]),
+        (3, ["Interleaved1F1B", "InterleavedZeroBubble"]),
+    ],
+)
+def test_a_fixed_number_of_stages_leaves_the_schedules_that_can_run_it(per_rank, names):
+    assert [row.name for row in candidates(4, 4 * per_rank)] == names
+    assert SCHEDULES["auto"].allows_stages(4 * per_rank, 4)
+    assert measured_with(per_rank).allows_stages(4 * per_rank, 4)
+    costs = Costs.uniform(4, per_rank, (1, 1, 1))
+    tried = predict(costs, 4, 8, candidates(4, 4 * per_rank))
+    assert list(tried) == names
+    for table, simulation in tried.values():
+        assert table.num_stages == 4 * per_rank
+        assert sum(simulation.busy) == pytest.approx(4 * 8 * 3), "all layers count, however cut"
+
+
+def test_a_number_of_stages_that_ranks_cannot_share_leaves_no_schedule():
+    assert candidates(4, 6) == []
+    assert not SCHEDULES["auto"].allows_stages(6, 4)
 
 
 def test_the_command_shows_what_would_be_chosen(capsys):
@@ -60,3 +87,23 @@ def test_the_command_shows_what_would_be_chosen(capsys):
         "For these times, auto takes InterleavedZeroBubble; a run measures its own."
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("layers", "chosen"), [("3", "ZBH1"), ("1", "InterleavedZeroBubble")])
+def test_the_command_chooses_among_schedules_with_the_configured_stages(layers, chosen, capsys):
+    """The quickstart's model has four layers, so that six parts are cut into 2 or 6 stages."""
+    arguments = ["train_configs/quickstart_zero_bubble.toml", "--times", "1", "1", "1"]
+    arguments += ["--parallelism.pipeline_parallel_schedule", "auto"]
+    arguments += ["--parallelism.pipeline_parallel_layers_per_stage", layers]
+    assert run(["schedule", *arguments]) == 0
+    assert f"auto takes {chosen}; a run" in capsys.readouterr().out
+
+
+def test_the_command_refuses_stages_that_ranks_cannot_share(capsys):
+    arguments = ["train_configs/quickstart_zero_bubble.toml"]
+    arguments += ["--parallelism.pipeline_parallel_schedule", "auto"]
+    arguments += ["--parallelism.pipeline_parallel_layers_per_stage", "2"]
+    assert run(["schedule", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "parallelism.pipeline_parallel_layers_per_stage (2) cuts 6 layers" in error
+    assert "auto needs the same number of stages, at least 1, on each of 2 ranks" in error

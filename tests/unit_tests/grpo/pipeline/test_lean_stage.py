@@ -39,6 +39,28 @@ def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
 
 
 @pytest.mark.parametrize(
+    ("layers_per_stage", "stages_per_rank", "names"),
+    [(3, 1, {"1F1B", "ZBH1", "ZBH2"}), (1, 3, {"Interleaved1F1B", "InterleavedZeroBubble"})],
+)
+def test_auto_chooses_among_schedules_with_the_configured_stages(
+    layers_per_stage, stages_per_rank, names, make_model, run_ranks, tmp_path
+):
+    """The embedding and the output layer count as layers, so that six are cut."""
+    _, folder = make_model("llama", num_hidden_layers=4)
+    results = run_ranks(
+        "lean_pipeline", 2, model=folder, seq_len=12, sequences=SEQUENCES, schedule="auto", folder=str(tmp_path),
+        compiled=False, layers_per_stage=layers_per_stage, rows=[[0], [1], [2]], cuts=[[]],
+    )  # fmt: skip
+    (chosen,) = {result["schedule"] for result in results}
+    assert chosen in names
+    # Those of the training passes and those of forward passes alone.
+    assert [result["num_stages"] for result in results] == [2 * stages_per_rank] * 2
+    report = (tmp_path / "pipeline_schedule.txt").read_text()
+    predicted = report.partition("Predicted for 8 microbatches: ")[2].split("\n")[0]
+    assert {part.split()[0] for part in predicted.split("), ")} == names
+
+
+@pytest.mark.parametrize(
     "name",
     ["get_fwd_send_ops", "get_bwd_send_ops", "forward_one_chunk", "backward_one_chunk"],
 )
