@@ -34,7 +34,7 @@ from torchtitan.grpo.system.child import start_child, stop_children, without_ran
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
-from torchtitan.grpo.weight_sync.memory_plan import predict_memory
+from torchtitan.grpo.weight_sync.memory_plan import describe_placement, predict_memory
 
 _OUTPUT_FILE = "output.log"
 _SHOWN_OUTPUT_LINES = 20
@@ -98,6 +98,8 @@ def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
         on_gpu=on_gpu,
     )
     yield "Memory of the weight push"
+    num_layers: int = model.model_args.n_layers  # pyright: ignore[reportAttributeAccessIssue]
+    yield from (f"  {line}" for line in describe_placement(config, num_layers))
     yield from (f"  {line}" for line in memory.describe(on_gpu=on_gpu))
 
 

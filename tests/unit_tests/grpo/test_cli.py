@@ -42,6 +42,17 @@ def test_check_config_names_what_is_wrong(capsys, tmp_path):
     assert "Did you mean grpo.group_size?" in capsys.readouterr().err
 
 
+def test_check_config_says_that_auto_has_not_placed_the_stages(repository, monkeypatch, capsys):
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = ["check-config", "train_configs/quickstart_zero_bubble.toml"]
+    note = "stages a rank in a V: the schedule is not chosen yet"
+    assert cli.run(command) == 0
+    assert note not in capsys.readouterr().out
+    assert cli.run([*command, "--parallelism.pipeline_parallel_schedule", "auto"]) == 0
+    assert note in capsys.readouterr().out
+
+
 def test_check_config_fails_if_the_folder_holds_a_run(repository, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(repository)
     monkeypatch.setenv("WORLD_SIZE", "2")

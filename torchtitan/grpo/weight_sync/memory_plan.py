@@ -18,7 +18,8 @@ from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
-from torchtitan.grpo.pipeline.stages import stage_modules, stage_ranks
+from torchtitan.grpo.pipeline.schedules import AUTO, candidates
+from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_ranks
 from torchtitan.grpo.weight_sync.leader import max_alive
 from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
@@ -129,6 +130,27 @@ def predict_memory(
     layouts = {s.rank: lay_out_slot(s, adapter, dtype, contiguous=on_gpu) for s in sources}
     plan = PushPlan(ALL_PARAMETERS, sources, layouts, dtype)
     return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
+
+
+def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
+    """Yields for which placement of stages memory is predicted, if the run will choose it later.
+
+    Args:
+        config: Configuration of the run.
+        num_layers: Number of transformer layers of the model.
+    """
+    settings = config.parallelism
+    degree = settings.pipeline_parallel_degree
+    if degree == 1 or settings.pipeline_parallel_schedule != AUTO:
+        return
+    total = len(stage_modules(settings, num_layers))
+    rows = candidates(degree, total if fixes_stages(settings) else None)
+    if len({(row.placement, row.stages_per_rank) for row in rows}) > 1:
+        yield (
+            f"(for {total // degree} stages a rank in a V: the schedule is not chosen yet, because "
+            f"parallelism.pipeline_parallel_schedule = {AUTO!r}; other placements divide the same "
+            "weights among the ranks in another way, so that the figures may differ slightly)"
+        )
 
 
 def wire_dtype(config: JobConfig) -> torch.dtype:
