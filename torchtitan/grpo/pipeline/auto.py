@@ -23,6 +23,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import choose, describe, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
+from torchtitan.grpo.pipeline.hop import measure_hops
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.schedules import AUTO, Schedule, candidates, measured_with
 from torchtitan.grpo.pipeline.split import split_model
@@ -83,7 +84,7 @@ def resolve_schedule(
 def _measure(
     trial: Schedule, model: nn.Module, dims: ParallelDims, config: JobConfig, device: torch.device
 ) -> Costs:
-    """Times two passes of random rows, of which the first one only warms up."""
+    """Times a pass of random rows after one that warms up, and the way of a tensor between ranks."""
     degree = config.parallelism.pipeline_parallel_degree
     stages, parts = split_model(model, dims, config, device)
     assumed = assumed_costs(config, len(stages))
@@ -103,6 +104,7 @@ def _measure(
     for stage in stages:
         stage.timer = timer
     _run_random_rows(schedule, config, device, vocab_size)
+    measure_hops(stages, timer)
     return _costs_of_all(timer, len(stages), degree)
 
 
@@ -130,13 +132,15 @@ def _run_random_rows(
 def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
     """Returns the times of all stages, averaged over the ranks that hold the same one.
 
-    All ranks must come to the same choice, because FSDP's collectives connect pipelines.
+    The hop is that of all neighbours on average. All ranks must come to the same choice, because
+    FSDP's collectives connect pipelines.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, timer.medians())
+    dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))
+    hops = [hop for _, hop in of_ranks if hop is not None]
 
     def mean(stage: int, kind: Kind) -> float:
-        found = [times[stage, kind] for times in of_ranks if (stage, kind) in times]
+        found = [times[stage, kind] for times, _ in of_ranks if (stage, kind) in times]
         assert found, f"No rank has measured {kind} of stage {stage}."
         return sum(found) / len(found)
 
@@ -145,4 +149,4 @@ def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Cos
         StageCosts(mean(s, "F"), mean(s, "I"), mean(s, "W"), activation=memory, pending=memory)
         for s in range(stages_per_rank * num_ranks)
     )
-    return Costs(tuple(stages))
+    return Costs(tuple(stages), hop=sum(hops) / len(hops))

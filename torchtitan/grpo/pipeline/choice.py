@@ -67,7 +67,8 @@ def describe(
     )
     return (
         f"The pipeline takes the schedule {chosen}. F, I and W of a stage take "
-        f"{', '.join(times)} ms on average. Predicted for {num_microbatches} microbatches: "
+        f"{', '.join(times)} ms on average, and a tensor takes {1000 * costs.hop:.3g} ms from rank "
+        f"to rank. Predicted for {num_microbatches} microbatches: "
         f"{predictions}."
     )
 

@@ -58,6 +58,12 @@ class LeanStage(PipelineStage):
         """Whether a schedule has run the stage, and so has inferred what it receives."""
         return isinstance(self.args_recv_info, _OnDemand)
 
+    def example_of_exchanges(self) -> torch.Tensor:
+        """Returns a tensor like those that the stage, which has run, exchanges with others."""
+        received = self.grad_recv_info if self.is_first else self.args_recv_info
+        assert isinstance(received, _OnDemand), "The stage has not run yet."
+        return received.example()
+
     def receive_like(self, stage: "LeanStage", offset: int) -> None:
         """Takes over what another stage of the same module receives.
 
@@ -161,6 +167,11 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
         other = _OnDemand(self._example, offset)
         other._shapes = self._shapes
         return other
+
+    def example(self) -> torch.Tensor:
+        """Returns a tensor like the first one that is received, filled with zeros."""
+        size, dtype, device = next(shape for shape in self._shapes if shape is not None)
+        return torch.zeros(size, dtype=dtype, device=device)
 
     def __missing__(self, microbatch: int) -> tuple[_RecvInfo, ...]:
         # All looks at a microbatch that is on its way must find the same buffers.

@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures how long a stage's passes take, without the time for which they wait for inputs."""
+"""Measures how long a stage's passes take, without the time for which they wait for inputs.
+
+It also collects how long tensors travel between ranks, which `hop.py` measures.
+"""
 
 import statistics
 import time
@@ -28,6 +31,7 @@ class PassTimer:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._marks: dict[tuple[int, Kind], list[tuple[Any, Any]]] = defaultdict(list)
+        self._exchanges: list[tuple[Any, Any]] = []
 
     @contextmanager
     def measure(self, stage: int, kind: Kind) -> Iterator[None]:
@@ -35,6 +39,19 @@ class PassTimer:
         begin = self._mark()
         yield
         self._marks[stage, kind].append((begin, self._mark()))
+
+    @contextmanager
+    def measure_there_and_back(self) -> Iterator[None]:
+        """Measures the block as the way of a tensor to another rank and back."""
+        begin = self._mark()
+        yield
+        self._exchanges.append((begin, self._mark()))
+
+    def median_hop(self) -> float | None:
+        """Returns the median time of one way, in seconds; None if none was measured."""
+        if not self._exchanges:
+            return None
+        return statistics.median(self._seconds(*marks) for marks in self._exchanges) / 2
 
     def medians(self) -> dict[tuple[int, Kind], float]:
         """Returns the median time of each stage's passes of each kind, in seconds."""

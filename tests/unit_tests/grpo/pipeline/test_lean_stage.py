@@ -4,6 +4,7 @@
 """One pipeline runs passes of any length, and holds nothing for microbatches that are done."""
 
 import inspect
+import re
 
 import pytest
 from torch.distributed.pipelining import PipelineStage, stage
@@ -36,6 +37,16 @@ def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
         assert report.startswith(f"The pipeline takes the schedule {chosen}. F, I and W of a stage")
         assert "Predicted for 8 microbatches: 1F1B" in report and "\nrank  1  " in report
         assert (tmp_path / "pipeline_schedule.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_measures_how_long_a_tensor_takes_from_rank_to_rank(make_model, run_ranks, tmp_path):
+    """The middle one of three ranks exchanges tensors with both of the others."""
+    _, folder = make_model("llama", num_hidden_layers=4)
+    results = run_ranks("slow_connection", 3, model=folder, seconds=0.01, folder=str(tmp_path))
+    assert len({result["schedule"] for result in results}) == 1
+    report = (tmp_path / "pipeline_schedule.txt").read_text()
+    hop = re.search(r"a tensor takes (\S+) ms from rank to rank", report)
+    assert hop is not None and float(hop[1]) >= 10
 
 
 @pytest.mark.parametrize(
