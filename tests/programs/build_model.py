@@ -46,6 +46,7 @@ def build_stages(
     folder: str = "./outputs",
     early_blocks: int = 1,
     layers_per_stage: int | None = None,
+    offload: float = 0.0,
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -62,6 +63,7 @@ def build_stages(
     config.activation_checkpoint.selective_ac_option = ac.partition(" ")[2] or "2"
     config.grpo.logprob_keep_logits = keeps_logits
     config.grpo.recompute_early_blocks = early_blocks
+    config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage

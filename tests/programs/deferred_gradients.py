@@ -34,7 +34,7 @@ def gathered(parts) -> dict[str, torch.Tensor]:
 def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     case = dict(case)
     torch_split, bound = case.pop("torch_split", False), case.pop("bound", None)
-    early = case.pop("early", 1)
+    early, steps = case.pop("early", 1), case.pop("steps", 2)
     # InterleavedZeroBubble keeps no logits, and logits that are computed again round differently.
     case["keeps_logits"] = False
     built, stages = build_stages(
@@ -86,7 +86,9 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
     def weighted(output, part):
         return (output[..., 0] * rows.select(part).loss_mask).sum()
 
-    for _ in range(2):  # the first step also infers shapes
+    if stages[0].offload is not None:
+        stages[0].offload.memory._least_bytes = 0
+    for _ in range(steps):  # the first step also infers shapes
         for part in built.parts:
             part.zero_grad()
         calls[0] = before_gradient[0] = 0
@@ -101,6 +103,20 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "split": [asdict(graph) for graph in split_graphs],
         "pending_bytes": store.pending_bytes if store else 0,
+        "offload": offload_figures(stages),
+    }
+
+
+def offload_figures(stages: list) -> dict[str, float] | None:
+    """What lay in host memory, if activations may."""
+    plan = stages[0].offload
+    if plan is None:
+        return None
+    memory = plan.memory
+    return {
+        "peak_bytes": memory.peak_host_bytes,
+        "left_bytes": memory.host_bytes,
+        "bandwidth": plan._bandwidth,
     }
 
 

@@ -210,6 +210,12 @@ class GRPO:
     activation checkpoints, with compiled blocks, or with
     ``parallelism.fsdp_reshard_after_forward = "always"``."""
 
+    pipeline_offload: Annotated[float, at_least(0).at_most(1).or_value(-1, "auto")] = 0
+    """Share of a pipeline rank's forward passes whose activations lie in host memory until their
+    backward pass: those that are kept longest. -1 takes as many as copies can move while the rank
+    computes, by times and a bandwidth that are measured in an early step. It cannot be combined with
+    ``compile.enable``."""
+
     pipeline_fill_gaps: bool = True
     """Whether a pipeline computes logprobs under the reference and under the proximal policy in the
     idle time of its training passes, as far as they fit in without a delay. There must be several

@@ -141,6 +141,17 @@ def _pipeline_problems(config: JobConfig) -> Iterator[str]:
         )
         return
     yield from _split_compile_problems(config, schedule)
+    yield from _offload_problems(config)
+
+
+def _offload_problems(config: JobConfig) -> Iterator[str]:
+    """Yields why activations of a pipeline cannot lie in host memory."""
+    share = config.grpo.pipeline_offload  # pyright: ignore[reportAttributeAccessIssue]
+    if share != 0 and _compiles_model(config):
+        yield (
+            f"grpo.pipeline_offload must be 0 with compile.enable, got {share:g}: tensors that a "
+            "compiled block saves are not moved. Use 0, or compile.enable = false."
+        )
 
 
 def _split_compile_problems(config: JobConfig, schedule: Schedule) -> Iterator[str]:

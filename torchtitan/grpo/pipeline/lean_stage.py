@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.stage import _RecvInfo
+from torch.utils._pytree import tree_leaves
 
 from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
+from torchtitan.grpo.pipeline.offload_plan import OffloadPlan
 from torchtitan.grpo.pipeline.pass_timer import PassTimer
 from torchtitan.grpo.pipeline.tables.actions import Kind
 
@@ -30,6 +32,7 @@ class LeanStage(PipelineStage):
         self._arriving: dict[int, list[dist.Work]] = {}
         self.timer: PassTimer | None = None
         self.early: EarlyRecompute | None = None
+        self.offload: OffloadPlan | None = None
 
     @classmethod
     def like(cls, stage: PipelineStage) -> "LeanStage":
@@ -79,16 +82,20 @@ class LeanStage(PipelineStage):
             # Torch keeps outputs for the backward pass. Those that were needed have been sent.
             self.fwd_cache.clear()
         marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
-        with self._timed("F"), marking:
+        with self._timed("F"), marking, self._offloading(fwd_chunk_id, args, kwargs):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(fwd_chunk_id, None)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.offload is not None:
+            self.offload.before_backward((self.stage_index, bwd_chunk_id))
         group = self._await_gradient(bwd_chunk_id)
         with self._timed("B" if kwargs.get("full_backward", True) else "I"), group:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.grad_recv_info.pop(bwd_chunk_id, None)
+        if self.offload is not None:
+            self.offload.after_backward((self.stage_index, bwd_chunk_id))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._timed("W"):
@@ -134,6 +141,15 @@ class LeanStage(PipelineStage):
         for work in self._leaving:
             work.wait()
         self._leaving.clear()
+
+    def _offloading(
+        self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        if self.offload is None:
+            return nullcontext()
+        received = [info.buffer for info in self.args_recv_info[microbatch]]
+        inputs = (*received, *tree_leaves((args, kwargs)))
+        return self.offload.forward((self.stage_index, microbatch), self.submod, inputs)
 
     def _timed(self, kind: Kind) -> AbstractContextManager[None]:
         return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)

@@ -41,9 +41,12 @@ def build_schedule(
         f"The pipeline has {degree * len(stages)} stages on {degree} ranks and the "
         f"{'zero-bubble ' if row.is_zero_bubble else ''}schedule {row.name}."
     )
-    return TableSchedule(
+    schedule = TableSchedule(
         stages, lambda count: row.make_table(degree, count, len(stages), costs), costs, loss
     )
+    if config.grpo.pipeline_offload != 0:
+        schedule.offload(config.grpo.pipeline_offload)
+    return schedule
 
 
 def build_forward_schedule(config: JobConfig, stages: list[LeanStage]) -> TableSchedule:

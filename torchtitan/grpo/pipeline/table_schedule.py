@@ -3,7 +3,8 @@
 
 """Runs the passes of pipeline stages in the order that a table gives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -13,7 +14,9 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from torchtitan.grpo.pipeline.gap_stage import GapModel, GapRows, GapStage
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.lowering import GapNumbers, lower
-from torchtitan.grpo.pipeline.simulate import simulate
+from torchtitan.grpo.pipeline.offload_plan import OffloadPlan
+from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
@@ -47,6 +50,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._ranks = make_table(1).ranks
         self._gap_models: list[GapModel] = []
         self._number_stages()
+        self._offload: OffloadPlan | None = None
 
         @cache
         def filled(num_microbatches: int, num_waiting: int) -> Table:
@@ -54,13 +58,29 @@ class TableSchedule(_PipelineScheduleRuntime):
             return fill_gaps(table, costs, num_waiting) if num_waiting else table
 
         @cache
+        def simulated(num_microbatches: int, num_waiting: int) -> Simulation:
+            return simulate(filled(num_microbatches, num_waiting), costs)
+
+        @cache
         def lowered(
             num_microbatches: int, num_waiting: int, gaps: tuple[GapNumbers, ...]
         ) -> dict[int, list[_Action]]:
             table = filled(num_microbatches, num_waiting)
-            return lower(table, simulate(table, costs), gaps)
+            return lower(table, simulated(num_microbatches, num_waiting), gaps)
 
-        self._filled, self._lowered = filled, lowered
+        self._filled, self._simulated, self._lowered = filled, simulated, lowered
+
+    def offload(self, share: float) -> None:
+        """Lets activations lie in host memory until their backward pass.
+
+        Args:
+            share: ``grpo.pipeline_offload``.
+        """
+        stage = self.stages[0]
+        assert stage.group is not None, "The stages have no process group."
+        self._offload = OffloadPlan(stage.device, share, stage.group)
+        for stage in self.stages:
+            stage.offload = self._offload
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
         """Registers a model that may run forward in the gaps of passes.
@@ -104,12 +124,17 @@ class TableSchedule(_PipelineScheduleRuntime):
         for stage in self._stages:
             stage.has_backward = self._has_backward and not isinstance(stage, GapStage)
             stage.clear_runtime_states()
-        self._step_microbatches(
-            [*inputs, *(args for rows in in_gaps for args in rows.inputs[: rows.num_done])],
-            [*named_inputs, *(n for rows in in_gaps for n in rows.named_inputs[: rows.num_done])],
-            None if targets is None else list(targets),
-            return_outputs=returns_outputs,
-        )
+        num_waiting = sum(len(rows.named_inputs) for rows in waiting)
+        with self._offloading(num_waiting):
+            self._step_microbatches(
+                [*inputs, *(args for rows in in_gaps for args in rows.inputs[: rows.num_done])],
+                [
+                    *named_inputs,
+                    *(n for rows in in_gaps for n in rows.named_inputs[: rows.num_done]),
+                ],
+                None if targets is None else list(targets),
+                return_outputs=returns_outputs,
+            )
         for stage in cast(list[LeanStage], self._stages):
             stage.finish_sending()
         number = self._n_microbatches
@@ -132,6 +157,23 @@ class TableSchedule(_PipelineScheduleRuntime):
         gap_stages = [stage for rows in in_gaps for stage in rows.model.stages]
         self._stages = [*self.stages, *dict.fromkeys(gap_stages)]
         return in_gaps
+
+    @contextmanager
+    def _offloading(self, num_waiting: int) -> Iterator[None]:
+        """Plans which activations leave the device in the pass in the context."""
+        if self._offload is None:
+            yield
+            return
+        table = self._filled(self._n_microbatches, num_waiting)
+        self._offload.begin(table, self._simulated(self._n_microbatches, num_waiting), self.rank)
+        timer = PassTimer(self.stages[0].device) if self._offload.measures else None
+        for stage in self.stages:
+            stage.timer = timer
+        yield
+        if timer is not None:
+            self._offload.end(table, timer)
+            for stage in self.stages:
+                stage.timer = None
 
     def _number_stages(self) -> None:
         """Tells all stages which rank holds which number."""

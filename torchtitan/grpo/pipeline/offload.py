@@ -1,0 +1,171 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Keeps activations of pipeline stages in host memory until their backward pass.
+
+A pipeline rank holds the activations of several microbatches at the same time, most of which it
+does not need for many passes. PipeOffload (https://arxiv.org/abs/2503.01328) moves those to the
+host that are held longest. `offload_plan.py` says which ones these are.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.grpo.pipeline.host_copies import Arriving, HostCopies
+
+Key = tuple[int, int]
+"""Stage and microbatch of a forward pass."""
+
+LEAST_BYTES = 1 << 16
+"""Smaller tensors stay, because starting a copy takes longer than copying them."""
+
+
+class ActivationOffload:
+    """The activations of one rank that lie in host memory.
+
+    Args:
+        device: Device on which the stages compute.
+        least_bytes: Size from which tensors are moved.
+
+    Attributes:
+        host_bytes: Bytes that lie on the host now.
+        peak_host_bytes: The most bytes that have lain there at a time.
+        saved_bytes: For each stage, the bytes that the last forward pass that was watched has
+            moved, or could have moved.
+    """
+
+    def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
+        self.copies, self._least_bytes = HostCopies(device), least_bytes
+        self._device_type = device.type
+        self._moved: dict[Key, dict[Any, _Moved]] = {}
+        self.host_bytes = self.peak_host_bytes = 0
+        self.saved_bytes: dict[int, int] = {}
+
+    @contextmanager
+    def saving(
+        self, key: Key, module: nn.Module, inputs: Iterable[Any], *, moves: bool = True
+    ) -> Iterator[None]:
+        """Makes the forward pass in the context leave its activations on the host.
+
+        Args:
+            key: The pass.
+            module: Module of the stage, whose parameters and buffers stay where they are.
+            inputs: What the pass gets from outside, and what somebody else holds as well.
+            moves: Whether tensors are moved; otherwise they are counted only.
+        """
+        fixed = [*module.parameters(), *module.buffers()]
+        held = [t for t in inputs if isinstance(t, torch.Tensor)]
+        staying = {_address(tensor) for tensor in (*fixed, *held)}
+        # Autocast makes copies of weights, which all microbatches share.
+        weights = {_local(p).shape for p in fixed if p.dim() > 1}
+        weights |= {shape[::-1] for shape in weights}
+        moved: dict[Any, _Moved] = {}
+        originals: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            local = _local(tensor)
+            if not self._is_movable(local) or local.shape in weights or _address(local) in staying:
+                return tensor
+            flat = local.detach().as_strided((local.numel(),), (1,))
+            where = (flat.data_ptr(), flat.numel(), flat.dtype)
+            if where not in moved:
+                moved[where] = _Moved(flat, self.copies if moves else None)
+                # Another tensor must not come to lie at the same address during this pass.
+                originals.append(flat)
+            return _Saved(moved[where], tensor) if moves else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+        originals.clear()  # autograd keeps the hooks, and with them this list
+        self.saved_bytes[key[0]] = sum(one.nbytes for one in moved.values())
+        if moves:
+            self._moved[key] = moved
+            self.host_bytes += self.saved_bytes[key[0]]
+            self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+
+    def fetch(self, key: Key) -> None:
+        """Begins to bring the activations of a pass back, if they are away."""
+        for moved in self._moved.get(key, {}).values():
+            moved.fetch()
+
+    def forget(self, key: Key) -> None:
+        """Gives up the host memory of a pass whose backward pass has run."""
+        self.host_bytes -= sum(moved.nbytes for moved in self._moved.pop(key, {}).values())
+        self.copies.release()
+
+    def _is_movable(self, local: torch.Tensor) -> bool:
+        # A tensor whose collective is still running is no plain one.
+        return (
+            type(local) is torch.Tensor
+            and local.device.type == self._device_type
+            and local.nbytes >= self._least_bytes
+            and _is_dense(local)
+        )
+
+
+class _Moved:
+    """Memory that was moved to the host.
+
+    Args:
+        flat: The memory as a flat tensor.
+        copies: Moves it; None if it is only counted.
+    """
+
+    def __init__(self, flat: torch.Tensor, copies: HostCopies | None) -> None:
+        self.nbytes, self._copies = flat.nbytes, copies
+        self._host = None if copies is None else copies.to_host(flat)
+        self._arriving: Arriving | None = None
+
+    def fetch(self) -> Arriving:
+        """Begins to bring the memory back, unless that has begun."""
+        if self._arriving is None:
+            assert self._copies is not None and self._host is not None, "Nothing was moved."
+            self._arriving = self._copies.to_device(self._host)
+        return self._arriving
+
+
+class _Saved:
+    """What autograd keeps in place of a tensor."""
+
+    def __init__(self, moved: _Moved, tensor: torch.Tensor) -> None:
+        local = _local(tensor)
+        self._moved, self._shape, self._stride = moved, local.shape, local.stride()
+        self._layout = None
+        if isinstance(tensor, DTensor):
+            self._layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def restore(self) -> torch.Tensor:
+        local = self._moved.fetch().get().as_strided(self._shape, self._stride)
+        if self._layout is None:
+            return local
+        mesh, placements, shape, stride = self._layout
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.restore() if isinstance(saved, _Saved) else saved
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's elements fill their memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
