@@ -320,6 +320,12 @@ class Recorder:
             if self._blocks.get(memory.begin) is memory:
                 del self._blocks[memory.begin]
 
+    def put_in_pinned_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pins a host tensor until it is freed."""
+        self._pin(tensor.data_ptr(), tensor.nbytes, 0)
+        weakref.finalize(tensor, self._pinned.remove, self._pinned[-1])
+        return tensor
+
     def _pin(self, address: int, num_bytes: int, flags: int) -> int:
         with self._lock:
             self._pinned.append(Memory(address, address + num_bytes, None))
@@ -507,6 +513,8 @@ class _Devices(TorchFunctionMode):
             return recorder.is_on_device(args[0])
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             return self._to(func, args[0], args[1:], kwargs)
+        if kwargs.pop("pin_memory", False):
+            return recorder.put_in_pinned_memory(func(*args, **kwargs))
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "cuda":
             return func(*args, **kwargs)

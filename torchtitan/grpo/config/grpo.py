@@ -210,7 +210,7 @@ class GRPO:
     activation checkpoints, with compiled blocks, or with
     ``parallelism.fsdp_reshard_after_forward = "always"``."""
 
-    pipeline_offload: Annotated[float, at_least(0).at_most(1).or_value(-1, "auto")] = 0
+    pipeline_offload: Annotated[float, at_least(0).at_most(1).or_value(-1, "auto")] = 0.0
     """Share of a pipeline rank's forward passes whose activations lie in host memory until their
     backward pass: those that are kept longest. -1 takes as many as copies can move while the rank
     computes, by times and a bandwidth that are measured in an early step. It cannot be combined with

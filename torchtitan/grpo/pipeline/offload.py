@@ -95,7 +95,9 @@ class ActivationOffload:
 
     def forget(self, key: Key) -> None:
         """Gives up the host memory of a pass whose backward pass has run."""
-        self.host_bytes -= sum(moved.nbytes for moved in self._moved.pop(key, {}).values())
+        for moved in self._moved.pop(key, {}).values():
+            self.host_bytes -= moved.nbytes
+            moved.fetch().get()  # what nobody has asked for must not be freed on its way
         self.copies.release()
 
     def _is_movable(self, local: torch.Tensor) -> bool:

@@ -110,6 +110,11 @@ def configured(*settings: str) -> JobConfig:
             [*ZERO_BUBBLE, "compile.enable=true", "compile.backend=aot_eager"],
             ["compile.backend", "parallelism.pipeline_parallel_schedule", "got 'aot_eager'"],
         ),
+        (
+            2,
+            [*ZERO_BUBBLE, "compile.enable=true", "grpo.pipeline_offload=0.5"],
+            ["grpo.pipeline_offload", "compile.enable", "got 0.5"],
+        ),
     ],
 )  # fmt: skip
 def test_a_layout_that_cannot_work_is_refused_by_its_keys(num_ranks, settings, keys, monkeypatch):

@@ -107,7 +107,7 @@ PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}
         (2, {"schedule": "ZBVZeroBubble", "ac": "full", "early": -1}),
         (2, {"ac": "selective op", "schedule": "ZBVZeroBubble"}),
         (4, {"dp_shard": 2, "precision": "bfloat16", "schedule": "ZBVZeroBubble"}),
-        (4, {"tp": 2, "ac": "full"}),
+        (4, {"tp": 2}),
     ],
     ids=["interleaved", "1F1B", "full", "selective", "FSDP2", "TP"],
 )
