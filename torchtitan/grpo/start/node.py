@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
-from torchtitan.grpo.system.interfaces import address_of, interface_of
+from torchtitan.grpo.system.interfaces import address_of, interface_of, is_loopback
 from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 29400  # torchrun's own default
@@ -127,7 +127,9 @@ def _nodes(value: str | None) -> tuple[int, int]:
         )
     nodes = int(low), int(high) if colon else int(low)
     if not 1 <= nodes[0] <= nodes[1]:
-        raise ConfigError(f"--nnodes (NNODES) must be at least 1, and MIN at most MAX, got {value}.")
+        raise ConfigError(
+            f"--nnodes (NNODES) must be at least 1, and MIN at most MAX, got {value}."
+        )
     return nodes
 
 
@@ -165,7 +167,7 @@ def find_place(options: NodeOptions) -> Place:
     except ValueError as error:
         raise ConfigError(f"--interface (GRPO_INTERFACE): {error}") from error
     holds_store = interface_of(str(target)) is not None
-    if options.num_nodes[1] > 1 and address.startswith(("127.", "::1")):
+    if options.num_nodes[1] > 1 and is_loopback(address):
         raise ConfigError(
             f"--rdzv-endpoint {host} is {target} on this host, which other nodes cannot reach. Give "
             "the address by which they reach it; hosts often list their own name as 127.0.1.1."

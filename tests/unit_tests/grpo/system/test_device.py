@@ -11,9 +11,9 @@ import torch
 from torchtitan.grpo.system.device import (
     HostMemoryMonitor,
     are_gpus_shared,
+    choose_interfaces,
     default_backend,
     gpus_for_servers,
-    choose_interfaces,
 )
 
 
