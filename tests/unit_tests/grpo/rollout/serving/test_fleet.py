@@ -173,8 +173,10 @@ def test_servers_that_register_join_and_those_that_leave_are_let_go_but_for_the_
             await fleet.close()
             fleet = fleet_of(registry=tmp_path / "registry")
             starting = asyncio.create_task(fleet.start())
-            await asyncio.sleep(0.3)  # it looks, and finds the stale one
-            folder.write(first)
+            while not starting.done():  # as a server does, every two seconds
+                first = first.next()
+                folder.write(first)
+                await asyncio.sleep(0.05)
             await starting
             assert [client.url for client in fleet.clients] == [first.url]
             dispatcher = Dispatcher(
