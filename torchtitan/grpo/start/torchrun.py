@@ -3,8 +3,9 @@
 
 """Runs the training ranks on this machine under torchrun's agent, in this process.
 
-The agent is that of ``torchrun --standalone``. Here it prints nothing: each rank says itself what
-went wrong, and torchrun's own report of thirty lines would bury that message.
+The agent is that of ``torchrun --standalone``, with a rendezvous whose store listens on loopback. Here
+it prints nothing: each rank says itself what went wrong, and torchrun's own report of thirty lines would
+bury that message.
 """
 
 import logging
@@ -20,10 +21,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from torchtitan.grpo.start import rendezvous
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
-_LOOPBACK = "127.0.0.1"
 
 
 def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float) -> int:
@@ -50,14 +52,13 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",  # the agent takes a free port
-        local_addr=_LOOPBACK,
+        rdzv_backend=rendezvous.BACKEND,  # for one host, since no endpoint is named
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         # The agent insists on handling some signal; `_pass_on_signals` handles those that matter.
         signals_to_handle="SIGQUIT",
     )
+    rendezvous.register()
     _pass_on_signals()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
