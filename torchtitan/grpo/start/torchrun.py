@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import uuid
 from types import FrameType
 
@@ -22,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan.grpo.start import rendezvous
+from torchtitan.grpo.system.private_folders import make_private_folder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
@@ -46,7 +46,7 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
     logging.disable(logging.CRITICAL)  # the agent's, in this process alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
-    folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
+    folder = str(make_private_folder("torchtitan-grpo-ranks"))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
