@@ -4,7 +4,7 @@
 """Starts worker processes, has them load the user's code, and kills them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torchtitan.grpo.workers.frames import Refused
@@ -44,7 +44,7 @@ class WorkerProgram(Generic[Reply]):
     subject: str
     timeout_setting: str
     timeout_seconds: float
-    surroundings: Surroundings = Surroundings()
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 class WorkerOwner(Generic[Reply]):

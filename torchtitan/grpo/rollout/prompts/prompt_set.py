@@ -299,7 +299,8 @@ def _num_characters(text: str | list[dict[str, str]]) -> int:
     """Returns the length of a prompt, which its chat template can only add to."""
     if isinstance(text, str):
         return len(text)
-    return sum(len(message["content"]) for message in text)
+    contents = (message["content"] for message in text)
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def _is_conversation(value: Any) -> bool:
