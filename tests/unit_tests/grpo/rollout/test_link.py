@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.rollout import link as link_module
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.types import BatchPart, PromptProgress
