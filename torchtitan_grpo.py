@@ -34,9 +34,9 @@ def rendezvous_handler() -> Callable[[Any], Any]:
 
     def make(params: Any) -> Any:
         _light_start().install_bare_package()
-        from torchtitan.grpo.start.rendezvous import make_handler
+        from torchtitan.grpo.start.local_rendezvous import LocalRendezvous
 
-        return make_handler(params)
+        return LocalRendezvous.make(params)
 
     return make
 

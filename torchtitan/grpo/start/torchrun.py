@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from torchtitan.grpo.start import rendezvous
+from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.private_folders import make_private_folder
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,13 +52,13 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
-        rdzv_backend=rendezvous.BACKEND,  # for one host, since no endpoint is named
+        rdzv_backend=local_rendezvous.BACKEND,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         # The agent insists on handling some signal; `_pass_on_signals` handles those that matter.
         signals_to_handle="SIGQUIT",
     )
-    rendezvous.register()
+    local_rendezvous.register()
     _pass_on_signals()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)

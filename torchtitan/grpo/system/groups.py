@@ -56,11 +56,7 @@ def route_address(setting: str, server_url: str) -> str:
     if setting != "auto":
         return setting
     url = urlsplit(server_url)
-    return route_to(url.hostname or "127.0.0.1", url.port or 80)
-
-
-def route_to(host: str, port: int) -> str:
-    """Returns this host's address on the route to another host."""
+    host, port = url.hostname or "127.0.0.1", url.port or 80
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     # Connecting a datagram socket sends nothing; the kernel only looks up the route.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -68,35 +64,21 @@ def route_to(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def listening_store(
-    address: str,
-    world_size: int | None,
-    timeout_seconds: float,
-    *,
-    port: int = 0,
-    setting: str = "weight_sync.master_address",
-) -> dist.TCPStore:
-    """Returns a store that listens on one address, and on no other interface.
-
-    Args:
-        address: Address of this host.
-        world_size: Number of users of the store; None if it is not known.
-        timeout_seconds: Maximum duration of one operation.
-        port: Port; 0 takes a free one.
-        setting: Setting that ``address`` comes from, for messages.
+def listening_store(address: str, world_size: int | None, timeout_seconds: float) -> dist.TCPStore:
+    """Returns a store that listens on a free port of ``address``, and on no other interface.
 
     Raises:
         ValueError: If ``address`` is not one of this host.
-        OSError: If something else is wrong, such as too many open files or a port that is taken.
+        OSError: If something else is wrong, such as too many open files.
     """
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(target[:2], family=family)
     except OSError as error:
         if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
             raise
         raise ValueError(
-            f"{setting} must be an address of this host, got {address!r}: {error}"
+            f"weight_sync.master_address must be an address of this host, got {address!r}: {error}"
         ) from error
     port = listener.getsockname()[1]
     return dist.TCPStore(

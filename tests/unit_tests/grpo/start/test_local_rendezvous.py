@@ -1,21 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Torchrun's rendezvous listens on the address that it is given, and on one host on loopback alone."""
+"""Torchrun's agent and its ranks listen on loopback alone where all are on one host."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from torchtitan.grpo.inference.local_servers import free_ports
-from torchtitan.grpo.start.rendezvous import BACKEND, make_handler
+from torchtitan.grpo.start.local_rendezvous import BACKEND, LocalRendezvous
 
 # Joins the process group, and prints the sockets of the agent and of this rank that listen.
 RANK = """
@@ -82,36 +79,27 @@ def test_the_train_command_listens_on_loopback_alone(rank: Path, tmp_path: Path)
     assert {address for report in found for address, _ in report["listening"]} == {"127.0.0.1"}
 
 
-def test_two_agents_meet_at_the_address_that_is_named(rank: Path):
-    """127.0.0.2 stands for the interface between the hosts; 127.0.0.3 is the second host's."""
-    (port,) = free_ports(1)
-    agents = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", BACKEND),
-                *("--rdzv-endpoint", f"127.0.0.2:{port}", "--nnodes=2", "--local-addr", address),
-                *("--nproc_per_node=1", str(rank)),
-            ],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        )
-        for address in ("127.0.0.2", "127.0.0.3")
-    ]  # fmt: skip
-    try:
-        outputs = [agent.communicate(timeout=120) for agent in agents]
-    finally:
-        for agent in agents:
-            with contextlib.suppress(psutil.Error):
-                agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], [error[-2000:] for _, error in outputs]
-    found = [report for output, _ in outputs for report in reports(output)]
-    assert [report["world"] for report in found] == [2, 2]
-    sockets = [tuple(socket) for report in found for socket in report["listening"]]
-    assert ("127.0.0.2", port) in sockets, "the agents' store"
-    # The ranks' store is on the address of whichever host has rank 0; gloo is on loopback.
-    assert {address for address, _ in sockets} <= {"127.0.0.1", "127.0.0.2", "127.0.0.3"}
+def test_restarted_ranks_find_a_new_store(tmp_path: Path):
+    """Both attempts put the same key; the second would find the first one's."""
+    file = tmp_path / "rank.py"
+    file.write_text(
+        "import os, sys\n"
+        "from datetime import timedelta\n"
+        "import torch.distributed as dist\n"
+        "store = next(dist.rendezvous('env://'))[0]\n"
+        "print('found' if store.check(['key']) else 'empty', flush=True)\n"
+        "store.set('key', 'x')\n"
+        "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 1)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", BACKEND]
+    command += ["--max-restarts=1", "--nproc_per_node=1", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["empty", "empty"]
 
 
-def test_several_hosts_without_an_endpoint_are_refused():
-    params = RendezvousParameters(BACKEND, "", "run", min_nodes=1, max_nodes=2)
-    with pytest.raises(ValueError, match=r"--rdzv-endpoint must name the address .* got nothing"):
-        make_handler(params)
+@pytest.mark.parametrize(("endpoint", "nodes"), [("", 2), ("127.0.0.1:29400", 1)])
+def test_several_hosts_are_refused(endpoint: str, nodes: int):
+    params = RendezvousParameters(BACKEND, endpoint, "run", min_nodes=1, max_nodes=nodes)
+    with pytest.raises(ValueError, match=r"is for one host: --nnodes must be 1 .* got 1:"):
+        LocalRendezvous.make(params)
