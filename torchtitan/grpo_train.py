@@ -3,7 +3,7 @@
 
 """Asynchronous GRPO on torchtitan.
 
-    torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train \
+    torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train \\
         --job.config_file X.toml
 
 Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
