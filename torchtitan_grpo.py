@@ -10,8 +10,10 @@ the compiler and the quantization packages, which ``--help`` and ``train`` itsel
 import importlib.util
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def main() -> None:
@@ -22,6 +24,21 @@ def main() -> None:
     from torchtitan.grpo.cli import main as run
 
     run()
+
+
+def rendezvous_handler() -> Callable[[Any], Any]:
+    """Returns what makes torchrun's rendezvous ``--rdzv-backend torchtitan_grpo``.
+
+    Torch calls this whenever it imports its rendezvous, so it imports nothing itself.
+    """
+
+    def make(params: Any) -> Any:
+        _light_start().install_bare_package()
+        from torchtitan.grpo.start.local_rendezvous import LocalRendezvous
+
+        return LocalRendezvous.make(params)
+
+    return make
 
 
 def _light_start() -> ModuleType:

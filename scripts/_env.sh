@@ -9,7 +9,10 @@ set -euo pipefail
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 ADOPTED=" adopted" # suffix of the stamp of an environment that these scripts did not create
 TORCH_VERSION=2.13.0
+TORCHVISION_VERSION=0.28.0
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+VLLM_VERSION=0.32.0
+SGLANG_VERSION=0.5.23
 
 # Without bytecode files, a server would spend a minute compiling its sources at each start.
 unset PYTHONDONTWRITEBYTECODE
@@ -92,6 +95,11 @@ open_environment() {
     "$python" -m venv "$folder"
 }
 
+# Whether open_environment found an environment that these scripts did not create.
+is_adopted() {
+    [[ "$STAMP" == *"$ADOPTED" ]]
+}
+
 # entry_points: prints the entry points of pyproject.toml. A server finds its plugin by them, and they are
 # copied when the overlay is installed, so they are part of the recipe of a server's environment.
 entry_points() {
@@ -111,7 +119,8 @@ install_overlay() {
 # Installs the overlay without its requirements, for a server's environment. torchtitan is not installed
 # there, so the overlay's folder is a namespace package, which an editable install finds in this mode only.
 install_overlay_alone() {
-    install_overlay --no-deps --config-settings editable_mode=compat -e "$REPOSITORY"
+    # Built by the setuptools of the lock file, which is installed.
+    install_overlay --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$REPOSITORY"
 }
 
 close_environment() {
@@ -119,10 +128,44 @@ close_environment() {
     echo "done"
 }
 
-# The servers' CPU builds were linked against the CPU build of torch. If the configured index does not have it
-# (on PyPI, torch for Linux is the CUDA build), it is installed from PyTorch's own index.
+# locked FILE PIP_ARGUMENTS...: installs the packages of requirements/FILE, each of its version and hash, and no others.
+locked() {
+    local file="$1"
+    shift
+    "$PYTHON" -m pip install -q --no-deps --require-hashes -r "$REPOSITORY/requirements/$file" "$@"
+}
+
+# select_packages with|without PATTERN: of a lock file on stdin, prints the packages whose names match (or do not).
+select_packages() {
+    awk -v keep="$1" -v pattern="^($2)==" '
+        /^[a-z0-9]/ { shown = ($0 ~ pattern) == (keep == "with") }
+        shown { print }'
+}
+
+has_torch() {
+    "$PYTHON" -m pip show -q torch 2>/dev/null
+}
+
+# Installs the CPU build of torch, without its requirements, which the lock files have. The servers' CPU builds were
+# linked against it. If the configured index does not have it (on PyPI, torch for Linux is the CUDA build), it comes
+# from PyTorch's own index.
 install_cpu_torch() {
-    "$PYTHON" -m pip install -q "torch==$TORCH_VERSION+cpu" 2>/dev/null \
-        || "$PYTHON" -m pip install -q --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_VERSION+cpu" \
-        || "$PYTHON" -m pip install -q "torch==$TORCH_VERSION"
+    if [[ "$(uname -s)" == Linux ]]; then
+        locked torch-cpu.txt 2>/dev/null || locked torch-cpu.txt --extra-index-url "$TORCH_CPU_INDEX" || true
+        if has_torch; then return; fi
+        if ! grep -q "$(machine_marker)" "$REPOSITORY/requirements/torch-cpu.txt"; then
+            echo "requirements/torch-cpu.txt has no hash of torch for this Python and machine: it is installed by version"
+            "$PYTHON" -m pip install -q --no-deps --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_VERSION+cpu" || true
+        fi
+        if has_torch; then return; fi
+        echo "no index has the CPU build of torch $TORCH_VERSION with a known hash: PyPI's build is installed, which is larger"
+    fi
+    locked torch.txt
+}
+
+# Prints what marks this Python and machine in requirements/torch-cpu.txt.
+machine_marker() {
+    "$PYTHON" -c 'import platform, sys; print(
+        f"python_version == \"{sys.version_info[0]}.{sys.version_info[1]}\" and "
+        f"platform_machine == \"{platform.machine()}\"")'
 }

@@ -63,7 +63,7 @@ train_and_verify() {
     local ranks="$1" tolerance="$2"
     shift 2
     # -m by path: `torchrun` on PATH might be another environment's.
-    "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$ranks" -m torchtitan.grpo_train \
+    "$PYTHON" -m torch.distributed.run --rdzv-backend torchtitan_grpo --nproc_per_node="$ranks" -m torchtitan.grpo_train \
         --job.config_file train_configs/verify.toml --job.dump_folder "$DUMP_FOLDER" --job.overwrite \
         --inference.kind "$SERVER" --inference.urls "$URL" "$@"
     "$PYTHON" -m torchtitan.grpo.verify --kind "$SERVER" --url "$URL" --run "$DUMP_FOLDER" \

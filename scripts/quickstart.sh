@@ -21,5 +21,5 @@ overwrite=(--job.overwrite)
 [[ "$*" == *--job.dump_folder* || "$*" == *--checkpoint.enable* ]] && overwrite=()
 # On CPU each rank has a core; more threads than cores would only get in each other's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-exec .venv/bin/torchrun --standalone --nproc_per_node="$ranks" -m torchtitan.grpo_train \
+exec .venv/bin/torchrun --rdzv-backend torchtitan_grpo --nproc_per_node="$ranks" -m torchtitan.grpo_train \
     --job.config_file train_configs/quickstart.toml "${overwrite[@]}" "$@"

@@ -3,7 +3,8 @@
 
 """Asynchronous GRPO on torchtitan.
 
-    torchrun --nproc_per_node=2 -m torchtitan.grpo_train --job.config_file X.toml
+    torchrun --rdzv-backend torchtitan_grpo --nproc_per_node=2 -m torchtitan.grpo_train \\
+        --job.config_file X.toml
 
 Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
 rows. All ranks compute the loss and step the optimizer. The new weights travel to the servers

@@ -106,6 +106,8 @@ class Run:
         arguments = [
             *("--job.config_file", str(config)),
             *("--job.dump_folder", str(self.folder), *self.arguments),
+            # By it the tests find what a run has left behind.
+            f"--workers.pass_variables={MARK}",
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self.mark}
         environment |= self.environment

@@ -303,6 +303,7 @@ def process_config(
         rollout=config.rollout,
         inference=replace(config.inference, device=device),
         reward=config.reward,
+        workers=config.workers,
         evaluation=config.evaluation,
         hf_assets_path=str(model.path),
         vocab_size=model.vocab_size,

@@ -45,6 +45,7 @@ from torchtitan.grpo.resume.resumption import (
 )
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.contents import remove_run
+from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
@@ -87,6 +88,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         used, and 128 plus the signal's number after a stop request.
     """
     args = list(args)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A rank that hangs before it watches torchrun, such as in opening a file, ends with it.
+        die_with_parent()
     is_rank_zero = int(os.environ.get("RANK", "0")) == 0
     if (words := help_words(args)) is not None:
         if is_rank_zero:

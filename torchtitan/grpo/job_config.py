@@ -126,6 +126,7 @@ class JobConfig(job_config.JobConfig):
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
+    workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 

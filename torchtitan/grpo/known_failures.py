@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan.grpo.disk_failures import disk_failure
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
 from torchtitan.grpo.pipeline.schedules import SCHEDULES
@@ -32,6 +33,10 @@ def known_failure(error: BaseException, config: JobConfig) -> str | None:
             isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause))
         ):
             return _out_of_memory(cause, config)
+        wrapped = [failure[0] for failure in getattr(cause, "failures", {}).values()]
+        for one in (cause, *wrapped):
+            if message := disk_failure(one, config.job.dump_folder):
+                return message
         if isinstance(cause, CheckpointException):
             return _unfit_checkpoint(cause, config)
     return None

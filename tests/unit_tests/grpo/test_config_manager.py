@@ -372,8 +372,28 @@ def test_sequences_longer_than_the_model_was_made_for_are_refused(load):
     check_model(load(BASE, *short), model)
 
 
+KEYS = '[inference]\napi_key = "secret-a"\nadmin_key = "secret-b"'
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--inference.api_key=secret",
+        "--inference.admin-key=secret",
+        '--inference={api_key = "secret"}',
+    ],
+)
+def test_keys_on_the_command_line_are_refused(load, argument):
+    with pytest.raises(
+        ConfigError, match=r"must not stand on the command line.*chmod 600"
+    ) as caught:
+        load(BASE, argument)
+    assert "secret" not in str(caught.value)
+    assert "environment variable TORCHTITAN_GRPO_A" in str(caught.value)
+
+
 def test_keys_are_not_shown(load):
-    config = load(BASE, "--inference.api_key=secret-a", "--inference.admin_key=secret-b")
+    config = load(BASE.replace("[inference]", KEYS))
     assert config.inference.api_key == "secret-a"
     assert "secret" not in describe(config)
     assert "admin_key = '***'" in describe(config)

@@ -29,7 +29,7 @@ FLOORS = (
     {"training", "weight_sync", "config_checks"},
     {"resume"},
     {"checkpoint", "config_manager", "controller", "verify", "start"},
-    {"dry_run", "known_failures"},
+    {"disk_failures", "dry_run", "known_failures"},
     {"entry"},
     {"check_gpu"},
     {"cli"},

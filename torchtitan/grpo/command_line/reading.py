@@ -14,11 +14,16 @@ from typing import Any
 
 import msgspec
 
-from torchtitan.grpo.command_line.arguments import apply, read_arguments
+from torchtitan.grpo.command_line.arguments import Override, apply, read_arguments
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.keys import check_keys
 from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.job_config import JobConfig
+
+_KEY_VARIABLES = {
+    "inference.api_key": "TORCHTITAN_GRPO_API_KEY",
+    "inference.admin_key": "TORCHTITAN_GRPO_ADMIN_KEY",
+}
 
 
 def read_config(args: list[str]) -> JobConfig:
@@ -34,9 +39,24 @@ def read_config(args: list[str]) -> JobConfig:
         module = job.get("custom_config_module") if isinstance(job, dict) else None
     cls = _with_custom_tables(module) if module else JobConfig
     overrides = read_arguments(cls, args)
+    _refuse_keys(overrides)
     config = _from_toml(cls, data)
     apply(config, overrides)
     return config
+
+
+def _refuse_keys(overrides: list[Override]) -> None:
+    """Refuses keys on the command line, which `ps` shows and trackers of runs keep."""
+    for override in overrides:
+        for key, variable in _KEY_VARIABLES.items():
+            table, name = key.split(".")
+            is_inside = override.path == (table,) and name in override.value
+            if override.path == (table, name) or is_inside:
+                raise ConfigError(
+                    f"--{key} must not stand on the command line: every user of the machine can list it, "
+                    f"and wandb keeps it. Set the environment variable {variable}, or {name} in "
+                    f"[{table}] of a TOML file that only you can read (chmod 600)."
+                )
 
 
 def _last_value(args: list[str], key: str) -> str | None:

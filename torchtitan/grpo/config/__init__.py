@@ -17,6 +17,7 @@ from torchtitan.grpo.config.reward import Reward
 from torchtitan.grpo.config.rollout import Rollout
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
 from torchtitan.grpo.config.weight_sync import WeightSync
+from torchtitan.grpo.config.workers import Workers
 
 __all__ = [
     "GRPO",
@@ -28,4 +29,5 @@ __all__ = [
     "Rollout",
     "RolloutProcessConfig",
     "WeightSync",
+    "Workers",
 ]

@@ -3,7 +3,7 @@
 
 """The configuration that rank 0 hands to the rollout process."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan.grpo.config.evaluation import Evaluation
@@ -12,6 +12,7 @@ from torchtitan.grpo.config.inference import Inference
 from torchtitan.grpo.config.prompts import Prompts
 from torchtitan.grpo.config.reward import Reward
 from torchtitan.grpo.config.rollout import Rollout
+from torchtitan.grpo.config.workers import Workers
 from torchtitan.grpo.types import PromptProgress
 
 
@@ -43,6 +44,7 @@ class RolloutProcessConfig:
     """Policy version at the start: above 0 in a resumed run, the number of batches trained on."""
     progress: PromptProgress
     """Prompts that a resumed run has already used, and those that it has to start with."""
+    workers: Workers = field(default_factory=Workers)
     saved_rollouts: str | None = None
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0

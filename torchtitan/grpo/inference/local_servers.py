@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 _LOG_TAIL_BYTES = 4000
 _LINE_CHARS = 200
+_LOG_SEARCHED_BYTES = 4 << 20
+_MAX_CAUSES = 3
+# The last line of a traceback, what the kernel says of a process, and how servers report that memory lacks.
+_CAUSE = re.compile(
+    r"\b\w*(Error|Exception): |Bus error|Segmentation fault|No space left|Killed|out of memory"
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,27 @@ class LaunchedServer:
         """Returns a message with the exit status and the end of the log."""
         return (
             f"The {self.kind} server {self.url} ended with exit status "
-            f"{self.process.returncode}. The end of its log {self.log_file}:\n{self.log_tail()}"
+            f"{self.process.returncode}. {self._first_cause()}The end of its log {self.log_file}:\n"
+            f"{self.log_tail()}"
         )
+
+    def _first_cause(self) -> str:
+        """Returns the lines that name an error and stand before the end of the log, if any.
+
+        A server of several processes prints the traceback of each. The cause stands in the first of
+        them, far above the end.
+        """
+        try:
+            with self.log_file.open("rb") as file:
+                content = file.read(_LOG_SEARCHED_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+        lines = [line.strip() for line in content.splitlines() if _CAUSE.search(line)]
+        found = [line[-_LINE_CHARS:] for line in dict.fromkeys(lines)][:_MAX_CAUSES]
+        tail = self.log_tail()
+        if not found or all(line in tail for line in found):
+            return ""
+        return "The first errors in its log:\n  " + "\n  ".join(found) + "\n"
 
     def last_line(self) -> str:
         """Returns the last line of the log that is not empty."""

@@ -23,6 +23,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
+from torchtitan.grpo.models.config_sizes import wrong_size
 from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
 
 
@@ -66,13 +67,18 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
     """
     path = Path(path)
     config = _read_json(path / "config.json", setting)
-    architecture = (config.get("architectures") or ["<none>"])[0]
+    architecture = _architecture(config)
     if architecture not in _FAMILIES:
         raise ModelError(
             f"The architecture {architecture} of {setting} ({path}) is not supported. "
             f"Supported architectures: {', '.join(sorted(_FAMILIES))}."
         )
     family_spec, make_args = _FAMILIES[architecture]
+    if wrong := wrong_size(config):
+        raise ModelError(
+            f"{setting} must be a model's directory with a sound config.json, but in "
+            f"{path / 'config.json'} {wrong}. Download the model again, or correct the file."
+        )
     _refuse_variants(config, path)
     return HFModel(
         path=path,
@@ -87,12 +93,24 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
 
 def _read_json(file: Path, setting: str) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{setting} must be a readable Hugging Face model directory; reading {file} failed: "
             f"{error}"
         ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{setting} must be a readable Hugging Face model directory, but {file} holds a "
+            f"{type(content).__name__} where an object must be. Download the model again."
+        )
+    return content
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return first if isinstance(first, str) else "<none>"
 
 
 def _refuse_variants(config: dict[str, Any], path: Path) -> None:

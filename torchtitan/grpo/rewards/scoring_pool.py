@@ -24,6 +24,7 @@ from torchtitan.grpo.rewards.scoring_messages import (
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.failures import CallFailed, FailureCount
 from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.surroundings import Surroundings
 from torchtitan.grpo.workers.worker_owner import (
     OUTPUT_HINT,
     LoadFailed,
@@ -54,6 +55,7 @@ class RewardPool:
         max_consecutive_failures: ``reward.max_consecutive_failures``.
         on_failure: Called with each group that could not be scored. By default the first of each
             kind is logged.
+        surroundings: What the workers see and may use, see ``[workers]``.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class RewardPool:
         timeout_seconds: float,
         max_consecutive_failures: int,
         on_failure: Callable[[CallFailed], None] | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.functions = list(functions)
         self._num_workers = num_workers
@@ -83,6 +86,7 @@ class RewardPool:
                 subject=f"the reward functions {', '.join(self.functions)}",
                 timeout_setting="reward.timeout_seconds",
                 timeout_seconds=timeout_seconds,
+                surroundings=surroundings or Surroundings(),
             )
         )
         # One entry for each worker without work; None stands for a worker yet to be started.

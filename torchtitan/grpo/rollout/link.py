@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.system.private_folders import make_private_folder
 from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.types import ServerInfo
 
@@ -39,8 +39,8 @@ _POLL_MILLISECONDS = 50
 _ORDERLY_STOP_SECONDS = 4.0
 _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
-# The path of a Unix socket is limited to 107 bytes on Linux and 103 on macOS.
-_LONGEST_DIRECTORY = 80
+# Begins the names of the folders with the sockets and the configuration.
+_FOLDER = "grpo"
 
 
 class RolloutFailed(RuntimeError):
@@ -145,11 +145,11 @@ class RolloutLink:
 
     def _launch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._directory = _private_directory()
+        self._directory = make_private_folder(_FOLDER)
         config_file = self._directory / link_messages.CONFIG_FILE
+        # The configuration may contain the servers' keys. The process removes the file once it is read.
+        config_file.touch(mode=0o600)
         config_file.write_text(json.dumps(self._config.to_dict()))
-        # The configuration may contain the servers' keys.
-        config_file.chmod(0o600)
         self._messages = self._connect(zmq.PAIR, link_messages.MESSAGES_SOCKET)
         with self._notices_lock:
             self._notices = self._connect(zmq.PUSH, link_messages.NOTICES_SOCKET)
@@ -412,11 +412,3 @@ class RolloutLink:
             f"The rollout process ended with exit code {self._child.returncode}. "
             f"The end of {self._log}:\n{tail}"
         )
-
-
-def _private_directory() -> Path:
-    directory = tempfile.mkdtemp(prefix="grpo-")  # mode 0700
-    if len(directory) > _LONGEST_DIRECTORY:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="grpo-", dir="/tmp")
-    return Path(directory)

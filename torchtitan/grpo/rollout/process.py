@@ -286,7 +286,10 @@ def first_cause(error: BaseException) -> BaseException:
 
 async def serve(directory: Path) -> NoReturn:
     """Runs the rollout process, then exits the interpreter."""
-    text = (directory / link_messages.CONFIG_FILE).read_bytes()
+    config_file = directory / link_messages.CONFIG_FILE
+    text = config_file.read_bytes()
+    # It may contain the servers' keys, which the user's code must not find.
+    config_file.unlink()
     config = msgspec.json.decode(text, type=RolloutProcessConfig)
     process = RolloutProcess(config, directory)
     loop = asyncio.get_running_loop()

@@ -26,6 +26,7 @@ from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
+from torchtitan.grpo.workers.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ def make_reward_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool
         timeout_seconds=reward.timeout_seconds,
         max_consecutive_failures=reward.max_consecutive_failures,
         on_failure=drops.record_scoring,
+        surroundings=_surroundings(config),
     )
 
 
@@ -136,6 +138,14 @@ def make_environment_pool(config: RolloutProcessConfig, drops: DropLog) -> Envir
         timeout_seconds=rollout.environment_timeout_seconds,
         max_consecutive_failures=rollout.max_consecutive_failures,
         on_failure=drops.record_episode,
+        surroundings=_surroundings(config),
+    )
+
+
+def _surroundings(config: RolloutProcessConfig) -> Surroundings:
+    workers = config.workers
+    return Surroundings(
+        tuple(workers.pass_variables), workers.max_memory_gib, workers.max_cpu_seconds
     )
 
 

@@ -7,6 +7,7 @@ The fast tokenizer alone reads `tokenizer.json`. transformers is imported only i
 conversational prompt needs the model's chat template.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,11 @@ class TextCodec:
         # A saved tokenizer may contain truncation and padding settings of its training run.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Number of characters of the longest token in the vocabulary."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Returns the token IDs of a plain prompt, including the beginning of sequence if any."""

@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -20,6 +19,7 @@ from typing import NoReturn
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
 from torchtitan.grpo.system.interfaces import address_of, interface_of, is_loopback
+from torchtitan.grpo.system.private_folders import make_private_folder
 from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 29400  # torchrun's own default
@@ -212,7 +212,7 @@ def _run_ranks(
 
     node = Node(place.address, place.endpoint, place.holds_store, num_ranks, options.join_seconds)
     rendezvous_handler_registry.register(BACKEND, lambda p: NodeRendezvous(node, p, say))
-    folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
+    folder = make_private_folder("torchtitan-grpo-ranks")
     config = LaunchConfig(
         min_nodes=options.num_nodes[0],
         max_nodes=options.num_nodes[1],
@@ -226,7 +226,7 @@ def _run_ranks(
         },
         local_addr=place.address,
         max_restarts=options.max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle=UNUSED_SIGNAL,
     )
     try:

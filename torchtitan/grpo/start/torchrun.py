@@ -3,8 +3,9 @@
 
 """Runs the training ranks on this machine under torchrun's agent, in this process.
 
-The agent is that of ``torchrun --standalone``. Here it prints nothing: each rank says itself what
-went wrong, and torchrun's own report of thirty lines would bury that message.
+The agent is that of ``torchrun --standalone``, with a rendezvous whose store listens on loopback. Here
+it prints nothing: each rank says itself what went wrong, and torchrun's own report of thirty lines would
+bury that message.
 """
 
 import logging
@@ -12,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import uuid
 from types import FrameType
 
@@ -20,10 +20,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from torchtitan.grpo.start import local_rendezvous
+from torchtitan.grpo.system.private_folders import make_private_folder
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
-_LOOPBACK = "127.0.0.1"
 UNUSED_SIGNAL = "SIGQUIT"
 """The agent insists on handling some signal; `_pass_on_signals` handles those that matter."""
 
@@ -43,19 +45,18 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
         signal's number after a signal.
     """
-    folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
+    folder = make_private_folder("torchtitan-grpo-ranks")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",  # the agent takes a free port
-        local_addr=_LOOPBACK,
+        rdzv_backend=local_rendezvous.BACKEND,
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle=UNUSED_SIGNAL,
     )
+    local_rendezvous.register()
     try:
         return run_agent(config, arguments, stop_timeout_seconds)
     finally:

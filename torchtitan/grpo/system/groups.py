@@ -62,7 +62,7 @@ def route_address(setting: str, server_url: str) -> str:
     return source_address(host, port)
 
 
-def listening_store(address: str, world_size: int, timeout_seconds: float) -> dist.TCPStore:
+def listening_store(address: str, world_size: int | None, timeout_seconds: float) -> dist.TCPStore:
     """Returns a store that listens on a free port of ``address``, and on no other interface.
 
     Raises:

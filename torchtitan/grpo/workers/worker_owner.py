@@ -4,10 +4,11 @@
 """Starts worker processes, has them load the user's code, and kills them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torchtitan.grpo.workers.frames import Refused
+from torchtitan.grpo.workers.surroundings import Surroundings
 from torchtitan.grpo.workers.worker_process import WorkerLost, WorkerProcess
 
 Reply = TypeVar("Reply")
@@ -34,6 +35,7 @@ class WorkerProgram(Generic[Reply]):
         subject: What is loaded, for messages, such as ``rollout.environment 'calculator'``.
         timeout_setting: TOML key of ``timeout_seconds``, for messages.
         timeout_seconds: Time limit of one call. Loading may take ``LOAD_FACTOR`` times as long.
+        surroundings: Environment variables and limits of each process.
     """
 
     module: str
@@ -42,6 +44,7 @@ class WorkerProgram(Generic[Reply]):
     subject: str
     timeout_setting: str
     timeout_seconds: float
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 class WorkerOwner(Generic[Reply]):
@@ -78,7 +81,8 @@ class WorkerOwner(Generic[Reply]):
             self._running.discard(process)
             on_end(reason)
 
-        process = WorkerProcess(self.program.module, self.program.decode_reply, ended)
+        program = self.program
+        process = WorkerProcess(program.module, program.decode_reply, ended, program.surroundings)
         self._running.add(process)
         try:
             await process.start()

@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.workers.frames import HEADER, pack_frame
+from torchtitan.grpo.workers.surroundings import Surroundings
 
 Reply = TypeVar("Reply")
 
@@ -49,6 +49,7 @@ class WorkerProcess(Generic[Reply]):
             :class:`~torchtitan.grpo.workers.worker_channel.WorkerChannel`.
         decode: Decodes the body of a reply.
         on_end: Called once, when the process has ended, with the reason.
+        surroundings: Environment variables and limits of the process.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class WorkerProcess(Generic[Reply]):
         module: str,
         decode: Callable[[bytes], Reply],
         on_end: Callable[[WorkerLost], None] = lambda reason: None,
+        surroundings: Surroundings | None = None,
     ) -> None:
+        self._surroundings = surroundings or Surroundings()
         self._module, self._decode, self._on_end = module, decode, on_end
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -77,7 +80,8 @@ class WorkerProcess(Generic[Reply]):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            env=self._surroundings.environment(os.environ),
+            preexec_fn=self._surroundings.enter,
         )
         if self.is_lost:  # killed while it was being started
             await self._stop_process()

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -312,3 +313,20 @@ def test_the_interpreter_is_found_from_another_folder_and_a_link_stays_a_link(
     process.inference.python = "env/python"
     (spec,) = server_specs(process, {"CUDA_VISIBLE_DEVICES": ""}, [4321])
     assert spec.python == f"{tmp_path}/env/python"
+
+
+def test_the_first_error_is_shown_when_it_stands_far_above_the_end_of_the_log(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "server.log"
+    cause = "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'"
+    frames = "".join(f'  File "x.py", line {n}, in run\n' for n in range(500))
+    log.write_text(f"loading\n{cause}\n{frames}RuntimeError: Engine core initialization failed.\n")
+    process = SimpleNamespace(returncode=1)
+    spec = ServerSpec("vllm", "m", 1, "cpu", "float32", 64, 1)
+    message = LaunchedServer(spec, process, log).describe_end()  # pyright: ignore[reportArgumentType]
+    assert f"The first errors in its log:\n  {cause}\n" in message
+    assert message.rstrip().endswith("RuntimeError: Engine core initialization failed.")
+    log.write_text(f"{cause}\n")
+    message = LaunchedServer(spec, process, log).describe_end()  # pyright: ignore[reportArgumentType]
+    assert message.count(cause) == 1

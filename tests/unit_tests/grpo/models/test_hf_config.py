@@ -98,3 +98,33 @@ def test_an_unreadable_directory_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json failed"):
         read_hf_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], r"holds a list where an object must be"),
+        (
+            {"num_hidden_layers": 10**9},
+            r"num_hidden_layers must be a whole number .*got 1000000000",
+        ),
+        ({"num_hidden_layers": -1}, r"num_hidden_layers must be a whole number from 1 .*got -1"),
+        ({"hidden_size": "64"}, r"hidden_size must be a whole number .*got '64'"),
+        ({"vocab_size": None}, r"vocab_size must be a whole number .*got nothing"),
+        ({"rms_norm_eps": "small"}, r"rms_norm_eps must be a number between 0 and 1"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object or null"),
+        ({"architectures": {"a": 1}}, r"architecture <none> of"),
+    ],
+)
+def test_a_broken_config_is_refused_by_name(tmp_path, repository, content, message):
+    sound = json.loads((repository / "assets/reverse_digits/model/config.json").read_text())
+    broken = sound | content if isinstance(content, dict) else content
+    (tmp_path / "config.json").write_text(json.dumps(broken))
+    with pytest.raises(ModelError, match=message):
+        read_hf_model(tmp_path)
+
+
+def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(ModelError, match=r"reading .*config\.json failed: .*recursion"):
+        read_hf_model(tmp_path)

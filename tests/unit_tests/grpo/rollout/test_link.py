@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.rollout import link as link_module
+from torchtitan.grpo.rollout import link_messages
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.child import start_child
 from torchtitan.grpo.types import BatchPart, PromptProgress
@@ -94,3 +95,13 @@ def test_rank_zero_learns_which_part_of_its_batch_it_has_received(link: RolloutL
         assert batch.part is BatchPart[part]
         assert batch.progress == PromptProgress(version + 10, (version,))
         assert ("reward/mean" in batch.metrics) == (part in ("LAST", "WHOLE"))
+
+
+def test_the_file_with_the_servers_keys_is_gone_once_it_is_read(link: RolloutLink, monkeypatch):
+    link._config.inference.api_key = "secret"
+    link.start()
+    assert link.wait_ready(SECONDS) == []
+    assert link._directory is not None and link._directory.is_dir()
+    assert link._directory.stat().st_mode & 0o777 == 0o700
+    assert not [f for f in link._directory.iterdir() if f.is_file() and b"secret" in f.read_bytes()]
+    assert not (link._directory / link_messages.CONFIG_FILE).exists()

@@ -35,6 +35,7 @@ from torchtitan.grpo.rollout.environments.environment_messages import (
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.failures import CallFailed, FailureCount
 from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.surroundings import Surroundings
 from torchtitan.grpo.workers.worker_owner import (
     OUTPUT_HINT,
     LoadFailed,
@@ -66,6 +67,7 @@ class EnvironmentPool:
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
         on_failure: Called with each episode that failed. By default the first of each kind is
             logged.
+        surroundings: What the workers see and may use, see ``[workers]``.
 
     Attributes:
         stop_strings: Stop strings of the environments, known once the pool is started.
@@ -80,6 +82,7 @@ class EnvironmentPool:
         timeout_seconds: float = 30.0,
         max_consecutive_failures: int = 32,
         on_failure: Callable[[CallFailed], None] | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.stop_strings: list[str] = []
         self.timeout_seconds = timeout_seconds
@@ -98,6 +101,7 @@ class EnvironmentPool:
                 subject=f"rollout.environment {factory!r}",
                 timeout_setting="rollout.environment_timeout_seconds",
                 timeout_seconds=timeout_seconds,
+                surroundings=surroundings or Surroundings(),
             )
         )
         self._num_workers = num_workers

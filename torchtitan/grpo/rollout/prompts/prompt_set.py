@@ -101,6 +101,10 @@ class PromptSet:
         return self._table.path
 
     @property
+    def _most_characters(self) -> int:
+        return self._limits.max_tokens * self._codec.longest_token
+
+    @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of a prompt."""
         return self._limits.max_tokens
@@ -121,6 +125,17 @@ class PromptSet:
         text = self._text(columns, row)
         token_ids = self._token_ids.get(row)
         if token_ids is None:
+            # First of all, because a tokenizer takes hundreds of bytes for each character.
+            num_characters, most = _num_characters(text), self._most_characters
+            if num_characters > most:
+                self._too_long.add(row)
+                self.too_long_reason = self.too_long_reason or (
+                    f"{self._table.where(row)}: the prompt has {num_characters} characters. It is not "
+                    f"tokenised, because {self.max_tokens} tokens (prompts.max_prompt_tokens, or "
+                    "training.seq_len minus rollout.max_new_tokens) of the model's longest token hold at "
+                    f"most {most}."
+                )
+                return None
             token_ids = self._tokenise(text, row)
             if len(token_ids) > self._limits.max_tokens:
                 self._too_long.add(row)
@@ -278,6 +293,14 @@ def first_prompts(prompts: PromptSet, num_prompts: int) -> tuple[list[Prompt], i
             "training.seq_len, or evaluate more prompts (evaluation.num_prompts)."
         )
     return usable, num_rows - len(usable)
+
+
+def _num_characters(text: str | list[dict[str, str]]) -> int:
+    """Returns the length of a prompt, which its chat template can only add to."""
+    if isinstance(text, str):
+        return len(text)
+    contents = (message["content"] for message in text)
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def _is_conversation(value: Any) -> bool:
