@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
-from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row
+from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row, refuse_keys
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
 
@@ -57,6 +57,11 @@ def check_inference(config: JobConfig) -> None:
         f"interpreter of its environment: run `bash {row.install_script}` and set "
         f"inference.python = '{row.environment}/bin/python'.",
     )
+    if inference.launch:
+        try:
+            refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     python = inference.python
     require(
         python is None or os.access(python, os.X_OK),

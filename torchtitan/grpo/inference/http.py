@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 import aiohttp
 
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.client import ServerError
-
-API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
-ADMIN_KEY_VARIABLE = "TORCHTITAN_GRPO_ADMIN_KEY"
 
 _EXCERPT_CHARS = 600
 _MAX_ANSWER_BYTES = 64 * 2**20

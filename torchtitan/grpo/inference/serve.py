@@ -18,8 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.inference.kinds import KINDS
+from torchtitan.grpo.inference.access import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    require_keys,
+)
+from torchtitan.grpo.inference.kinds import KINDS, refuse_keys
 from torchtitan.grpo.inference.local_servers import default_device, mask_keys, server_command
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.types import ServerKind
@@ -52,6 +56,8 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
     try:
         config = model_config(options.model_path)
         check_length(options.max_model_len, config, options.model_path)
+        require_keys(options.host, os.environ)
+        refuse_keys(options.kind, extra, "Further arguments")
         check_port(options.host, options.port)
         device = choose_device(options.device)
         python = options.python or interpreter_of(options.kind)
