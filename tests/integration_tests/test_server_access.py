@@ -10,6 +10,7 @@ The server is the one of `test_real_servers.py`, started with both keys.
 
 import http.client
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,28 @@ def test_the_server_and_its_workers_listen_on_loopback_alone(server: RunningServ
             assert not beyond_loopback(found)
 
     run(test)
+
+
+def test_servers_that_a_run_launches_have_keys_that_only_the_run_knows(make_run: Any) -> None:
+    launched_run = make_run("--training.steps=2", "--grpo.prompts_per_step=2")
+    launched_run.start()
+    opened: list[str] = []
+
+    def is_up() -> bool:
+        for _, url in re.findall(r"(Serving|READY) \S* ?on? ?(http://\S+)", log_of(launched_run)):
+            opened.append(url)
+        return bool(opened)
+
+    launched_run.wait_for(is_up)
+    port = int(opened[0].rpartition(":")[2])
+    for route, body in (("/generate", {"input_ids": [1]}), ("/pause_generation", {})):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 401, route
+        connection.close()
+    assert launched_run.finish() == 0, launched_run.console[-6000:]
+
+
+def log_of(launched_run: Any) -> str:
+    logs = (launched_run.folder / "servers").glob("*.log")
+    return "".join(log.read_text() for log in logs)

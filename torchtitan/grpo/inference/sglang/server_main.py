@@ -10,7 +10,7 @@ What it adds:
 
 - `guard.py` before SGLang's routes. SGLang itself never learns the keys, because it shows those that
   it knows in its log and in ``/server_info``. Its requests to itself at the start get their key here.
-- A meeting point of its workers in a file. By default it is a store that listens on all interfaces.
+- A meeting point of its workers in memory. By default it is a store that listens on all interfaces.
 - On a CPU, stand-ins for two modules that SGLang imports there and never calls, and that do not load
   beside a CPU build of torch. The scheduler's process needs them as well, and has them, because a
   spawned process imports the main file again.
@@ -18,9 +18,7 @@ What it adds:
 
 import os
 import runpy
-import shutil
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -162,28 +160,27 @@ def _load_plugins() -> None:
     load_plugins()
 
 
-def meet_in_file(arguments: list[str], folder: str) -> None:
-    """Lets the workers of a server on one machine meet in a file of ``folder``."""
-    is_alone = (
-        option(arguments, "--dist-init-addr") is None and option(arguments, "--nnodes") is None
-    )
-    if is_alone:
-        os.environ.setdefault(_MEETING_VARIABLE, f"file://{folder}/meeting")
+def meet_in_memory(arguments: list[str]) -> None:
+    """Lets the workers of a server on one machine meet in a file in the memory of this process.
+
+    They open it through /proc, which the same user alone may, and nothing is left of it when this
+    process ends, however it does.
+    """
+    is_alone = all(option(arguments, name) is None for name in ("--dist-init-addr", "--nnodes"))
+    if is_alone and sys.platform == "linux" and _MEETING_VARIABLE not in os.environ:
+        descriptor = os.memfd_create("sglang-meeting")
+        os.environ[_MEETING_VARIABLE] = f"file:///proc/{os.getpid()}/fd/{descriptor}"
 
 
 def main() -> None:
     """Checks the command line, prepares SGLang, and runs its server."""
     arguments = sys.argv[1:]
     refuse_unguarded(arguments)
-    folder = tempfile.mkdtemp(prefix="torchtitan-grpo-sglang-")  # of this user alone
-    try:
-        meet_in_file(arguments, folder)
-        guard_routes()
-        sys.argv[0] = "sglang.launch_server"
-        # Without alter_sys, so that this file stays the main module, which spawned children import.
-        runpy.run_module("sglang.launch_server", run_name="__main__")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    meet_in_memory(arguments)
+    guard_routes()
+    sys.argv[0] = "sglang.launch_server"
+    # Without alter_sys, so that this file stays the main module, which spawned children import.
+    runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
 if option(sys.argv[1:], "--device") == "cpu":
