@@ -157,6 +157,17 @@ def test_keys_are_in_no_answer_no_log_and_no_command_line(server: RunningServer)
     assert launched.log_file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_run_with_these_keys_finds_nothing_to_warn_of(server: RunningServer) -> None:
+    async def test() -> None:
+        client = server.client()
+        try:
+            assert (await client.describe(1.0)).warnings == ()
+        finally:
+            await client.close()
+
+    run(test)
+
+
 def test_the_server_and_its_workers_listen_on_loopback_alone(server: RunningServer) -> None:
     async def test() -> None:
         async with joined(server):  # with weight groups, which listen as well

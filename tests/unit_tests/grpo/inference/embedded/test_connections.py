@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.inference.embedded import connections
 from torchtitan.grpo.inference.embedded.connections import ConnectionLimits
 from torchtitan.grpo.inference.embedded.repeat_limit import RepeatLimit
 from torchtitan.grpo.system.child import start_child, stop_children
@@ -126,9 +127,10 @@ def test_beyond_the_limit_a_connection_is_told_so() -> None:
 
 def test_the_limit_of_open_files_is_raised_or_bounds_the_connections() -> None:
     code = (
-        "import resource, sys; from torchtitan.grpo.inference.embedded import connections as c;"
+        f"import resource, runpy, sys; module = runpy.run_path({connections.__file__!r});"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])));"
-        "print(c.raise_descriptor_limit(1000), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "fitting = module['raise_descriptor_limit'](1000);"
+        "print(fitting, *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     found = [
         subprocess.run(

@@ -346,7 +346,10 @@ def test_bad_requests_answer_400_and_the_server_lives(server: Server) -> None:
         unknown = {"beam_width": 2}
         message = await client.refused("/generate", input_ids=[1], sampling_params=unknown)
         assert "beam_width is not supported" in message
-        async with client.session.post(client.url + "/generate", data="{") as response:
+        headers = {"Content-Type": "application/json"}
+        async with client.session.post(
+            client.url + "/generate", data="{", headers=headers
+        ) as response:
             assert response.status == 400
         assert "abort_all" in await client.refused("/abort_request")
         assert "retract" in await client.refused("/pause_generation", mode="later")
