@@ -25,6 +25,7 @@ _GENERATION = (
     "/detokenize",
     "/load",
     "/metrics",
+    "/model_info",  # vLLM has no such route, by which the trainer tells it from other kinds
     "/tokenize",
     "/version",
 )
