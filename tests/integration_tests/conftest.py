@@ -22,7 +22,12 @@ from forked import ForkedProcess, ForkServer
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
+from torchtitan.grpo.inference.local_servers import (
+    HeldPorts,
+    LaunchedServer,
+    free_ports,
+    start_server,
+)
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.observe.metric_docs import undescribed
@@ -279,33 +284,35 @@ def contract_server(
     kind, python = server_kind
     folder = tmp_path_factory.mktemp(kind)
     save_model(make_model(seed=0), folder / "model")
-    spec = ServerSpec(
-        kind=kind,
-        model_path=str(folder / "model"),
-        port=free_ports(1)[0],
-        device="cpu",
-        dtype="float32",
-        max_model_len=1024,
-        max_running_requests=16,
-        python=python,
-        **KEYS,
-    )
-    launched = start_server(spec, folder / "server.log")
-    running = RunningServer(kind, launched)
+    # Held, because a server takes long to load, and then must find its port free.
+    with HeldPorts(1) as held:
+        spec = ServerSpec(
+            kind=kind,
+            model_path=str(folder / "model"),
+            port=held.ports[0],
+            device="cpu",
+            dtype="float32",
+            max_model_len=1024,
+            max_running_requests=16,
+            python=python,
+            **KEYS,
+        )
+        launched = start_server(spec, folder / "server.log")
+        running = RunningServer(kind, launched)
 
-    async def wait() -> None:
-        client = running.client()
+        async def wait() -> None:
+            client = running.client()
+            try:
+                await wait_until_up([client], [launched], timeout_seconds=480)
+            finally:
+                await client.close()
+
         try:
-            await wait_until_up([client], [launched], timeout_seconds=480)
+            asyncio.run(wait())
+            yield running
+            assert launched.process.poll() is None, launched.log_tail()
         finally:
-            await client.close()
-
-    try:
-        asyncio.run(wait())
-        yield running
-        assert launched.process.poll() is None, launched.log_tail()
-    finally:
-        launched.stop()
+            launched.stop()
 
 
 @pytest.fixture
