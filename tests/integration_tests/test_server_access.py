@@ -135,6 +135,10 @@ def test_a_foreign_page_cannot_use_the_server_even_with_a_key(server: RunningSer
     assert generate(server, **{"Content-Type": "application/json; charset=klingon"})[0] == 415
 
 
+def test_a_key_of_any_bytes_is_a_wrong_key(server: RunningServer) -> None:
+    assert generate(server, key="", Authorization="Bearer \xff\xfe")[0] == 401
+
+
 def test_bodies_that_no_parser_likes_leave_the_server_alive(server: RunningServer) -> None:
     deep = '{"sampling_params": ' + "[" * 100_000 + "]" * 100_000 + "}"
     status, _ = ask(server, "POST", GENERATE[server.kind], deep, "api_key")

@@ -109,7 +109,8 @@ def refusal(
 
 def _is_bearer(authorization: str, expected: str) -> bool:
     scheme, _, token = authorization.partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(token.encode(), expected.encode())
+    sent = token.encode(errors="surrogateescape")  # headers may hold any bytes
+    return scheme.lower() == "bearer" and secrets.compare_digest(sent, expected.encode())
 
 
 def is_loopback(address: str | None) -> bool:

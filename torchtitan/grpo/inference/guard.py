@@ -69,8 +69,10 @@ class RequestGuard:
         return AuthLevel.CONTROL if self._generation.isdisjoint(above) else AuthLevel.NORMAL
 
     def _refusal(self, scope: _Scope) -> Refusal | None:
+        # As aiohttp decodes them for the embedded server.
         headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+            name.decode("ascii", "replace"): value.decode(errors="surrogateescape")
+            for name, value in scope["headers"]
         }
         server = scope.get("server")
         return refusal(

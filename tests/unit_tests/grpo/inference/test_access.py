@@ -43,7 +43,7 @@ def status(
 def test_a_route_needs_its_own_key(level, keys, right, wrong) -> None:
     assert status(level, keys, authorization=f"Bearer {right}") == 200
     assert status(level, keys, authorization=f"bearer {right}") == 200
-    for header in (f"Bearer {wrong}", right, f"Basic {right}", "Bearer ", "Bearer schlüssel"):
+    for header in (f"Bearer {wrong}", right, f"Basic {right}", "Bearer ", "Bearer \udcff"):
         assert status(level, keys, authorization=header) == 401
     assert status(level, keys) == 401
     assert status(OPEN, keys) == 200
@@ -171,6 +171,13 @@ def test_the_guard_asks_for_the_admin_key_on_every_route_that_it_does_not_know(p
         if not is_answered:
             assert sent[0]["status"] == 401
             assert "Unauthorized" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_keys_may_have_any_letters_and_headers_any_bytes() -> None:
+    keys = Keys("schlüssel")
+    assert status(NORMAL, keys, authorization="Bearer schlüssel") == 200
+    headers = [(b"host", b"localhost"), (b"authorization", b"Bearer \xff"), (b"\xff", b"\xff")]
+    assert call("/v1/models", headers=headers)[0][0]["status"] == 401
 
 
 def test_the_guard_closes_websockets_and_lets_the_server_start() -> None:
