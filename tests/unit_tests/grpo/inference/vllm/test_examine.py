@@ -15,11 +15,6 @@ from torchtitan.grpo.inference.vllm.examine import NO_GUARD, Examined, _examine_
 KEY = "secret"
 
 
-async def weight_info(request: web.Request) -> web.Response:
-    is_open = request.app["is_open"] or request.headers.get("Authorization") == f"Bearer {KEY}"
-    return web.json_response({"weight_version": "1"}, status=200 if is_open else 401)
-
-
 @pytest.mark.parametrize(
     ("is_open", "key", "expected"),
     [(True, KEY, [NO_GUARD]), (False, KEY, []), (True, None, [])],
@@ -27,9 +22,12 @@ async def weight_info(request: web.Request) -> web.Response:
 def test_a_server_that_is_open_although_the_run_has_keys_is_a_warning(
     is_open: bool, key: str | None, expected: list[str]
 ) -> None:
+    async def weight_info(request: web.Request) -> web.Response:
+        is_allowed = is_open or request.headers.get("Authorization") == f"Bearer {KEY}"
+        return web.json_response({"weight_version": "1"}, status=200 if is_allowed else 401)
+
     async def run() -> Examined:
         app = web.Application()
-        app["is_open"] = is_open
         app.router.add_get("/weight_info", weight_info)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
