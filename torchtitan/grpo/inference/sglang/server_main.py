@@ -119,8 +119,11 @@ def guard_routes() -> None:
 
     routes: dict[str, Any] = {"open_routes": _OPEN, "generation_routes": _GENERATION}
     http_server.app.add_middleware(RequestGuard, **routes)
+    if not hasattr(http_server, "requests"):
+        # A release whose requests to itself are made in another way: they would have no keys.
+        sys.argv.append("--skip-server-warmup")
+        return
     guard, keys = RequestGuard(http_server.app, **routes), keys_of_environment()
-
     http_server.requests = _KeyedRequests(
         http_server.requests, lambda path: keys.of(guard.level_of(path))
     )
