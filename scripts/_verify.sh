@@ -39,6 +39,8 @@ start_server() {
     port="$("$PYTHON" -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')"
     URL="http://127.0.0.1:$port"
     mkdir -p "$DUMP_FOLDER"
+    : >"$log"
+    chmod 600 "$log" # a server's log shows its settings
     echo "starting $SERVER at $URL on $1, log in $log"
     # In a session of its own: a server has workers, and they end together.
     setsid "$PYTHON" torchtitan/grpo/system/light_start.py torchtitan.grpo.inference.serve "$SERVER" "$MODEL" \

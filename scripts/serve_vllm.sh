@@ -9,7 +9,7 @@
 # With --register, the server tells a run where it is and leaves it when it ends; see docs/how-to/multi-node.md.
 # The longest sequence is the model's own (config.json) unless --max-model-len is given.
 # Then start the trainer with --inference.kind vllm --inference.urls http://H:P. Keys are read from the environment
-# variables TORCHTITAN_GRPO_API_KEY and TORCHTITAN_GRPO_ADMIN_KEY.
+# variables TORCHTITAN_GRPO_API_KEY and TORCHTITAN_GRPO_ADMIN_KEY; another host than loopback needs them.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 

@@ -1,5 +1,6 @@
 """Fixtures that start whole runs and find the processes that a run leaves behind."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -21,11 +22,20 @@ from forked import ForkedProcess, ForkServer
 
 from torchtitan.grpo import config as tables
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
+from torchtitan.grpo.inference.local_servers import (
+    HeldPorts,
+    LaunchedServer,
+    free_ports,
+    start_server,
+)
 from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.observe.metric_docs import undescribed
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.types import PromptProgress, ServerKind
+
+if TYPE_CHECKING:
+    from bare_trainer import RunningServer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "TORCHTITAN_GRPO_TEST_MARK"
@@ -50,6 +60,8 @@ _SHARING = (
     "test_hostile",
 )
 _KINDS = ("vllm", "sglang", "embedded")
+# Modules that share servers with another one.
+_PLACED_WITH = {"test_server_access": "test_real_servers"}
 
 
 def _place(nodeid: str) -> tuple[int, int]:
@@ -57,7 +69,7 @@ def _place(nodeid: str) -> tuple[int, int]:
     file, _, name = nodeid.partition("::")
     parameters = name.partition("[")[2].rstrip("]").split("-")
     kind = next((i for i, kind in enumerate(_KINDS) if kind in parameters), len(_KINDS))
-    module = Path(file).stem
+    module = _PLACED_WITH.get(Path(file).stem, Path(file).stem)
     return (_SHARING.index(module) if module in _SHARING else len(_SHARING), kind)
 
 
@@ -245,7 +257,7 @@ def _has_words(process: psutil.Process, words: tuple[str, ...]) -> bool:
 
 
 @pytest.fixture(
-    scope="module",
+    scope="session",
     params=[
         "embedded",
         pytest.param("vllm", marks=pytest.mark.vllm),
@@ -262,6 +274,47 @@ def server_kind(request: pytest.FixtureRequest) -> tuple[ServerKind, str | None]
     if not Path(python).exists():
         pytest.fail(f"{python} is not there: run scripts/install_{kind}.sh first.")
     return kind, python
+
+
+@pytest.fixture(scope="session")
+def contract_server(
+    server_kind: tuple[ServerKind, str | None], tmp_path_factory: pytest.TempPathFactory
+) -> "Iterator[RunningServer]":
+    """A server of each kind with both keys, for the tests that look at servers from outside."""
+    from bare_trainer import KEYS, RunningServer, make_model, save_model
+
+    kind, python = server_kind
+    folder = tmp_path_factory.mktemp(kind)
+    save_model(make_model(seed=0), folder / "model")
+    # Held, because a server takes long to load, and then must find its port free.
+    with HeldPorts(1) as held:
+        spec = ServerSpec(
+            kind=kind,
+            model_path=str(folder / "model"),
+            port=held.ports[0],
+            device="cpu",
+            dtype="float32",
+            max_model_len=1024,
+            max_running_requests=16,
+            python=python,
+            **KEYS,
+        )
+        launched = start_server(spec, folder / "server.log")
+        running = RunningServer(kind, launched)
+
+        async def wait() -> None:
+            client = running.client()
+            try:
+                await wait_until_up([client], [launched], timeout_seconds=480)
+            finally:
+                await client.close()
+
+        try:
+            asyncio.run(wait())
+            yield running
+            assert launched.process.poll() is None, launched.log_tail()
+        finally:
+            launched.stop()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,17 +38,13 @@ from bare_trainer import (
     make_deltas,
     make_model,
     run,
-    save_model,
 )
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import free_ports, start_server
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.vllm import client as vllm_client
-from torchtitan.grpo.inference.waiting import wait_until_up
-from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
+from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts, choose_backend
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
@@ -62,37 +57,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(server_kind: tuple[ServerKind, str | None], tmp_path_factory) -> Iterator[RunningServer]:
-    kind, python = server_kind
-    folder = tmp_path_factory.mktemp(kind)
-    save_model(make_model(seed=0), folder / "model")
-    spec = ServerSpec(
-        kind=kind,
-        model_path=str(folder / "model"),
-        port=free_ports(1)[0],
-        device="cpu",
-        dtype="float32",
-        max_model_len=1024,
-        max_running_requests=16,
-        python=python,
-        **KEYS,
-    )
-    launched = start_server(spec, folder / "server.log")
-    running = RunningServer(kind, launched)
-
-    async def wait() -> None:
-        client = running.client()
-        try:
-            await wait_until_up([client], [launched], timeout_seconds=480)
-        finally:
-            await client.close()
-
-    try:
-        asyncio.run(wait())
-        yield running
-        assert launched.process.poll() is None, launched.log_tail()
-    finally:
-        launched.stop()
+def server(contract_server: RunningServer) -> RunningServer:
+    return contract_server
 
 
 def sampled(name: str, prompt: list[int], max_new_tokens: int) -> GenerateRequest:

@@ -1,13 +1,44 @@
 """The shell scripts, started as a user starts them."""
 
 import json
+import os
 import subprocess
 import sys
+import uuid
+from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "programs"))
+
+from listening import beyond_loopback, marked_with, watched
+
 from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
+
+_MARK = "TORCHTITAN_GRPO_TEST_MARK"
+# Torchrun's own rendezvous, which listens on all interfaces.
+_TORCHRUN = ("torch.distributed.run", "torchrun")
+
+
+def run_watched(
+    command: list[str],
+) -> tuple[subprocess.CompletedProcess[str], set[tuple[str, str]]]:
+    """Runs a command; returns also on which addresses it and its descendants listened."""
+    mark = uuid.uuid4().hex
+    with watched(lambda: marked_with(_MARK, mark)) as found:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=840, env=os.environ | {_MARK: mark}
+        )
+    return result, found
+
+
+def check_sockets(found: set[tuple[str, str]]) -> None:
+    """Fails unless a server and a rank were seen, and all of them listened on loopback alone."""
+    ours = {(command, ip) for command, ip in found if not any(w in command for w in _TORCHRUN)}
+    for words in ("--model", "torchtitan.grpo_train"):
+        assert any(words in command for command, _ in ours), (words, found)
+    assert not beyond_loopback(ours)
 
 
 @pytest.mark.parametrize(
@@ -20,12 +51,13 @@ from torchtitan.grpo.inference.server_spec import ServerSpec
 )
 def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_path):
     script = repository / "scripts/verify_grpo_cpu.sh"
-    result = subprocess.run(
-        ["bash", str(script), "--server", server], capture_output=True, text=True, timeout=840
-    )
+    result, found = run_watched(["bash", str(script), "--server", server])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("\nok ") == 6
     assert f"verified: {server} serves what the trainer has" in result.stdout
+    check_sockets(found)
+    log = repository / f"outputs/verify-cpu-{server}/server.log"
+    assert log.stat().st_mode & 0o777 == 0o600
 
 
 def test_verification_fails_where_the_server_has_other_weights(make_run, repository, fork_server):
@@ -54,11 +86,10 @@ def test_verification_fails_where_the_server_has_other_weights(make_run, reposit
 def test_the_quickstart_learns(repository, tmp_path):
     """Checks the README's promise for one seed with the script itself."""
     folder = tmp_path / "quickstart"
-    result = subprocess.run(
-        ["bash", str(repository / "scripts/quickstart.sh"), f"--job.dump_folder={folder}"],
-        capture_output=True, text=True, timeout=840,
-    )  # fmt: skip
+    script = str(repository / "scripts/quickstart.sh")
+    result, found = run_watched(["bash", script, f"--job.dump_folder={folder}"])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    check_sockets(found)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["reward_last10"] >= 0.8
     assert summary["reward_last10"] >= summary["reward_first10"] + 0.25

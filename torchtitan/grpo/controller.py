@@ -4,6 +4,7 @@
 """Source of live steps: rank 0 starts the rollout process and requests batches from it."""
 
 import asyncio
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.run_log import RunLog
@@ -128,6 +130,7 @@ class RolloutController(StepSource):
         self._model, self._start_version = model, start_version
         self._is_ready = self._is_closed = False
         self._fetch_secret = secrets.token_hex(16)
+        set_random_keys(config.inference, os.environ)
         self.link: RolloutLink = RolloutLink(self._process_config(start_version), logger.warning)
         self.servers: list[ServerInfo] = []
 

@@ -86,11 +86,12 @@ class Inference:
 
     api_key: str | None = None
     """Key for the routes that generate. None reads the environment variable
-    ``TORCHTITAN_GRPO_API_KEY``."""
+    ``TORCHTITAN_GRPO_API_KEY``. Without either, servers that the run launches get a random key."""
 
     admin_key: str | None = None
-    """Key for the routes that control a server (SGLang's ``--admin-api-key``). None reads the
-    environment variable ``TORCHTITAN_GRPO_ADMIN_KEY``."""
+    """Key for the routes that control a server. None reads the environment variable
+    ``TORCHTITAN_GRPO_ADMIN_KEY``. Without either, servers that the run launches get a random key, and
+    other servers are sent ``api_key``."""
 
     startup_timeout_seconds: Annotated[float, above(0)] = 300.0
     """Maximum time until a server, launched or not, answers that it is ready."""

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE
-from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
+from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row, refuse_keys
 from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.system.interfaces import is_loopback
+from torchtitan.grpo.system.loopback import is_loopback
 
 _INFERENCE_READ_WITH: tuple[
     tuple[Callable[[grpo_config.Inference], bool], str, tuple[str, ...]], ...
@@ -65,6 +65,11 @@ def check_inference(config: JobConfig) -> None:
         f"interpreter of its environment: run `bash {row.install_script}` and set "
         f"inference.python = '{row.environment}/bin/python'.",
     )
+    if inference.launch:
+        try:
+            refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     python = inference.python
     require(
         python is None or os.access(python, os.X_OK),

@@ -46,6 +46,7 @@ class ServerFacts:
         max_model_len: Longest prompt and completion together, in tokens.
         problems: Each reason why this project cannot use the server as it was started: a missing
             option, or a wrong one.
+        warnings: What the user should change, although the run can use the server.
     """
 
     software: str
@@ -55,6 +56,7 @@ class ServerFacts:
     vocab_size: int | None = None
     max_model_len: int | None = None
     problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

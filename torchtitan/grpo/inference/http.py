@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 import aiohttp
 
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.client import ServerError
-
-API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
-ADMIN_KEY_VARIABLE = "TORCHTITAN_GRPO_ADMIN_KEY"
 
 _EXCERPT_CHARS = 600
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -59,7 +57,8 @@ class Answer:
 class HttpConnection:
     """Base URL, keys and HTTP session of one server.
 
-    The session belongs to the event loop of the first request.
+    The session belongs to the event loop of the first request. ``has_keys`` tells whether requests
+    are sent with a key.
 
     Args:
         url: Base URL, ``http://host:port``.
@@ -85,7 +84,8 @@ class HttpConnection:
         self.url = url.rstrip("/")
         self.timeout_seconds = timeout_seconds
         self._idle_seconds = idle_seconds
-        self._keys = {"generation": api_key, "control": admin_key or api_key}
+        self.has_keys = bool(api_key or admin_key)
+        self._keys = {"generation": api_key, "control": admin_key or api_key, "nobody": None}
         self._session: aiohttp.ClientSession | None = None
         self._num_using: Counter[aiohttp.ClientSession] = Counter()
         self._turn = asyncio.Lock()
@@ -104,7 +104,7 @@ class HttpConnection:
         route: str,
         body: Any = None,
         *,
-        scope: Literal["generation", "control"] = "control",
+        scope: Literal["generation", "control", "nobody"] = "control",
         timeout_seconds: float | None = None,
         max_bytes: int = _MAX_ANSWER_BYTES,
         accept: Collection[int] = (),
@@ -115,7 +115,7 @@ class HttpConnection:
             method: HTTP method.
             route: Path and query, beginning with a slash.
             body: Value that is sent as JSON; ``None`` sends no body.
-            scope: Which of the two keys is sent.
+            scope: Which of the two keys is sent, or none.
             timeout_seconds: Maximum duration of the whole exchange; ``None`` is the
                 connection's own.
             max_bytes: Maximum length of the answer. The rest of a longer one is not read.

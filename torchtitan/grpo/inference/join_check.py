@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchtitan.grpo.inference.access import API_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerFacts
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.identify import WrongKind
 from torchtitan.grpo.inference.kinds import kind_row
 from torchtitan.grpo.inference.model_cards import first_architecture
+from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.types import ServerKind
 
 # Settings in config.json that decide the shapes of the weights.
@@ -31,7 +33,6 @@ _SHAPES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class WrongServer(ServerError):
@@ -89,7 +90,7 @@ async def check_server(
         raise wrong_server(client.url, needs, [str(error)]) from error
     if problems:
         raise wrong_server(client.url, needs, [f"{facts.software}: {p}." for p in problems])
-    return facts, release_warnings(client.url, facts, needs.kind)
+    return facts, [*facts.warnings, *release_warnings(client.url, facts, needs.kind)]
 
 
 def wrong_server(
@@ -111,6 +112,8 @@ def wrong_server(
             "Stop what listens there, and start in its place:",
             f"  {serve_command(needs.kind, url, needs.model_path)}",
         ]
+        if not is_loopback(urlsplit(url).hostname):
+            lines.append(f"with {API_KEY_VARIABLE} in the environment of server and trainer")
         if found is not None:
             lines.append(f'or set inference.kind = "{found}" to use the server that is there.')
     return WrongServer("\n".join(lines))
@@ -122,7 +125,7 @@ def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
     start = ["torchtitan-grpo", "serve", kind]
     if kind_row(kind).environment is not None:
         start = ["bash", f"scripts/serve_{kind}.sh"]
-    host = [] if parts.hostname in _LOOPBACK else ["--host", str(parts.hostname)]
+    host = [] if is_loopback(parts.hostname) else ["--host", str(parts.hostname)]
     return shlex.join([*start, model_path, *host, "--port", str(parts.port)])
 
 

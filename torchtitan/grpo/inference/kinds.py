@@ -12,10 +12,11 @@ name their client and launcher as ``module:name``, and the modules are imported 
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.client import Capabilities, InferenceClient
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
@@ -34,8 +35,9 @@ class KindRow:
         capabilities: What the servers can do; see :class:`Capabilities`.
         environment: Folder of the virtual environment that the server needs for itself, or
             ``None`` if it runs in the trainer's. `scripts/install_<name>.sh` makes the folder.
-        key_options: Command-line options of the server whose value is a secret key. The value
-            is hidden where a command line is printed.
+        key_options: Command-line options of the server whose value is a secret key. They are
+            refused where a run or a script starts the server, and their values are hidden where a
+            command line is printed.
         nccl_settings: Environment variables of NCCL that the server sets in its own processes,
             unless its environment names other values.
         known_releases: Beginnings of the release numbers of servers that this project is tested
@@ -119,6 +121,26 @@ def kind_row(kind: ServerKind) -> KindRow:
     return KINDS[kind]
 
 
+def refuse_keys(kind: ServerKind, arguments: Sequence[str], source: str) -> None:
+    """Refuses further arguments of a server that hold a key.
+
+    Args:
+        kind: Kind of the server.
+        arguments: Further arguments, which are passed on to the server.
+        source: What the user calls these arguments, for the message.
+
+    Raises:
+        ValueError: If an argument is an option whose value is a key.
+    """
+    given = {argument.partition("=")[0] for argument in arguments}
+    if found := sorted(given.intersection(kind_row(kind).key_options)):
+        raise ValueError(
+            f"{source} must hold no keys, because every user of the machine can list command lines, "
+            f"got {', '.join(found)}. Set {API_KEY_VARIABLE} and {ADMIN_KEY_VARIABLE} in the "
+            "environment."
+        )
+
+
 def make_client(
     kind: ServerKind,
     url: str,
@@ -145,11 +167,7 @@ def make_client(
         ValueError: If ``kind`` has no row, or ``url`` is not an HTTP URL.
     """
     # Imported here because configuration checks read the table and need no HTTP.
-    from torchtitan.grpo.inference.http import (
-        ADMIN_KEY_VARIABLE,
-        API_KEY_VARIABLE,
-        HttpConnection,
-    )
+    from torchtitan.grpo.inference.http import HttpConnection
 
     row = kind_row(kind)
     if not url.startswith(("http://", "https://")):

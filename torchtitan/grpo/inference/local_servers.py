@@ -6,24 +6,29 @@
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.grpo.inference.access import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+)
 from torchtitan.grpo.inference.gpu_shares import share_gpus
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
-from torchtitan.grpo.system.interfaces import interface_of, is_loopback
+from torchtitan.grpo.system.interfaces import interface_of
+from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:
-    from torchtitan.grpo.config import RolloutProcessConfig
+    from torchtitan.grpo.config import Inference, RolloutProcessConfig
 
 _LOG_TAIL_BYTES = 4000
 _LINE_CHARS = 200
@@ -123,11 +128,40 @@ def server_command(
         defaults["OMP_NUM_THREADS"] = "1"  # the trainer needs the cores, too
     elif spec.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-    if not is_loopback(spec.host) and (interface := interface_of(spec.host)) is not None:
+    if is_loopback(spec.host):
+        # By default gloo listens at the address that this host's name resolves to.
+        defaults["GLOO_SOCKET_IFNAME"] = loopback_interface()
+    elif (interface := interface_of(spec.host)) is not None:
         # The trainer reaches the server there, so its weight groups belong there as well.
         defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    keys = {name: key for name, key in command.keys.items() if key}
+    own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key}
+    keys = {name: key for name, key in {**own_keys, **command.keys}.items() if key}
     return command.arguments + list(spec.extra_args), {**defaults, **kept, **keys}
+
+
+def loopback_interface() -> str:
+    """Returns the name of the loopback interface."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -> None:
+    """Sets random keys for the servers that a run launches, unless the user has set keys.
+
+    Other users of the machine could otherwise generate on these servers, and replace their weights.
+
+    Args:
+        inference: Table ``[inference]``.
+        environ: Environment of rank 0, from which its clients, the rollout process and the servers
+            take the keys.
+    """
+    if not inference.launch:
+        return
+    for key, variable in (
+        (inference.api_key, API_KEY_VARIABLE),
+        (inference.admin_key, ADMIN_KEY_VARIABLE),
+    ):
+        if not key and not environ.get(variable):
+            environ[variable] = secrets.token_urlsafe(24)
 
 
 def mask_keys(command: Sequence[str]) -> list[str]:

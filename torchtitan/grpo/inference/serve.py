@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
-from torchtitan.grpo.inference.kinds import KINDS
+from torchtitan.grpo.inference.access import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    require_keys,
+)
+from torchtitan.grpo.inference.kinds import KINDS, refuse_keys
 from torchtitan.grpo.inference.local_servers import default_device, mask_keys, server_command
 from torchtitan.grpo.inference.registrar import Registrar, run_registered
 from torchtitan.grpo.inference.registry import Registration
@@ -71,6 +75,8 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
         config = model_config(options.model_path)
         check_length(options.max_model_len, config, options.model_path)
         host = options.host or choose_host(options.register, options.interface)
+        require_keys(host, os.environ)
+        refuse_keys(options.kind, extra, "Further arguments")
         check_register(options.register, host)
         port = choose_port(host, options.port, may_be_any=options.register is not None)
         check_port(host, port)

@@ -26,7 +26,7 @@ class ServerSpec:
         python: Interpreter of the server's environment; ``None`` is the current interpreter.
         host: Address to listen on.
         api_key: Key that the server requires on generation routes.
-        admin_key: Key that the server requires on control routes, if the kind has one.
+        admin_key: Key that the server requires on control routes.
         extra_args: Command-line arguments appended last. If an option is given twice, the last
             one counts.
         gpus: GPUs that are visible to the server. If empty, it sees those of this process.
@@ -62,9 +62,9 @@ class LaunchCommand:
     Attributes:
         arguments: Command line, without ``ServerSpec.extra_args``.
         defaults: Environment variables that the user's own environment may override.
-        keys: Environment variables that hold the keys; they override the user's environment.
-            A key belongs here if the server reads one from its environment, because every
-            user of the machine can list command lines.
+        keys: Further environment variables that hold keys, beside ``TORCHTITAN_GRPO_API_KEY`` and
+            ``TORCHTITAN_GRPO_ADMIN_KEY``, which every server gets. They override the user's
+            environment. Keys are never on a command line, which every user of the machine can list.
     """
 
     arguments: list[str]

@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
-from torchtitan.grpo.system.interfaces import address_of, interface_of, is_loopback
+from torchtitan.grpo.system.interfaces import address_of, interface_of
+from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.system.private_folders import make_private_folder
 from torchtitan.grpo.weight_wire.routes import source_address
 

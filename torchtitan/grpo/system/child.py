@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 # Loaded before any fork, because the hook below should import and allocate as little as possible.
@@ -58,11 +59,11 @@ def start_child(
     Args:
         command: Program and arguments.
         env: Environment of the child; ``None`` inherits this process's.
-        log_file: File to which the child's output is appended; ``None`` leaves the output where
-            this process's goes.
+        log_file: File to which the child's output is appended, for this user alone; ``None``
+            leaves the output where this process's goes.
         cwd: Working directory of the child; ``None`` inherits this process's.
     """
-    output = open(log_file, "ab") if log_file is not None else None  # noqa: SIM115
+    output = open_log(log_file) if log_file is not None else None
     try:
         return subprocess.Popen(
             list(command),
@@ -77,6 +78,13 @@ def start_child(
     finally:
         if output is not None:
             output.close()
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Opens a log for appending that no other user can read: logs show prompts and settings."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.fchmod(descriptor, 0o600)  # an earlier program may have made the file
+    return open(descriptor, "ab")
 
 
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:

@@ -7,6 +7,7 @@ import socket
 
 import psutil
 
+from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.weight_wire.routes import source_address
 
 # Addresses for documentation (RFC 5737), which no host has: the way to them is the default route.
@@ -36,11 +37,6 @@ def interface_of(address: str) -> str | None:
             if own == address or (is_local and own.startswith("127.")):
                 return name
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host itself can connect to an address or name."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def address_of(interface: str) -> str:

@@ -3,7 +3,6 @@
 
 """The table of server kinds: each row is complete, and reading the table costs little."""
 
-import itertools
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from torchtitan.grpo.inference import kinds
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.kinds import KINDS, kind_row
+from torchtitan.grpo.inference.kinds import KINDS, kind_row, refuse_keys
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
@@ -42,13 +41,19 @@ def test_a_kind_with_an_environment_has_a_script_that_installs_it(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_key_options_of_a_row_hide_every_key_of_its_command_line(kind: str) -> None:
+def test_no_command_line_of_a_server_holds_a_key(kind: str) -> None:
     spec = ServerSpec(
         kind, "/models/tiny", 4321, "cpu", "float32", 256, 16, api_key="secret", admin_key="secret"
     )
-    arguments = KINDS[kind].launch_command(spec).arguments
-    for option, value in itertools.pairwise(arguments):
-        assert value != "secret" or option in KINDS[kind].key_options
+    assert "secret" not in " ".join(KINDS[kind].launch_command(spec).arguments)
+    for option in KINDS[kind].key_options:
+        for arguments in ([option, "secret"], [f"{option}=secret"]):
+            with pytest.raises(
+                ValueError, match=f"(?s)got {option}.*TORCHTITAN_GRPO_API_KEY"
+            ) as caught:
+                refuse_keys(kind, arguments, "inference.extra_args")
+            assert "secret" not in str(caught.value)
+    refuse_keys(kind, ["--seed", "7"], "inference.extra_args")
 
 
 def test_every_folder_of_a_kind_has_a_row() -> None:

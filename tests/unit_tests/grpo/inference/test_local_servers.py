@@ -15,20 +15,22 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.grpo import config
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
     default_device,
     free_ports,
+    loopback_interface,
     mask_keys,
     server_command,
     server_specs,
+    set_random_keys,
     start_server,
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
-from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.types import PromptProgress, ServerKind
 
 SPEC = ServerSpec(
     kind="vllm",
@@ -62,19 +64,20 @@ def test_vllm_is_started_with_what_the_client_relies_on() -> None:
     assert environ["OMP_NUM_THREADS"] == "1"
 
 
-def test_sglang_on_cpu_is_started_by_the_stand_in_with_a_bounded_cache() -> None:
+def test_sglang_on_cpu_is_started_behind_the_guard_with_a_bounded_cache() -> None:
     command, _ = server_command(replace(SPEC, kind="sglang"), {})
     assert command[0] == "/env/bin/python"
-    assert Path(command[1]).name == "cpu_main.py"
+    assert Path(command[1]).name == "server_main.py"
     assert option(command, "--attention-backend") == "torch_native"
     assert option(command, "--max-total-tokens") == str(16 * 256)
     large = replace(SPEC, kind="sglang", max_running_requests=4096)
     assert option(server_command(large, {})[0], "--max-total-tokens") == "32768"
 
 
-def test_sglang_on_cuda_is_started_as_it_is() -> None:
+def test_sglang_on_cuda_has_its_own_attention_and_cache() -> None:
     command, environ = server_command(replace(SPEC, kind="sglang", device="cuda"), {})
-    assert command[:3] == ["/env/bin/python", "-m", "sglang.launch_server"]
+    assert Path(command[1]).name == "server_main.py"
+    assert "--attention-backend" not in command
     assert "--max-total-tokens" not in command
     assert "OMP_NUM_THREADS" not in environ
 
@@ -87,19 +90,57 @@ def test_the_embedded_server_is_started_light() -> None:
     assert option(command, "--max-running-requests") == "16"
 
 
-def test_keys_are_passed_by_environment_where_the_server_reads_them_there() -> None:
-    spec = replace(SPEC, api_key="secret-a", admin_key="secret-b")
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_are_passed_by_environment(kind: ServerKind) -> None:
+    spec = replace(SPEC, kind=kind, api_key="secret-a", admin_key="secret-b")
     ours = {"VLLM_API_KEY": "stale", "TORCHTITAN_GRPO_API_KEY": "stale"}
     command, environ = server_command(spec, ours)
-    assert environ["VLLM_API_KEY"] == "secret-a"
-    assert "secret" not in " ".join(command)
-    command, environ = server_command(replace(spec, kind="embedded", python=None), ours)
     assert environ["TORCHTITAN_GRPO_API_KEY"] == "secret-a"
     assert environ["TORCHTITAN_GRPO_ADMIN_KEY"] == "secret-b"
+    assert environ["VLLM_API_KEY"] == ("secret-a" if kind == "vllm" else "stale")
     assert "secret" not in " ".join(command)
-    command, _ = server_command(replace(spec, kind="sglang"), {})
-    assert option(command, "--api-key") == "secret-a"
-    assert option(command, "--admin-api-key") == "secret-b"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_on_loopback_keeps_gloo_there_unless_the_user_names_an_interface(
+    kind: ServerKind,
+) -> None:
+    spec = replace(SPEC, kind=kind)
+    assert server_command(spec, {})[1]["GLOO_SOCKET_IFNAME"] == loopback_interface()
+    assert server_command(spec, {"GLOO_SOCKET_IFNAME": "eth0"})[1]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "GLOO_SOCKET_IFNAME" not in server_command(replace(spec, host="10.0.0.1"), {})[1]
+
+
+def test_a_run_that_launches_servers_makes_keys_that_nobody_can_guess() -> None:
+    environ: dict[str, str] = {}
+    set_random_keys(config.Inference(), environ)
+    assert environ == {}, "servers that are there have the keys that they have"
+    set_random_keys(config.Inference(launch=True), environ)
+    assert set(environ) == {"TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"}
+    assert len(set(environ.values())) == 2 and min(map(len, environ.values())) >= 32
+    other: dict[str, str] = {}
+    set_random_keys(config.Inference(launch=True), other)
+    assert not set(other.values()) & set(environ.values())
+
+
+def test_keys_of_the_user_are_kept() -> None:
+    environ = {"TORCHTITAN_GRPO_API_KEY": "mine"}
+    set_random_keys(config.Inference(launch=True, admin_key="mine-too"), environ)
+    assert environ == {"TORCHTITAN_GRPO_API_KEY": "mine"}
+
+
+def test_other_users_cannot_read_a_servers_log(tmp_path: Path) -> None:
+    log = tmp_path / "servers" / "vllm-0.log"
+    server = start_script(tmp_path, "echo secret")
+    server.process.wait(60)
+    server.stop()
+    assert log.read_text() == "secret\n"
+    assert log.stat().st_mode & 0o777 == 0o600
+    log.chmod(0o644)  # as a log that is appended to may have been left
+    again = start_server(server.spec, log, keep_log=True)
+    again.process.wait(60)
+    again.stop()
+    assert log.stat().st_mode & 0o777 == 0o600
 
 
 def test_keys_are_masked_where_a_command_line_is_shown() -> None:

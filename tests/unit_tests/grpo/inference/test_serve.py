@@ -86,6 +86,21 @@ def test_a_port_that_is_taken_is_named(model: str, capsys) -> None:
     assert f"--port {port} must be free" in line and "another port" in line
 
 
+@pytest.mark.parametrize("kind", ["embedded", "vllm", "sglang"])
+def test_an_address_that_other_machines_reach_needs_keys(model, kind, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("TORCHTITAN_GRPO_API_KEY", raising=False)
+    line = error_of(capsys, kind, model, "--python", "/env/python", "--host", "0.0.0.0")
+    assert "--host 0.0.0.0 needs keys" in line and "TORCHTITAN_GRPO_API_KEY" in line
+    monkeypatch.setenv("TORCHTITAN_GRPO_API_KEY", "secret")
+    assert spec_of(kind, model, "--host", "0.0.0.0").api_key == "secret"
+
+
+def test_a_key_on_the_command_line_is_refused(model: str, capsys) -> None:
+    port = str(free_ports(1)[0])
+    line = error_of(capsys, "vllm", model, "--port", port, "--api-key", "secret")
+    assert "--api-key" in line and "environment" in line and "secret" not in line
+
+
 def test_a_gpu_that_is_not_there_is_not_replaced_in_silence(model: str, capsys) -> None:
     port = str(free_ports(1)[0])
     line = error_of(capsys, "embedded", model, "--device", "cuda", "--port", port)

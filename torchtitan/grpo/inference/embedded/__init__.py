@@ -17,7 +17,8 @@ reading order:
     update_json.py  JSON of a weight update
     responses.py  JSON requests and answers
     daemon_thread.py  blocking calls, each on a thread of its own
-    auth.py      which key a route needs
+    connections.py  how many connections there may be, and how long they may send nothing
+    repeat_limit.py  a log line that comes again and again is written a few times
     server.py    the HTTP routes
     __main__.py  the command line
 

@@ -21,6 +21,14 @@ from dataclasses import asdict
 import transformers
 from aiohttp import web
 
+from torchtitan.grpo.inference.access import (
+    keys_of_environment,
+    require_keys,
+)
+from torchtitan.grpo.inference.embedded.connections import (
+    ConnectionLimits,
+    raise_descriptor_limit,
+)
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.generate_json import ModelFacts
 from torchtitan.grpo.inference.embedded.model import (
@@ -29,15 +37,26 @@ from torchtitan.grpo.inference.embedded.model import (
     load_tokenizer,
     read_eos_ids,
 )
+from torchtitan.grpo.inference.embedded.repeat_limit import RepeatLimit
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from torchtitan.grpo.inference.local_servers import loopback_interface
+from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+_BACKLOG = 128  # also how many connections are accepted before one of them is counted
+_KEEPALIVE_SECONDS = 30.0
+_ABOVE_ZERO = (
+    "max_running_requests",
+    "max_prefill_tokens",
+    "dist_timeout",
+    "max_connections",
+    "header_timeout",
+)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -68,13 +87,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=4096,
         help="maximum number of padded tokens in one prefill",
     )
-    # Other users of the machine can list command lines, but not environments.
-    for option, variable, routes in (
-        ("--api-key", API_KEY_VARIABLE, "generation"),
-        ("--admin-api-key", ADMIN_KEY_VARIABLE, "control"),
-    ):
-        default = os.environ.get(variable)
-        add(option, default=default, help=f"key of {routes} routes; else ${variable}, else none")
+    add(
+        "--max-connections",
+        type=int,
+        default=4096,
+        help="maximum number of connections; at most what the limit of open files has room for",
+    )
+    add(
+        "--header-timeout",
+        type=float,
+        default=10.0,
+        help="seconds within which the headers of a connection's first request must arrive",
+    )
     add("--seed", type=int, help="seed of sampling; random by default")
     add(
         "--dist-timeout",
@@ -83,9 +107,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="timeout of each weight broadcast, in seconds",
     )
     arguments = parser.parse_args(argv)
-    for name in ("max_running_requests", "max_prefill_tokens", "dist_timeout"):
+    for name in _ABOVE_ZERO:
         if getattr(arguments, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
+    try:
+        # Keys are taken from the environment alone: other users can list command lines.
+        require_keys(arguments.host, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
     if arguments.max_model_len < 0:
         parser.error("--max-model-len must be 0 or above")
     return arguments
@@ -126,8 +155,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
             "seed": seed,
             "group_facts": asdict(own_group_facts(runner.device)),
         },
-        api_key=arguments.api_key,
-        admin_api_key=arguments.admin_api_key,
+        keys=keys_of_environment(),
     )
 
 
@@ -138,13 +166,22 @@ async def serve(arguments: argparse.Namespace) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     runner = web.AppRunner(
-        server.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.3
+        server.make_app(),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.3,
+        keepalive_timeout=_KEEPALIVE_SECONDS,
     )
     await runner.setup()
-    site = web.TCPSite(runner, arguments.host, arguments.port)
-    await site.start()
+    assert runner.server is not None, "it was set up"
+    limits = ConnectionLimits(
+        runner.server, raise_descriptor_limit(arguments.max_connections), arguments.header_timeout
+    )
+    listener = await asyncio.get_running_loop().create_server(
+        limits.make_protocol, arguments.host, arguments.port, backlog=_BACKLOG
+    )
     server.engine.start()
-    port = runner.addresses[0][1]
+    port = listener.sockets[0].getsockname()[1]
     logger.info("Serving %s on http://%s:%d", arguments.model_path, arguments.host, port)
     print(f"READY http://{arguments.host}:{port}", flush=True)
     if arguments.port_file:
@@ -154,6 +191,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     # The engine ends first, so that waiting requests are answered before connections close.
     await asyncio.get_running_loop().run_in_executor(None, server.engine.close, 1.0)
     server.updater.close()
+    listener.close()
     await runner.cleanup()
 
 
@@ -167,9 +205,14 @@ def write_port_file(path: str, port: int) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RepeatLimit())
     # Progress bars would fill the log file.
     transformers.utils.logging.disable_progress_bar()
     arguments = parse_arguments(sys.argv[1:])
+    if is_loopback(arguments.host):
+        # By default gloo listens at the address that this host's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     try:
         asyncio.run(serve(arguments))
     except (ValueError, OSError) as error:

@@ -15,6 +15,9 @@ from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 
 _T = TypeVar("_T")
 
+MAX_COMPLETIONS = 1024
+"""Maximum number of completions of one request. More of them belong into several requests."""
+
 _SAMPLING_TYPES: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
     "temperature": (int, float),
@@ -96,9 +99,11 @@ def parse_generate(body: Mapping[str, Any], facts: ModelFacts) -> GenerateBody:
         raise ValueError("input_ids must be a list of token ids, or a list of such lists.")
     is_batch = bool(input_ids) and isinstance(input_ids[0], list)
     prompts: list[list[int]] = input_ids if is_batch else [input_ids]
+    _check_number(len(prompts), 1)
     for prompt in prompts:
         _check_prompt(prompt, facts)
     sampling, num_samples = _parse_sampling(body.get("sampling_params"), len(prompts), facts)
+    _check_number(len(prompts), num_samples)
     for prompt, params in zip(prompts, sampling, strict=True):
         if len(prompt) + params.max_new_tokens > facts.max_model_len:
             raise ValueError(
@@ -115,6 +120,15 @@ def parse_generate(body: Mapping[str, Any], facts: ModelFacts) -> GenerateBody:
         stream=body_field(body, "stream", bool, False),
         is_list=is_batch or num_samples > 1,
     )
+
+
+def _check_number(num_prompts: int, num_samples: int) -> None:
+    """Refuses more completions than one request may ask for, before any of them takes memory."""
+    if num_prompts * num_samples > MAX_COMPLETIONS:
+        raise ValueError(
+            f"input_ids times sampling_params.n must be at most {MAX_COMPLETIONS} completions, got "
+            f"{num_prompts} x {num_samples}. Send several requests."
+        )
 
 
 def _check_prompt(prompt: Any, facts: ModelFacts) -> None:

@@ -3,7 +3,6 @@
 
 """Command line of the embedded server."""
 
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 
@@ -17,5 +16,4 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--max-model-len", str(spec.max_model_len)]
     command += ["--max-running-requests", str(spec.max_running_requests)]
     command += seed_option("--seed", spec)
-    keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key}
-    return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"}, keys)
+    return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"})

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.grpo.inference.embedded.auth import AuthLevel, is_allowed
+from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
 from torchtitan.grpo.inference.embedded.daemon_thread import run_in_thread
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
 from torchtitan.grpo.inference.embedded.generate_json import (
@@ -30,7 +30,12 @@ from torchtitan.grpo.inference.embedded.generate_json import (
     stop_ids_of,
 )
 from torchtitan.grpo.inference.embedded.request import Request
-from torchtitan.grpo.inference.embedded.responses import error_response, json_body, success
+from torchtitan.grpo.inference.embedded.responses import (
+    error_response,
+    json_body,
+    local_address,
+    success,
+)
 from torchtitan.grpo.inference.embedded.update_json import parse_chunk
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
@@ -41,7 +46,8 @@ logger = logging.getLogger(__name__)
 DIALECT_VERSION = "0.5.23"
 """The SGLang version whose routes and shapes these are."""
 
-_MAX_BODY_BYTES = 64 * 1024 * 1024
+# Far above any prompt: a million token ids take 6 MB.
+_MAX_BODY_BYTES = 16 * 2**20
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -54,8 +60,7 @@ class EmbeddedServer:
         table: Parameters of the model, for checksums.
         facts: Facts about the model that requests are checked against.
         info: Constant entries of ``/model_info`` and ``/server_info``.
-        api_key: Key that generation routes need; ``None`` for none.
-        admin_api_key: Key that control routes need; ``None`` for none of their own.
+        keys: Keys that the routes need.
     """
 
     def __init__(
@@ -66,8 +71,7 @@ class EmbeddedServer:
         facts: ModelFacts,
         info: Mapping[str, Any],
         *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
+        keys: Keys = Keys(),  # noqa: B008  (it cannot change)
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.engine = engine_factory(self._report)
@@ -75,8 +79,7 @@ class EmbeddedServer:
         self._table = table
         self._facts = facts
         self._info = dict(info)
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
+        self._keys = keys
         self._active_ids: set[str] = set()
 
     def make_app(self) -> web.Application:
@@ -112,12 +115,18 @@ class EmbeddedServer:
         return app
 
     def _guarded(self, handler: _Handler, level: AuthLevel) -> _Handler:
-        """Adds the check of the key, and turns exceptions into answers."""
+        """Adds the checks of `access.py`, and turns exceptions into answers."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            authorization = request.headers.get("Authorization")
-            if not is_allowed(level, authorization, self._api_key, self._admin_api_key):
-                return error_response(401, "Unauthorized: send 'Authorization: Bearer KEY'.")
+            refused = refusal(
+                level,
+                self._keys,
+                method=request.method,
+                headers={name.lower(): value for name, value in request.headers.items()},
+                local_address=local_address(request),
+            )
+            if refused is not None:
+                return error_response(refused.status, refused.message)
             try:
                 return await handler(request)
             except (ValueError, UpdateError, StagingError) as error:

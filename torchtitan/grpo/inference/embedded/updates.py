@@ -45,6 +45,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 2.0
+_MAX_WORLD_SIZE = 4096
 _UNDER_WAY = (
     "Another weight operation is under way. Wait for its answer, or end it with a request to "
     "/destroy_weights_update_group."
@@ -120,6 +121,10 @@ class WeightUpdater:
             )
         if not 0 < rank < world_size:
             raise UpdateError(f"rank_offset must be in [1, {world_size}), got {rank}.")
+        if not 0 < master_port < 2**16:
+            raise UpdateError(f"master_port must be in [1, 65535], got {master_port}.")
+        if world_size > _MAX_WORLD_SIZE:
+            raise UpdateError(f"world_size must be at most {_MAX_WORLD_SIZE}, got {world_size}.")
         if group_name in self._groups:
             raise UpdateError(
                 f"Group {group_name!r} exists already. Destroy it or use another name."
@@ -135,7 +140,8 @@ class WeightUpdater:
                 backend,
                 self._timeout_seconds,
             )
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:
+            # Whatever it was, the name must be free for the next attempt.
             del self._groups[group_name]
             raise UpdateError(
                 f"Group {group_name!r} at {master_address}:{master_port} was not joined within "

@@ -8,20 +8,16 @@ from pathlib import Path
 
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
 
-_CPU_MAIN = Path(__file__).with_name("cpu_main.py")
+_SERVER_MAIN = Path(__file__).with_name("server_main.py")
 # On a CPU, SGLang would otherwise allocate 15 GB for its KV cache.
 _CPU_MAX_TOKENS = 32768
 
 
 def launch_command(spec: ServerSpec) -> LaunchCommand:
-    """Returns the command that starts one SGLang server.
-
-    The keys are on the command line, because SGLang reads none from its environment.
-    """
-    python = spec.python or sys.executable
-    command = [python, "-m", "sglang.launch_server"]
+    """Returns the command that starts one SGLang server behind the guard of `server_main.py`."""
+    command = [spec.python or sys.executable, str(_SERVER_MAIN)]
     if spec.device == "cpu":
-        command = [python, str(_CPU_MAIN), "--attention-backend", "torch_native"]
+        command += ["--attention-backend", "torch_native"]
         wanted = spec.max_running_requests * spec.max_model_len or _CPU_MAX_TOKENS
         max_tokens = max(spec.max_model_len, min(wanted, _CPU_MAX_TOKENS))
         command += ["--max-total-tokens", str(max_tokens)]
@@ -33,6 +29,4 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     if spec.gpu_memory_utilization is not None and spec.device == "cuda":
         command += ["--mem-fraction-static", f"{spec.gpu_memory_utilization:g}"]
     command += seed_option("--random-seed", spec)
-    for option, key in (("--api-key", spec.api_key), ("--admin-api-key", spec.admin_key)):
-        command += [option, key] if key else []
     return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"})

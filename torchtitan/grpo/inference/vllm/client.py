@@ -178,6 +178,7 @@ class VLLMClient(InferenceClient):
             vocab_size=found.vocab_size,
             max_model_len=smallest(card.get("max_model_len")),
             problems=tuple(found.problems),
+            warnings=tuple(f"{self.url}: {text}." for text in found.warnings),
         )
 
     async def health(self) -> None:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.http import HttpConnection, excerpt
+from torchtitan.grpo.inference.vllm.launch import GUARD
 
 GENERATE_ROUTE = "/inference/v1/generate"
 NO_ROOM = "no room to stage"
@@ -25,6 +26,10 @@ NO_TRANSFER = (
 WRONG_LOGPROBS = (
     "it was started without --logprobs-mode processed_logprobs, so that its logprobs are those "
     "before rollout.temperature"
+)
+NO_GUARD = (
+    "its routes for weights and for /collective_rpc ask for no key. Start it with --middleware "
+    f"{GUARD} and the keys in its environment, as scripts/serve_vllm.sh does"
 )
 ALL_OPTIONS = (
     "a command of your own needs all of VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --logprobs-mode "
@@ -46,11 +51,13 @@ class Examined:
         vocab_size: Size of the model's vocabulary; ``None`` if the server does not tell it.
         can_generate: Whether the route that takes token ids is open.
         problems: One text for each option that is missing.
+        warnings: What the user should change, although the server can be used.
     """
 
     vocab_size: int | None = None
     can_generate: bool = True
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 async def examine(http: HttpConnection) -> Examined:
@@ -64,6 +71,7 @@ async def examine(http: HttpConnection) -> Examined:
     if (await http.get("/weight_info", accept=_MISSING)).status != 200:
         found.problems.append(NO_DEV_MODE)
     else:
+        await _examine_control(http, found)
         await _examine_transfer(http, found)
     return found
 
@@ -80,6 +88,14 @@ async def _examine_generation(http: HttpConnection, found: Examined) -> None:
     elif answer.status in (403, 404):
         found.can_generate = False
         found.problems.append(NO_SCALE_OUT)
+
+
+async def _examine_control(http: HttpConnection, found: Examined) -> None:
+    if not http.has_keys:
+        return
+    answer = await http.get("/weight_info", scope="nobody", accept=(*_MISSING, 401, 403))
+    if answer.status == 200:
+        found.warnings.append(NO_GUARD)
 
 
 async def _examine_transfer(http: HttpConnection, found: Examined) -> None:

@@ -10,6 +10,8 @@ from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, see
 
 WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtension"
 """Class whose methods vLLM adds to its workers, for requests to ``/collective_rpc``."""
+GUARD = "torchtitan.grpo.inference.vllm.guard.VllmGuard"
+"""Class that vLLM puts before its HTTP routes."""
 GROUP_FACTS_METHOD = "torchtitan_grpo_group_facts"
 """Name of the method that tells what weight groups over NCCL depend on."""
 
@@ -25,6 +27,7 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
+    command += ["--middleware", GUARD]
     command += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]
     if spec.gpu_memory_utilization is not None and spec.device == "cuda":
         command += ["--gpu-memory-utilization", f"{spec.gpu_memory_utilization:g}"]

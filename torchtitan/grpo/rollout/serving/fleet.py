@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.join_check import WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (

@@ -78,13 +78,15 @@ def save(model: Any, directory: Path) -> str:
 class Server:
     """A server process; ``log`` holds its output."""
 
-    def __init__(self, folder: Path, model_path: str, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, model_path: str, *arguments: str, keys: dict[str, str] | None = None
+    ) -> None:
         port_file = folder / "port"
         self.log = folder / "log"
         module = "torchtitan.grpo.inference.embedded"
         command = [*LIGHT_PYTHON, module, "--model-path", model_path, "--port", "0"]
         command += ["--port-file", str(port_file), "--device", "cpu", "--seed", "0", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(keys or {})}
         self.process = start_child(command, env=environment, log_file=self.log)
         self._port_file = port_file
 
@@ -344,7 +346,10 @@ def test_bad_requests_answer_400_and_the_server_lives(server: Server) -> None:
         unknown = {"beam_width": 2}
         message = await client.refused("/generate", input_ids=[1], sampling_params=unknown)
         assert "beam_width is not supported" in message
-        async with client.session.post(client.url + "/generate", data="{") as response:
+        headers = {"Content-Type": "application/json"}
+        async with client.session.post(
+            client.url + "/generate", data="{", headers=headers
+        ) as response:
             assert response.status == 400
         assert "abort_all" in await client.refused("/abort_request")
         assert "retract" in await client.refused("/pause_generation", mode="later")
@@ -742,7 +747,8 @@ def test_the_client_serves_the_embedded_server(server: Server) -> None:
 def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
     model_path: str, tmp_path: Path
 ) -> None:
-    server = Server(tmp_path, model_path, "--api-key", "user", "--admin-api-key", "admin")
+    keys = {"TORCHTITAN_GRPO_API_KEY": "user", "TORCHTITAN_GRPO_ADMIN_KEY": "admin"}
+    server = Server(tmp_path, model_path, keys=keys)
     generate = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
 
     async def check_keys(client: Client) -> None:

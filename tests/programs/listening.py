@@ -1,0 +1,71 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Finds the sockets on which processes listen, once or for as long as a program runs."""
+
+import contextlib
+import ipaddress
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+_LOOK_SECONDS = 0.2
+
+
+def session_of(leader: int) -> list[psutil.Process]:
+    """Returns the living processes of a session, such as a server with its workers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == leader:
+                found.append(process)
+    return found
+
+
+def marked_with(variable: str, value: str) -> list[psutil.Process]:
+    """Returns the living processes that inherited an environment variable with this value."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                found.append(process)
+    return found
+
+
+def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str]]:
+    """Returns each TCP address on which a process listens, with the process's command line."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())[:200]
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((command, connection.laddr.ip))
+    return found
+
+
+def beyond_loopback(found: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Returns those addresses that other machines may reach."""
+    return {(command, ip) for command, ip in found if not ipaddress.ip_address(ip).is_loopback}
+
+
+@contextmanager
+def watched(processes: Callable[[], list[psutil.Process]]) -> Iterator[set[tuple[str, str]]]:
+    """Yields a set that collects what :func:`listening` finds while the block runs."""
+    found: set[tuple[str, str]] = set()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            found.update(listening(processes()))
+
+    thread = threading.Thread(target=watch, name="listening")
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join(60)

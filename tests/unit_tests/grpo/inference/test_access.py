@@ -1,0 +1,194 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Which requests a server answers: whose, from where, with what content."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
+from torchtitan.grpo.inference.guard import RequestGuard
+from torchtitan.grpo.system.loopback import is_loopback
+
+BOTH = Keys("user", "admin")
+NORMAL, CONTROL, OPEN = AuthLevel.NORMAL, AuthLevel.CONTROL, AuthLevel.OPEN
+JSON = {"content-type": "application/json", "content-length": "2"}
+
+
+def status(
+    level: AuthLevel = CONTROL,
+    keys: Keys = Keys(),  # noqa: B008
+    method: str = "POST",
+    local: str | None = "127.0.0.1",
+    **headers: str,
+) -> int:
+    """Returns the status of a refusal, or 200; ``a_b`` stands for the header ``a-b``."""
+    named = {"host": "127.0.0.1:8000"} | {n.replace("_", "-"): v for n, v in headers.items()}
+    found = refusal(level, keys, method=method, headers=named, local_address=local)
+    return 200 if found is None else found.status
+
+
+@pytest.mark.parametrize(
+    ("level", "keys", "right", "wrong"),
+    [
+        (NORMAL, BOTH, "user", "admin"),
+        (CONTROL, BOTH, "admin", "user"),
+        (CONTROL, Keys("user"), "user", "admin"),
+        (CONTROL, Keys(None, "admin"), "admin", "user"),
+    ],
+)
+def test_a_route_needs_its_own_key(level, keys, right, wrong) -> None:
+    assert status(level, keys, authorization=f"Bearer {right}") == 200
+    assert status(level, keys, authorization=f"bearer {right}") == 200
+    for header in (f"Bearer {wrong}", right, f"Basic {right}", "Bearer ", "Bearer \udcff"):
+        assert status(level, keys, authorization=header) == 401
+    assert status(level, keys) == 401
+    assert status(OPEN, keys) == 200
+
+
+def test_a_server_without_keys_answers_on_loopback_alone() -> None:
+    for level in (NORMAL, CONTROL):
+        assert status(level) == status(level, local="::1") == status(level, local=None) == 200
+        assert status(level, local="10.0.0.5", host="10.0.0.5:8000") == 403
+    assert status(OPEN, local="10.0.0.5", host="10.0.0.5:8000") == 200
+    # A key for control alone leaves generation open.
+    assert status(NORMAL, Keys(None, "admin"), local="10.0.0.5") == 403
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:8000", "127.1.2.3", "localhost", "LOCALHOST:1", "[::1]:8000", socket.gethostname()],
+)
+def test_names_of_this_machine_are_its_own(host: str) -> None:
+    assert status(host=host) == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "10.0.0.5", "localhost.evil.example", "[::1"]
+)
+def test_a_foreign_name_on_loopback_is_refused(host: str) -> None:
+    """A page can give its own name the address 127.0.0.1, and its browser then asks this server."""
+    assert status(host=host) == 403
+    assert status(OPEN, host=host) == 403
+
+
+def test_any_name_of_a_server_with_keys_reaches_it_over_the_network() -> None:
+    right = {"authorization": "Bearer admin", "host": "gpu-7.cluster:8000"}
+    assert status(CONTROL, BOTH, local="10.0.0.5", **right) == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9000"])
+def test_requests_of_other_pages_are_refused(origin: str) -> None:
+    assert status(origin=origin) == 403
+    assert status(NORMAL, method="OPTIONS", origin=origin) == 403
+    assert status(origin="http://127.0.0.1:8000") == 200
+
+
+def test_requests_that_a_browser_calls_cross_site_are_refused() -> None:
+    assert status(method="GET", sec_fetch_site="cross-site") == 403
+    assert status(method="GET", sec_fetch_site="none") == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "expected"),
+    [
+        ("application/json", "9", 200),
+        ("application/json; charset=UTF-8", "9", 200),
+        ('application/json;charset="utf-8"', "9", 200),
+        ("application/json; charset=klingon", "9", 415),
+        ("application/json; charset=utf-16", "9", 415),
+        ("text/plain", "9", 415),
+        ("text/plain", "0", 415),
+        ("multipart/form-data; boundary=x", "9", 415),
+        ("application/octet-stream", "9", 415),
+        ("application/octet-stream", "0", 200),
+        ("", "9", 415),
+        ("", "0", 200),
+    ],
+)
+def test_a_body_must_be_json(kind: str, length: str, expected: int) -> None:
+    assert status(content_type=kind, content_length=length) == expected
+    assert status(method="GET", content_type=kind, content_length=length) == 200
+
+
+def test_a_body_of_unknown_length_is_a_body() -> None:
+    assert status(transfer_encoding="chunked") == 415
+
+
+def test_loopback_is_recognised() -> None:
+    assert all(is_loopback(a) for a in ("127.0.0.1", "127.9.9.9", "::1", "localhost", None))
+    assert is_loopback("::ffff:127.0.0.1")
+    assert not any(is_loopback(a) for a in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""))
+
+
+# -- the guard of ASGI servers --------------------------------------------------------
+
+
+def call(path: str, **scope: Any) -> tuple[list[dict[str, Any]], bool]:
+    """Returns what a guard sends, and whether the application behind it was called."""
+    sent: list[dict[str, Any]] = []
+    called = []
+
+    async def app(scope, receive, send) -> None:
+        called.append(scope["path"])
+
+    async def receive() -> None:
+        raise AssertionError("the body of a refused request is not read")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    guard = RequestGuard(app, open_routes=["/health"], generation_routes=["/v1/models"], keys=BOTH)
+    full = {"type": "http", "method": "GET", "path": path, "server": ("127.0.0.1", 8000)}
+    full |= {"headers": [(b"host", b"127.0.0.1:8000")]} | scope
+    asyncio.run(guard(full, receive, send))
+    return sent, bool(called)
+
+
+@pytest.mark.parametrize(
+    ("path", "level"),
+    [
+        ("/health", OPEN),
+        ("/health/", CONTROL),
+        ("/v1/models", NORMAL),
+        ("/v1/models/tiny", NORMAL),
+        ("/v1/models_of_mine", CONTROL),
+        ("/v1/load_lora_adapter", CONTROL),
+        ("/collective_rpc", CONTROL),
+        ("//v1/models", CONTROL),
+        ("/", CONTROL),
+    ],
+)
+def test_the_guard_asks_for_the_admin_key_on_every_route_that_it_does_not_know(path, level) -> None:
+    for key in ("user", "admin", None):
+        headers = [(b"host", b"localhost")]
+        headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
+        sent, is_answered = call(path, headers=headers)
+        assert is_answered == (level is OPEN or key == BOTH.of(level))
+        if not is_answered:
+            assert sent[0]["status"] == 401
+            assert "Unauthorized" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+def test_keys_may_have_any_letters_and_headers_any_bytes() -> None:
+    keys = Keys("schlüssel")
+    assert status(NORMAL, keys, authorization="Bearer schlüssel") == 200
+    headers = [(b"host", b"localhost"), (b"authorization", b"Bearer \xff"), (b"\xff", b"\xff")]
+    assert call("/v1/models", headers=headers)[0][0]["status"] == 401
+
+
+def test_the_guard_closes_websockets_and_lets_the_server_start() -> None:
+    assert call("/v1/realtime", type="websocket") == (
+        [{"type": "websocket.close", "code": 1008}],
+        False,
+    )
+    assert call("", type="lifespan")[1]
+
+
+def test_a_unix_socket_is_local_and_a_root_path_is_not_part_of_the_route() -> None:
+    assert call("/health", server=("/tmp/socket", None))[1]
+    assert call("/api/health", root_path="/api")[1]

@@ -1,0 +1,38 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The guard of vLLM's HTTP routes, for its option ``--middleware``.
+
+vLLM's own key guards the routes below ``/v1`` and ``/inference`` alone. In the development mode, which
+pushes of weights need, everybody else could pause the server, replace its weights, or call any
+method of its workers through ``/collective_rpc``.
+"""
+
+from typing import Any
+
+from torchtitan.grpo.inference.guard import RequestGuard
+
+_OPEN = ("/health",)
+# Routes that generate or only report. What vLLM has besides (LoRA adapters are loaded below /v1, too)
+# needs the admin key.
+_GENERATION = (
+    "/inference/v1/generate",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/models",
+    "/v1/responses",
+    "/detokenize",
+    "/load",
+    "/metrics",
+    "/model_info",  # vLLM has no such route, by which the trainer tells it from other kinds
+    "/tokenize",
+    "/version",
+)
+
+
+class VllmGuard(RequestGuard):
+    """Asks for the admin key on all of vLLM's routes but those that generate, and ``/health``."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(app, open_routes=_OPEN, generation_routes=_GENERATION)
