@@ -32,12 +32,14 @@ settle_device()
 import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan.grpo import checkpoint
 from torchtitan.grpo.attestation import attested_tokens
+from torchtitan.grpo.checkpoint_manager import adopt
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
@@ -52,8 +54,8 @@ from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
 from torchtitan.grpo.observe.report import RunOutcome
-from torchtitan.grpo.resume.resumption import plan_start
 from torchtitan.grpo.run_folder.start_record import record_start
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_parts import GradientParts
@@ -82,19 +84,22 @@ class GRPOTrainer(Trainer):
         job_config: The configuration, already validated.
         hf_model: The model that is trained.
         stop: Set when the process receives SIGINT or SIGTERM.
+        watch: Knows when another rank is lost, and tells the others what this one does.
     """
 
     metrics_processor: GRPOMetricsProcessor
     publisher: Publisher
 
-    def __init__(self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
-        self.config, self.hf_model, self.stop = job_config, hf_model, stop
+    def __init__(
+        self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
+    ) -> None:
+        self.config, self.hf_model, self.stop, self.watch = job_config, hf_model, stop, watch
+        self.enter = watch.board.enter
         self.begin = time.perf_counter()
         self.progress = PromptProgress()
         self.stopped = False
-        self.begins = plan_start(job_config, hf_model)
-        register_hf_model(hf_model, job_config, self.begins.record.schedule_steps)
         super().__init__(job_config)
+        adopt(self.checkpointer, job_config.checkpoint)
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
         self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
@@ -114,6 +119,14 @@ class GRPOTrainer(Trainer):
             job_config.rollout.batch_timeout_seconds,
         )
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
+
+    def init_distributed(self) -> ParallelDims:
+        """Finds the other ranks, and the checkpoint before the model is built."""
+        dims = super().init_distributed()
+        self.watch.start()
+        self.begins = checkpoint.find_start(self.config, self.hf_model)
+        register_hf_model(self.hf_model, self.config, self.begins.record.schedule_steps)
+        return dims
 
     def train(self) -> None:
         """Runs everything: start, steps and end."""
@@ -135,11 +148,14 @@ class GRPOTrainer(Trainer):
 
     def _load_weights(self) -> None:
         """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
+        self.enter("loading weights")
         if not checkpoint.load(self, self.begins):
             load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
+        self.watch.board.complete(self.step)
 
     def _start(self) -> None:
         """Starts rollouts, and pushes the trainer's weights before anything is sampled."""
+        self.enter("starting rollouts")
         self.stopped = self.rank_zero.run(self._start_rollouts)
         if self.stopped:
             return
@@ -159,6 +175,8 @@ class GRPOTrainer(Trainer):
 
         Returns None if the run is to end.
         """
+        self.enter("waiting for rollouts")
+        self.watch.raise_if_lost()
         with self.clock.measure("wait_data"):
             if self.source is None:
                 self.publisher.raise_if_failed()
@@ -168,6 +186,7 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self.publisher.raise_if_failed()
                 step = self.source.next_step(self.step, self.role.num_batch_ranks)
+                self.watch.raise_if_lost()
                 self.publisher.raise_if_failed()
             if step is None or self.stop.requested:
                 self.stopped = not self.source.is_exhausted
@@ -200,6 +219,7 @@ class GRPOTrainer(Trainer):
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
+        self.watch.board.complete(self.step)
         return True
 
     def _learn(self, batch: TrainBatch) -> Learned:
@@ -239,6 +259,7 @@ class GRPOTrainer(Trainer):
         return None
 
     def _score(self, batch: TrainBatch) -> list[Minibatch]:
+        self.enter("forward and backward")
         return score(
             batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
             is_counted=self.role.is_counted,
@@ -269,6 +290,7 @@ class GRPOTrainer(Trainer):
 
     def _apply_gradient(self) -> float:
         """Clips the gradient, steps the optimizer and returns the norm before clipping."""
+        self.enter("optimizer step")
         grad_norm = dist_utils.clip_grad_norm_(
             self._parameters(),
             self.config.training.max_norm,
@@ -288,6 +310,7 @@ class GRPOTrainer(Trainer):
 
     def _publish(self, slot: int) -> None:
         """Hands the current weights to the background; rates the probe with them when due."""
+        self.enter("publishing weights")
         self.publisher.publish(self.step, slot)
         if self.publisher.is_attested(self.step):
             self.publisher.probes.put(self.step, self.probe.logprobs())
@@ -310,6 +333,7 @@ class GRPOTrainer(Trainer):
 
     def _save(self, is_last: bool) -> None:
         """Saves a checkpoint when due, and the rollouts in flight beside it."""
+        self.enter("saving a checkpoint")
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
         if config.enable and (is_last or self._is_due(config.interval)) and self.source:
@@ -318,6 +342,7 @@ class GRPOTrainer(Trainer):
 
     def _finish(self) -> None:
         """Ends the run: as stopped with a checkpoint, or as finished with export and report."""
+        self.enter("ending")
         if self.stopped:
             checkpoint.save_stopped(self, self.source, self.first_step)
         else:
@@ -359,7 +384,7 @@ class GRPOTrainer(Trainer):
     def _should_stop(self) -> bool:
         """Whether waiting for rollouts is pointless: on a stop request or a failed publisher."""
         has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
-        return self.stop.requested or has_failed
+        return self.stop.requested or has_failed or self.watch.lost is not None
 
     def _explain_failure(self, error: BaseException) -> None:
         # A publisher fails if it cannot report a push to a rollout process that has ended.
@@ -397,12 +422,14 @@ class GRPOTrainer(Trainer):
     def _evaluate(self) -> None:
         if self.source is None or self.config.evaluation.path is None or self.stop.requested:
             return
+        self.enter("evaluating")
         result = self.source.evaluate(self.step)
         if result is not None:
             function = self.config.evaluation.function
             self.metrics_processor.log_evaluation(self.step, function, result)
 
     def _export(self, step: int) -> Path:
+        self.enter("exporting the model")
         target = Path(self.config.job.dump_folder) / "hf" / f"step-{step}"
         dtype = TORCH_DTYPE_MAP[self.config.checkpoint.export_dtype]
         source = self.hf_model.path

@@ -17,6 +17,7 @@ from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.resumption import CheckpointError
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.stage_runner import PipelineRunner
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
@@ -96,14 +97,17 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     check_model(config, hf_model)
     # A run registers its model once; this process has several runs.
     train_specs._extra_train_specs.clear()
+    watch = RankWatch(60.0, lambda lost: None)
     try:
-        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0))
+        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0), watch)
     except CheckpointError as refusal:
+        watch.close()
         return {"error": str(refusal)}
     try:
         trainer.train()
     finally:
         trainer.close()
+        watch.close()
     exported = Path(config.job.dump_folder) / "hf" / f"step-{trainer.step}"
     if dist.get_rank() == 0:
         file = next(exported.glob("*.safetensors"))

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchtitan.tools.logging import logger
+
 
 class RunLog:
     """A file of records that a resumed run continues from its checkpoint on.
@@ -30,20 +32,41 @@ class RunLog:
             self.records = [record for record in whole if record["step"] <= step]
         # Replaced at once, so that a process that is killed here does not lose old records.
         partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as self._file:
-            for record in self.records:
-                self._write(record)
+        partial.write_bytes(b"".join(map(_line, self.records)))
         os.replace(partial, path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        # Unbuffered, so that a line that could not be written does not wait in a buffer.
+        self._stream = path.open("ab", buffering=0)
+        self._path, self._unwritten, self._is_told = path, b"", False
 
     def add(self, record: dict[str, Any]) -> None:
-        """Appends a record."""
+        """Appends a record.
+
+        If the disk has no room, the record is kept, and written with the next one that can be.
+        """
         self.records.append(record)
-        self._write(record)
+        self._unwritten += _line(record)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._stream.write(self._unwritten) :]
+        except OSError as error:
+            if not self._is_told:
+                logger.error(
+                    f"{self._path} cannot be written now ({error.strerror}). Training goes on, and "
+                    "what is missing there is written as soon as there is room."
+                )
+            self._is_told = True
+        else:
+            self._is_told = False
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if not self._stream.closed:
+            self._flush()
+        self._stream.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode()

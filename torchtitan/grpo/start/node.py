@@ -231,7 +231,7 @@ def _run_ranks(
         signals_to_handle=UNUSED_SIGNAL,
     )
     try:
-        return run_agent(config, words, stop_seconds)
+        return run_agent(config, words, stop_seconds, folder)
     except (RendezvousError, OSError, TimeoutError) as error:
         host, port = place.endpoint
         print(

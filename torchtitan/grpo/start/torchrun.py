@@ -12,8 +12,10 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import uuid
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -22,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.system.private_folders import make_private_folder
+from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
@@ -30,7 +33,9 @@ UNUSED_SIGNAL = "SIGQUIT"
 """The agent insists on handling some signal; `_pass_on_signals` handles those that matter."""
 
 
-def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float) -> int:
+def run_ranks(
+    arguments: list[str], num_ranks: int, stop_timeout_seconds: float, max_restarts: int = 0
+) -> int:
     """Runs ``torchtitan.grpo_train`` on ``num_ranks`` ranks; returns the run's exit status.
 
     A signal is passed on to the ranks, which end in order within ``stop_timeout_seconds``. Further
@@ -40,6 +45,7 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         arguments: Command line of the ranks.
         num_ranks: Number of processes.
         stop_timeout_seconds: ``grpo.stop_timeout_seconds``.
+        max_restarts: How often all ranks are started again after one of them has failed.
 
     Returns:
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
@@ -52,21 +58,26 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         nproc_per_node=num_ranks,
         run_id=str(uuid.uuid4()),
         rdzv_backend=local_rendezvous.BACKEND,
-        max_restarts=0,
+        max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
         signals_to_handle=UNUSED_SIGNAL,
     )
     local_rendezvous.register()
     try:
-        return run_agent(config, arguments, stop_timeout_seconds)
+        return run_agent(config, arguments, stop_timeout_seconds, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_agent(config: LaunchConfig, arguments: list[str], stop_timeout_seconds: float) -> int:
+def run_agent(
+    config: LaunchConfig, arguments: list[str], stop_timeout_seconds: float, folder: Path
+) -> int:
     """Runs this node's ranks as ``config`` describes; returns the run's exit status.
 
-    See :func:`run_ranks` for the arguments and the result.
+    See :func:`run_ranks` for the other arguments and the result.
+
+    Args:
+        folder: Folder of the agent's logs.
     """
     logging.disable(logging.CRITICAL)  # the agent's, in this process alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,7 +88,7 @@ def run_agent(config: LaunchConfig, arguments: list[str], stop_timeout_seconds: 
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
-        return _status_of(error)
+        return _status_of(error, folder)
     return 0
 
 
@@ -94,16 +105,35 @@ def _pass_on_signals() -> None:
         signal.signal(signum, handle)
 
 
-def _status_of(error: ChildFailedError) -> int:
-    """Returns the exit status of the rank that failed first, and reports one that a signal ended."""
+def _status_of(error: ChildFailedError, folder: Path) -> int:
+    """Returns the exit status of the rank that failed first, and reports one that a signal ended.
+
+    Args:
+        error: The agent's report.
+        folder: Folder of the agent's logs, where ranks leave their last status. The other ranks of
+            the run, if there are any, have reported already.
+    """
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
-    name = signal.Signals(-failure.exitcode).name
-    cause = " The kernel ends processes so if the memory is used up." if name == "SIGKILL" else ""
-    print(
-        f"error: Training rank {rank} (process {failure.pid}) was ended by {name}.{cause}",
-        file=sys.stderr,
-        flush=True,
-    )
+    attempt = _last_attempt(folder)
+    if attempt is None or not (attempt / REPORTED_FILE).exists():
+        name = signal.Signals(-failure.exitcode).name
+        cause = (
+            " The kernel ends processes so if the memory is used up." if name == "SIGKILL" else ""
+        )
+        status = None if attempt is None else read_status(attempt / str(failure.local_rank))
+        where = "" if status is None else f" {status.describe()}"
+        print(
+            f"error: Training rank {rank} on {socket.gethostname()} (process {failure.pid}) was "
+            f"ended by {name}{where}.{cause}",
+            file=sys.stderr,
+            flush=True,
+        )
     return 128 - failure.exitcode
+
+
+def _last_attempt(folder: Path) -> Path | None:
+    """Returns the folder of the agent's last attempt to run the ranks."""
+    attempts = folder.glob("*/attempt_*")
+    return max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)
