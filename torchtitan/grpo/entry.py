@@ -48,10 +48,12 @@ from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.contents import remove_run
 from torchtitan.grpo.system.device import keep_gloo_on_loopback
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
 # Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
+_STOPPED_BY_GUARD = 3
 # Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
 
@@ -85,7 +87,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 
     Returns:
         0 after a complete run, 1 after a failure, 2 if the configuration or the model cannot be
-        used, and 128 plus the signal's number after a stop request.
+        used, 3 if a guard stopped the run, and 128 plus the signal's number after a stop request.
     """
     args = list(args)
     is_rank_zero = int(os.environ.get("RANK", "0")) == 0
@@ -160,6 +162,8 @@ def _train(
         # Rank 0 must report and close first: torchrun ends all ranks once one has ended.
         stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
         return 1
+    except GuardStopped as error:
+        return _report(is_rank_zero, error, _STOPPED_BY_GUARD, stop.wait)
     except _EXPLAINED as error:
         return _report(is_rank_zero, error, 1, stop.wait)
     except (Exception, CheckpointException) as error:  # the latter is no Exception

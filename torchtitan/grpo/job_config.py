@@ -127,6 +127,7 @@ class JobConfig(job_config.JobConfig):
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
+    guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ refuses settings that cannot work.
 
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
+from torchtitan.grpo.config.guards import Guards
 from torchtitan.grpo.config.inference import Inference
 from torchtitan.grpo.config.observe import Observe
 from torchtitan.grpo.config.prompts import Prompts
@@ -21,6 +22,7 @@ from torchtitan.grpo.config.weight_sync import WeightSync
 __all__ = [
     "GRPO",
     "Evaluation",
+    "Guards",
     "Inference",
     "Observe",
     "Prompts",
