@@ -106,6 +106,7 @@ class GRPOTrainer(Trainer):
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.metric_reductions = metric_reductions(job_config.grpo)
         self.clock = StepClock()
+        self.enter = self.metrics_processor.monitor.pulse.enter
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
         self.source: StepSource | None = None  # on rank 0, once started
@@ -142,12 +143,14 @@ class GRPOTrainer(Trainer):
 
     def _start(self) -> None:
         """Starts rollouts, and pushes the trainer's weights before anything is sampled."""
+        self.enter("starting rollouts")
         self.stopped = self.rank_zero.run(self._start_rollouts)
         if self.stopped:
             return
         self.publisher = self._build_publisher()
         self.probe = self._build_probe()
         self.metrics_processor.start(self.step)
+        self.metrics_processor.monitor.servers = self.publisher.server_states
         self._publish(self._reserve_slot())
         if self.source is not None:
             with self.rank_zero.releasing_others():
@@ -161,6 +164,7 @@ class GRPOTrainer(Trainer):
 
         Returns None if the run is to end.
         """
+        self.enter("waiting for rollouts")
         with self.clock.measure("wait_data"):
             if self.source is None:
                 self.publisher.raise_if_failed()
@@ -206,6 +210,7 @@ class GRPOTrainer(Trainer):
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
+        self.metrics_processor.monitor.pulse.complete(self.step)
         return True
 
     def _learn(self, batch: TrainBatch) -> Learned | None:
@@ -252,6 +257,7 @@ class GRPOTrainer(Trainer):
         return None
 
     def _score(self, batch: TrainBatch) -> list[Minibatch]:
+        self.enter("forward and backward")
         return score(
             batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
             is_counted=self.role.is_counted,
@@ -294,6 +300,7 @@ class GRPOTrainer(Trainer):
             learned: Receives the metrics.
             totals: This rank's metrics of the optimizer step.
         """
+        self.enter("optimizer step")
         grad_norm = dist_utils.clip_grad_norm_(
             self._parameters(),
             self.config.training.max_norm,
@@ -318,6 +325,7 @@ class GRPOTrainer(Trainer):
 
     def _publish(self, slot: int) -> None:
         """Hands the current weights to the background; rates the probe with them when due."""
+        self.enter("publishing weights")
         self.publisher.publish(self.step, slot)
         if self.publisher.is_attested(self.step):
             self.publisher.probes.put(self.step, self.probe.logprobs())
@@ -340,6 +348,7 @@ class GRPOTrainer(Trainer):
 
     def _save(self, is_last: bool) -> None:
         """Saves a checkpoint when due, and the rollouts in flight beside it."""
+        self.enter("saving a checkpoint")
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
         if config.enable and (is_last or self._is_due(config.interval)) and self.source:
@@ -352,6 +361,7 @@ class GRPOTrainer(Trainer):
         Raises:
             GuardStopped: If a guard has stopped it.
         """
+        self.enter("ending")
         is_halted = self.stopped and self.guards.reason is not None
         if self.stopped:
             checkpoint.save_stopped(self, self.source, self.first_step)
@@ -380,6 +390,7 @@ class GRPOTrainer(Trainer):
             self._report(hf_checkpoint)
 
     def _start_rollouts(self) -> None:
+        self.metrics_processor.monitor.start()
         # Assigned before it is started: what has been started by then must be closed.
         self.source = open_step_source(
             self.config,
@@ -436,12 +447,14 @@ class GRPOTrainer(Trainer):
     def _evaluate(self) -> None:
         if self.source is None or self.config.evaluation.path is None or self.stop.requested:
             return
+        self.enter("evaluating")
         result = self.source.evaluate(self.step)
         if result is not None:
             function = self.config.evaluation.function
             self.metrics_processor.log_evaluation(self.step, function, result)
 
     def _export(self, step: int) -> Path:
+        self.enter("exporting the model")
         target = Path(self.config.job.dump_folder) / "hf" / f"step-{step}"
         dtype = TORCH_DTYPE_MAP[self.config.checkpoint.export_dtype]
         source = self.hf_model.path

@@ -316,6 +316,9 @@ def process_config(
         progress=progress,
         saved_rollouts=str(saved) if saved.is_file() else None,
         samples_per_step=config.observe.samples_per_step,
+        monitor_host=config.observe.monitor_host if config.observe.monitor else "",
+        monitor_port=config.observe.monitor_port and config.observe.monitor_port + 1,
+        stuck_seconds=config.observe.stuck_seconds,
         fetch_host=leader_address(),
         fetch_secret=fetch_secret,
     )

@@ -36,6 +36,7 @@ from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
+from torchtitan.grpo.monitoring.serving import MonitorError
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
     CheckpointError,
@@ -72,7 +73,7 @@ class RunnableTrainer(Protocol):
 
 # Errors whose message tells the user what went wrong. A traceback would add nothing.
 _EXPLAINED = (
-    CheckpointError, DataError, ModelError, PublisherFailed, RolloutFailed, TimeoutError,
+    CheckpointError, DataError, ModelError, MonitorError, PublisherFailed, RolloutFailed, TimeoutError,
 )  # fmt: skip
 
 TrainerFactory = Callable[[JobConfig, HFModel, StopRequest], RunnableTrainer]

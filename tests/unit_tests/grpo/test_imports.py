@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGE = "torchtitan.grpo"
 
 FLOORS = (
-    {"functions", "types", "system", "weight_wire"},
+    {"functions", "types", "system", "weight_wire", "monitoring"},
     {"config", "workers"},
     {"job_config", "losses", "inference", "rewards", "command_line"},
     {"rollout", "attestation"},
