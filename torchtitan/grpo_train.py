@@ -31,12 +31,14 @@ settle_device()
 import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan.grpo import checkpoint
 from torchtitan.grpo.attestation import attested_tokens
+from torchtitan.grpo.checkpoint_manager import adopt
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
@@ -51,8 +53,8 @@ from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
 from torchtitan.grpo.observe.report import RunOutcome
-from torchtitan.grpo.resume.resumption import plan_start
 from torchtitan.grpo.run_folder.start_record import record_start
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_parts import GradientParts
@@ -83,19 +85,21 @@ class GRPOTrainer(Trainer):
         job_config: The configuration, already validated.
         hf_model: The model that is trained.
         stop: Set when the process receives SIGINT or SIGTERM.
+        watch: Knows when another rank is lost, and tells the others what this one does.
     """
 
     metrics_processor: GRPOMetricsProcessor
     publisher: Publisher
 
-    def __init__(self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
-        self.config, self.hf_model, self.stop = job_config, hf_model, stop
+    def __init__(
+        self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
+    ) -> None:
+        self.config, self.hf_model, self.stop, self.watch = job_config, hf_model, stop, watch
         self.begin = time.perf_counter()
         self.progress = PromptProgress()
         self.stopped = False
-        self.begins = plan_start(job_config, hf_model)
-        register_hf_model(hf_model, job_config, self.begins.record.schedule_steps)
         super().__init__(job_config)
+        adopt(self.checkpointer, job_config.checkpoint)
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
         self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
@@ -106,7 +110,6 @@ class GRPOTrainer(Trainer):
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.metric_reductions = metric_reductions(job_config.grpo)
         self.clock = StepClock()
-        self.enter = self.metrics_processor.monitor.pulse.enter
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
         self.source: StepSource | None = None  # on rank 0, once started
@@ -117,6 +120,19 @@ class GRPOTrainer(Trainer):
             job_config.rollout.batch_timeout_seconds,
         )
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
+
+    def init_distributed(self) -> ParallelDims:
+        """Finds the other ranks, and the checkpoint before the model is built."""
+        dims = super().init_distributed()
+        self.watch.start()
+        self.begins = checkpoint.find_start(self.config, self.hf_model)
+        register_hf_model(self.hf_model, self.config, self.begins.record.schedule_steps)
+        return dims
+
+    def enter(self, phase: str) -> None:
+        """Says what this rank does from now on, to other ranks and to whoever watches the run."""
+        self.watch.board.enter(phase)
+        self.metrics_processor.monitor.pulse.enter(phase)
 
     def train(self) -> None:
         """Runs everything: start, steps and end."""
@@ -138,8 +154,10 @@ class GRPOTrainer(Trainer):
 
     def _load_weights(self) -> None:
         """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
+        self.enter("loading weights")
         if not checkpoint.load(self, self.begins):
             load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
+        self.watch.board.complete(self.step)
 
     def _start(self) -> None:
         """Starts rollouts, and pushes the trainer's weights before anything is sampled."""
@@ -165,6 +183,7 @@ class GRPOTrainer(Trainer):
         Returns None if the run is to end.
         """
         self.enter("waiting for rollouts")
+        self.watch.raise_if_lost()
         with self.clock.measure("wait_data"):
             if self.source is None:
                 self.publisher.raise_if_failed()
@@ -176,6 +195,7 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self.publisher.raise_if_failed()
                 step = self.source.next_step(self.step, self.role.num_batch_ranks)
+                self.watch.raise_if_lost()
                 self.publisher.raise_if_failed()
             if step is None or self.stop.requested:
                 self.stopped = not self.source.is_exhausted
@@ -210,6 +230,7 @@ class GRPOTrainer(Trainer):
         self.ntokens_seen += learned.batch.num_tokens
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
+        self.watch.board.complete(self.step)
         self.metrics_processor.monitor.pulse.complete(self.step)
         return True
 
@@ -409,7 +430,7 @@ class GRPOTrainer(Trainer):
         has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
         link = self.source.link if self.source is not None else None
         is_lost = link is not None and self.guards.judge_servers(self.step + 1, link.stuck_seconds)
-        return self.stop.requested or has_failed or is_lost
+        return self.stop.requested or has_failed or is_lost or self.watch.lost is not None
 
     def _explain_failure(self, error: BaseException) -> None:
         # A publisher fails if it cannot report a push to a rollout process that has ended.

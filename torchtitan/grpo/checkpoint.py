@@ -9,6 +9,7 @@
 import math
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +20,10 @@ from torchtitan.train import Trainer
 
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.resume.kept_record import STATE_KEY, RecordState
-from torchtitan.grpo.resume.resumption import Start, describe_start
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.resume.checkpoint_files import damaged_files, remove_incomplete
+from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
+from torchtitan.grpo.resume.resumption import Start, describe_start, plan_start
 from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
@@ -28,6 +31,36 @@ from torchtitan.grpo.types import PromptProgress
 
 # Maximum time that a stopped run waits for its rollouts in flight to be written.
 _ROLLOUTS_SECONDS = 3.0
+
+
+def find_start(config: JobConfig, model: HFModel) -> Start:
+    """Decides how the run starts, from checkpoints whose contents have been checked.
+
+    Each rank reads a share of the files. What an interrupted save has left is removed. Collective
+    over all ranks.
+
+    Raises:
+        CheckpointError: See :func:`plan_start`.
+    """
+    damaged: dict[int, str] = {}
+    while True:
+        start = plan_start(config, model, damaged)
+        folder = start.folder
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        own = [] if folder is None else list(damaged_files(folder, rank, num_ranks))
+        found: list[list[str] | None] = [None] * num_ranks
+        dist.all_gather_object(found, own)
+        files = sorted({file for files in found for file in files or []})
+        if not files or folder is None:
+            break
+        problem = f"{', '.join(files[:3])}: not what was written"
+        if config.checkpoint.load_step != -1 or start.step in damaged:
+            raise CheckpointDamaged(folder, problem)
+        damaged[start.step] = problem
+    if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
+        remove_incomplete(Path(config.job.dump_folder) / config.checkpoint.folder)
+    dist.barrier()  # the folder must be settled before any rank looks for checkpoints in it
+    return start
 
 
 def load(trainer: Trainer, start: Start) -> bool:
@@ -46,7 +79,12 @@ def load(trainer: Trainer, start: Start) -> bool:
     if checkpointer.enable:
         checkpointer.states[STATE_KEY] = RecordState(start.record)
         checkpointer.exclude_from_loading = [*checkpointer.exclude_from_loading, STATE_KEY]
-    is_loaded = checkpointer.load(step=config.checkpoint.load_step)
+    step = config.checkpoint.load_step
+    if checkpointer.enable and start.folder is not None and step == -1:
+        # Not the newest one, if that is damaged.
+        is_own = start.folder.parent == Path(checkpointer.folder)
+        step = int(start.folder.name.removeprefix("step-")) if is_own else -1
+    is_loaded = checkpointer.load(step=step)
     if is_loaded and start.folder is not None:
         rate, brought = renew_settings(trainer.optimizers, trainer.lr_schedulers, settings)
         if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ from torchtitan.grpo.run_folder.packages import package_versions
 USAGE = """\
 usage: torchtitan-grpo COMMAND ...
 
-  train X.toml [--gpus N] [--table.key value ...]
+  train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
       Train: starts the ranks on this machine, and the servers if
       inference.launch is set. train --help lists every setting.
   check-config X.toml [--gpus N] [--table.key value ...]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.checkpoint_manager import SaveFailed
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
 from torchtitan.grpo.config_manager import is_dry_run, load_config
@@ -33,6 +34,7 @@ from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
+from torchtitan.grpo.lost_rank import LostRankHandler
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
@@ -47,8 +49,11 @@ from torchtitan.grpo.resume.resumption import (
 )
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.contents import remove_run
+from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.device import keep_gloo_on_loopback
+from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.system.store_rounds import separate_rounds
 from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
@@ -57,6 +62,8 @@ _RANK_ZERO_PATIENCE_SECONDS = 15.0
 _STOPPED_BY_GUARD = 3
 # Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
+# A collective with a rank that died may fail before the watch has seen the end of that rank.
+_LOSS_PATIENCE_SECONDS = 1.0
 
 
 class RunnableTrainer(Protocol):
@@ -73,10 +80,11 @@ class RunnableTrainer(Protocol):
 
 # Errors whose message tells the user what went wrong. A traceback would add nothing.
 _EXPLAINED = (
-    CheckpointError, DataError, ModelError, MonitorError, PublisherFailed, RolloutFailed, TimeoutError,
+    CheckpointError, DataError, ModelError, MonitorError, PublisherFailed, RolloutFailed, SaveFailed,
+    TimeoutError,
 )  # fmt: skip
 
-TrainerFactory = Callable[[JobConfig, HFModel, StopRequest], RunnableTrainer]
+TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankWatch], RunnableTrainer]
 
 
 def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
@@ -99,6 +107,8 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
     try:
         is_dry = is_dry_run(args)
         config = load_config(args)
+        if is_restart(config.job.dump_folder):
+            config.job.overwrite = False  # it counted when torchrun started the ranks first
         notes = locate_models(config, weights=not is_dry)
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
@@ -116,6 +126,8 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         if is_rank_zero:
             print(describe_finished(config, start))
         return 0
+    if is_rank_zero and is_restart(config.job.dump_folder):
+        print("The ranks were started again.", *describe_start(config, start), flush=True)
     if config.job.overwrite and is_rank_zero:
         try:
             remove_run(config)
@@ -154,20 +166,31 @@ def _train(
     init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
     keep_gloo_on_loopback(named_urls(config.inference))
     take_nccl_setting_of(config.inference.kind, config.weight_sync.transport)
+    separate_rounds()
     stop = StopRequest(config.grpo.stop_timeout_seconds)
+    handler = LostRankHandler(config, lambda: stop.requested)
+    watch = RankWatch(config.grpo.lost_rank_seconds, handler)
     trainer: RunnableTrainer | None = None
+    has_failed = True
     try:
-        trainer = make_trainer(config, hf_model, stop)
+        trainer = make_trainer(config, hf_model, stop, watch)
         trainer.train()
+        has_failed = False
+    except RankLost:
+        return 1
     except RankZeroFailed:
         # Rank 0 must report and close first: torchrun ends all ranks once one has ended.
-        stop.wait(_RANK_ZERO_PATIENCE_SECONDS)
+        stop.wait(0 if watch.lost else _RANK_ZERO_PATIENCE_SECONDS)
         return 1
     except GuardStopped as error:
         return _report(is_rank_zero, error, _STOPPED_BY_GUARD, stop.wait)
     except _EXPLAINED as error:
+        if watch.lost is not None:
+            return 1  # the error is a consequence
         return _report(is_rank_zero, error, 1, stop.wait)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
+        if watch.wait_lost(_LOSS_PATIENCE_SECONDS):
+            return 1
         known = known_failure(error, config)
         if known is not None:
             return _report(is_rank_zero, RuntimeError(known), 1, stop.wait)
@@ -180,6 +203,7 @@ def _train(
     finally:
         if trainer is not None:
             trainer.close()
+        watch.close(failed=has_failed)
     if stop.requested:
         return stop.exit_code
     dist.destroy_process_group()

@@ -4,7 +4,7 @@
 """All tables of a run's configuration: torchtitan's own, and those that this project adds."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from torchtitan.config import job_config
 
@@ -29,6 +29,11 @@ class Checkpoint(job_config.Checkpoint):
     last_save_model_only: bool = False
     """Save the model alone at the last step. With False, the default here, the last checkpoint is
     whole, so that a finished run can go on with more ``training.steps``."""
+
+    save_failure: Literal["warn", "stop"] = "warn"
+    """What a checkpoint does that cannot be written, because the disk is full or cannot be written
+    to. ``warn`` says so, and training goes on to the next one. ``stop`` ends the run. Earlier
+    checkpoints stay in either case, and what was written in part is removed."""
 
 
 @dataclass

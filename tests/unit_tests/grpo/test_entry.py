@@ -113,7 +113,7 @@ def run(name, outcome, *args):
             return outcome() if outcome else None
         def close(self):
             calls.append("close")
-    def make(config, model, stop):
+    def make(config, model, stop, watch):
         calls.append(model.architecture)
         return Trainer()
     said = io.StringIO()

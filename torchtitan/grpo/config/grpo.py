@@ -249,3 +249,9 @@ class GRPO:
     the current step and, with ``checkpoint.enable``, writes a checkpoint. A process that has not
     ended by then is ended at once, and earlier checkpoints stay. Raise it if writing a checkpoint
     takes longer."""
+
+    lost_rank_seconds: Annotated[float, above(0)] = 60.0
+    """Maximum time, in seconds, for which a training rank may give no sign of life. After it the rank
+    counts as lost, and all ranks end; torchrun starts them again if it may (``--max-restarts``). A
+    rank whose process ends is found at once. Threads of a rank send the signs, so a slow step, a
+    compilation, or a slow disk does not count."""

@@ -31,6 +31,23 @@ class CheckpointError(ValueError):
     """A run cannot start as asked from a checkpoint or in its folder; the message says why."""
 
 
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint cannot be read, or its files are not what was written.
+
+    Args:
+        folder: The checkpoint.
+        reason: What is wrong with it, in one line.
+    """
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(
+            f"A run must resume from a checkpoint that can be read, and {folder} cannot ({reason}). "
+            "Its files are damaged, or were written by an incompatible release. Name an earlier "
+            "step of that folder with --checkpoint.load_step, or remove the damaged checkpoint."
+        )
+        self.reason = reason
+
+
 class RunRecord(msgspec.Struct):
     """What later starts must know about the run that wrote a checkpoint.
 
@@ -113,7 +130,7 @@ def states_in(folder: Path) -> set[str]:
     A directory that is no checkpoint of torch, such as a Hugging Face directory, has none.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged.
+        CheckpointDamaged: If the checkpoint is damaged.
     """
     if not (folder / ".metadata").is_file():
         return set()
@@ -128,7 +145,7 @@ def read_kept(folder: Path, states: set[str]) -> tuple[int, RunRecord | None]:
     The record is None if the checkpoint was written before checkpoints had records.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged.
+        CheckpointDamaged: If the checkpoint is damaged.
     """
     wanted: dict[str, Any] = {"train_state": {"step": 0}}
     if STATE_KEY in states:
@@ -149,8 +166,4 @@ def _refusing_damage(folder: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise CheckpointError(
-            f"A run must resume from a checkpoint that can be read, and {folder} cannot ({reason}). "
-            "Its files are damaged, or were written by an incompatible release. Name an earlier "
-            "step of that folder with --checkpoint.load_step, or remove the damaged checkpoint."
-        ) from error
+        raise CheckpointDamaged(folder, reason) from error

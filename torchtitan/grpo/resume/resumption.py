@@ -7,7 +7,7 @@
 same plan from the files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from torchtitan.grpo.resume.changes import (
     model_refusal,
     refusal,
 )
+from torchtitan.grpo.resume.checkpoint_files import is_whole, quick_problem
 from torchtitan.grpo.resume.kept_record import (
+    CheckpointDamaged,
     CheckpointError,
     RunRecord,
     read_kept,
@@ -31,6 +33,7 @@ from torchtitan.grpo.resume.kept_record import (
     states_in,
 )
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
+from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.training.lr_schedule import schedule_of
 
 
@@ -45,6 +48,7 @@ class Start:
         kept: The record in that checkpoint; None if it has none.
         changes: Settings that differ from it.
         newer_steps: Steps of newer checkpoints in the same folder.
+        damaged: What is wrong with newer checkpoints that cannot be used, by their steps.
     """
 
     record: RunRecord
@@ -53,6 +57,7 @@ class Start:
     kept: RunRecord | None = None
     changes: list[Change] = field(default_factory=list)
     newer_steps: list[int] = field(default_factory=list)
+    damaged: dict[int, str] = field(default_factory=dict)
 
     @property
     def unusable_because(self) -> list[str]:
@@ -60,31 +65,59 @@ class Start:
         return invalidates_rollouts(self.changes)
 
 
-def plan_start(config: JobConfig, model: HFModel) -> Start:
+def plan_start(
+    config: JobConfig, model: HFModel, damaged: Mapping[int, str] | None = None
+) -> Start:
     """Decides from the files how a run starts.
+
+    The newest checkpoint may be damaged; then the one before it is taken.
+
+    Args:
+        config: Configuration of the run.
+        model: The model that is trained.
+        damaged: Checkpoints that are known to be damaged, with the reasons, by their steps.
 
     Raises:
         CheckpointError: If the dump folder holds a run that this one would write over, or if the
             checkpoint, or a setting that differs from its run's, makes it impossible to resume.
     """
-    folder = None if config.job.overwrite else checkpoint_folder(config)
-    if folder is None:
-        check_new_run(config)
-        return Start(record_of(config, model, _own_schedule_steps(config)))
+    found = dict(damaged or {})
+    while True:
+        folder = None if config.job.overwrite else checkpoint_folder(config, found)
+        if folder is None:
+            check_new_run(config)
+            return Start(record_of(config, model, _own_schedule_steps(config)))
+        try:
+            return _start_from(folder, config, model, found)
+        except CheckpointDamaged as error:
+            if not _may_be_passed_over(folder, config):
+                raise
+            found[int(folder.name.removeprefix("step-"))] = error.reason
+
+
+def _may_be_passed_over(folder: Path, config: JobConfig) -> bool:
+    """Whether another checkpoint may be taken: the user named neither this one nor its step."""
+    own = Path(config.job.dump_folder) / config.checkpoint.folder
+    return config.checkpoint.load_step == -1 and folder.parent == own
+
+
+def _start_from(folder: Path, config: JobConfig, model: HFModel, damaged: dict[int, str]) -> Start:
+    if problem := quick_problem(folder):
+        raise CheckpointDamaged(folder, problem)
     states = states_in(folder)
     check_whole(folder, states, needs_reference=_moves_reference(config))
     step, kept = read_kept(folder, states)
     record = record_of(config, model, _own_schedule_steps(config))
-    newer = [n for n in _steps_beside(folder) if n > step]
+    newer = [n for n in _steps_beside(folder) if n > step and n not in damaged]
     if kept is None:
-        return Start(record, step, folder, newer_steps=newer)
+        return Start(record, step, folder, newer_steps=newer, damaged=damaged)
     found = changes(kept, config, record.num_ranks)
     _refuse(found, kept, record, config, model.path)
     if config.lr_scheduler.total_steps is None and not asks_for_another_rate(found):
         record = msgspec.structs.replace(record, schedule_steps=kept.schedule_steps)
     # The directory may have moved; the digest of the weights with which the run began stays.
     record = msgspec.structs.replace(record, weights=kept.weights or record.weights)
-    return Start(record, step, folder, kept, found, newer)
+    return Start(record, step, folder, kept, found, newer, damaged)
 
 
 def _own_schedule_steps(config: JobConfig) -> int:
@@ -106,25 +139,36 @@ def _refuse(
             raise CheckpointError(problem)
 
 
-def checkpoint_folder(config: JobConfig) -> Path | None:
+def checkpoint_folder(config: JobConfig, damaged: Mapping[int, str] | None = None) -> Path | None:
     """Returns the checkpoint from which a run resumes, or None if it begins anew.
 
     As in torchtitan, that is the one of ``checkpoint.load_step`` or the newest in the folder;
-    without a folder, it is ``checkpoint.initial_load_path`` if that is to be loaded whole.
+    without a checkpoint there, it is ``checkpoint.initial_load_path`` if that is to be loaded whole.
+
+    Args:
+        config: Configuration of the run.
+        damaged: Checkpoints that are not to be taken, with the reasons, by their steps.
 
     Raises:
-        CheckpointError: If there is no checkpoint of ``checkpoint.load_step``.
+        CheckpointError: If there is no checkpoint of ``checkpoint.load_step``, or if all are damaged.
     """
     settings = config.checkpoint
     if not settings.enable:
         return None
     folder = Path(config.job.dump_folder) / settings.folder
-    if not folder.is_dir():
+    steps = _complete_steps(folder)
+    if not steps and settings.load_step == -1:
         path, whole = settings.initial_load_path, not settings.initial_load_model_only
         return Path(path) if path and whole and Path(path).is_dir() else None
-    steps = _complete_steps(folder)
     if settings.load_step == -1:
-        return folder / f"step-{steps[-1]}" if steps else None
+        usable = [step for step in steps if step not in (damaged or {})]
+        if usable:
+            return folder / f"step-{usable[-1]}"
+        reasons = "; ".join(f"step {step}: {why}" for step, why in (damaged or {}).items())
+        raise CheckpointError(
+            f"A run must resume from a whole checkpoint, and all in {folder} are damaged ({reasons}). "
+            "Bring one back, or choose another job.dump_folder to start a new run."
+        )
     if settings.load_step not in steps:
         raise CheckpointError(
             f"checkpoint.load_step must be the step of a checkpoint in {folder}, got "
@@ -134,12 +178,7 @@ def checkpoint_folder(config: JobConfig) -> Path | None:
 
 
 def _complete_steps(folder: Path) -> list[int]:
-    marks = (".metadata", "model.safetensors.index.json")
-    return [
-        step
-        for step in steps_in(folder)
-        if any((folder / f"step-{step}" / mark).is_file() for mark in marks)
-    ]
+    return [step for step in steps_in(folder) if is_whole(folder / f"step-{step}")]
 
 
 def _steps_beside(folder: Path) -> list[int]:
@@ -184,8 +223,8 @@ def check_new_run(config: JobConfig) -> None:
         CheckpointError: If the dump folder holds a run and ``job.overwrite`` is not set.
     """
     earlier = None if config.job.overwrite else describe_run(config)
-    if earlier is None:
-        return
+    if earlier is None or is_restart(config.job.dump_folder):
+        return  # what there is was written by this run, before torchrun started its ranks again
     folder = Path(config.job.dump_folder)
     resumes = ""
     if not config.checkpoint.enable and _complete_steps(folder / config.checkpoint.folder):
@@ -219,9 +258,17 @@ def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
     """Yields lines that say where a run begins, and what differs from the checkpoint's run."""
     if start.folder is None:
         earlier = describe_run(config)
+        if earlier and not config.job.overwrite:
+            yield f"Begins anew in {config.job.dump_folder}, with step 1: there is no checkpoint."
+            return
         removed = f", where {earlier} will be removed (job.overwrite)" if earlier else ""
         yield f"A new run in {config.job.dump_folder}{removed}."
         return
+    for step, reason in sorted(start.damaged.items()):
+        yield (
+            f"The checkpoint of step {step} is damaged and is not used ({reason}). It is replaced when "
+            "the run reaches that step again."
+        )
     yield f"Resumes after step {start.step} from {start.folder}."
     if start.newer_steps:
         yield (

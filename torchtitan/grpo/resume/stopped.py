@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.resume.checkpoint_files import is_whole
 from torchtitan.grpo.run_folder.start_record import without_keys
 
 _MODULE = "torchtitan.grpo_train"
@@ -32,10 +33,12 @@ def describe_stop(
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpoint = folder / f"step-{step}"
     stopped = f"Stopped after step {step}."
-    if not config.checkpoint.enable or not checkpoint.is_dir():
+    if not config.checkpoint.enable or not is_whole(checkpoint):
         reason = "the run had taken no step" if step == 0 else "checkpoint.enable is false"
         if config.checkpoint.enable and step:
             reason = "checkpoint.load_only is set"
+            if not config.checkpoint.load_only:
+                reason = "that failed, as the log says; a new start begins from the one before it"
         return f"{stopped} No checkpoint was written, because {reason}."
     kept = "no rollouts were in flight"
     if num_rollouts is None:

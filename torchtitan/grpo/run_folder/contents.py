@@ -88,6 +88,7 @@ def _patterns(config: JobConfig) -> Iterator[str]:
     yield from _WRITTEN
     yield f"{config.checkpoint.folder}/step-*"
     yield f"{config.metrics.save_tb_folder}/**/events.out.tfevents*"
+    yield f"{config.comm.save_traces_folder}/{config.comm.save_traces_file_prefix}[0-9]*"
     yield f"{config.profiling.save_traces_folder}/iteration_*"
     yield f"{config.profiling.save_memory_snapshot_folder}/iteration_*"
 

@@ -11,14 +11,18 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import uuid
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
@@ -26,7 +30,9 @@ _MARGIN_SECONDS = 10
 _LOOPBACK = "127.0.0.1"
 
 
-def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float) -> int:
+def run_ranks(
+    arguments: list[str], num_ranks: int, stop_timeout_seconds: float, max_restarts: int = 0
+) -> int:
     """Runs ``torchtitan.grpo_train`` on ``num_ranks`` ranks; returns the run's exit status.
 
     A signal is passed on to the ranks, which end in order within ``stop_timeout_seconds``. Further
@@ -36,6 +42,7 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         arguments: Command line of the ranks.
         num_ranks: Number of processes.
         stop_timeout_seconds: ``grpo.stop_timeout_seconds``.
+        max_restarts: How often all ranks are started again after one of them has failed.
 
     Returns:
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
@@ -53,7 +60,7 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         rdzv_backend="c10d",
         rdzv_endpoint=f"{_LOOPBACK}:0",  # the agent takes a free port
         local_addr=_LOOPBACK,
-        max_restarts=0,
+        max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         # The agent insists on handling some signal; `_pass_on_signals` handles those that matter.
         signals_to_handle="SIGQUIT",
@@ -64,7 +71,7 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
-        return _status_of(error)
+        return _status_of(error, Path(folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
@@ -83,16 +90,35 @@ def _pass_on_signals() -> None:
         signal.signal(signum, handle)
 
 
-def _status_of(error: ChildFailedError) -> int:
-    """Returns the exit status of the rank that failed first, and reports one that a signal ended."""
+def _status_of(error: ChildFailedError, folder: Path) -> int:
+    """Returns the exit status of the rank that failed first, and reports one that a signal ended.
+
+    Args:
+        error: The agent's report.
+        folder: Folder of the agent's logs, where ranks leave their last status. The other ranks of
+            the run, if there are any, have reported already.
+    """
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
-    name = signal.Signals(-failure.exitcode).name
-    cause = " The kernel ends processes so if the memory is used up." if name == "SIGKILL" else ""
-    print(
-        f"error: Training rank {rank} (process {failure.pid}) was ended by {name}.{cause}",
-        file=sys.stderr,
-        flush=True,
-    )
+    attempt = _last_attempt(folder)
+    if attempt is None or not (attempt / REPORTED_FILE).exists():
+        name = signal.Signals(-failure.exitcode).name
+        cause = (
+            " The kernel ends processes so if the memory is used up." if name == "SIGKILL" else ""
+        )
+        status = None if attempt is None else read_status(attempt / str(failure.local_rank))
+        where = "" if status is None else f" {status.describe()}"
+        print(
+            f"error: Training rank {rank} on {socket.gethostname()} (process {failure.pid}) was "
+            f"ended by {name}{where}.{cause}",
+            file=sys.stderr,
+            flush=True,
+        )
     return 128 - failure.exitcode
+
+
+def _last_attempt(folder: Path) -> Path | None:
+    """Returns the folder of the agent's last attempt to run the ranks."""
+    attempts = folder.glob("*/attempt_*")
+    return max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")), default=None)

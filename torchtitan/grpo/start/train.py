@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""``torchtitan-grpo train X.toml [--gpus N] [--table.key value ...]``."""
+"""``torchtitan-grpo train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]``."""
 
 import sys
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.start.num_ranks import choose_num_ranks, gpus_of_servers
 
 _COUNTS = ("--gpus", "--nproc", "--nproc_per_node", "--nproc-per-node")
+_RESTARTS = ("--max-restarts", "--max_restarts")
 
 
 @dataclass
@@ -22,11 +23,13 @@ class TrainArguments:
         rest: Command line of the ranks.
         num_ranks: Number of ranks that was asked for; None if it was left open.
         counted: The option that asked for it.
+        max_restarts: How often the ranks are started again after one of them has died.
     """
 
     rest: list[str]
     num_ranks: int | None = None
     counted: str = ""
+    max_restarts: int = 0
 
 
 def parse(arguments: list[str]) -> TrainArguments:
@@ -42,10 +45,17 @@ def parse(arguments: list[str]) -> TrainArguments:
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
-        if option not in _COUNTS:
+        if option not in (*_COUNTS, *_RESTARTS):
             parsed.rest.append(word)
             continue
         value = value if equals else (words.pop(0) if words else "")
+        if option in _RESTARTS:
+            if not value.isdecimal():
+                raise ConfigError(
+                    f"{option} must be a number of restarts, at least 0, got {value!r}."
+                )
+            parsed.max_restarts = int(value)
+            continue
         if not value.isdecimal() or int(value) < 1:
             raise ConfigError(f"{option} must be a number of ranks, at least 1, got {value!r}.")
         parsed.num_ranks, parsed.counted = int(value), option
@@ -90,7 +100,7 @@ def train(arguments: list[str]) -> int:
 
     from torchtitan.grpo.start.torchrun import run_ranks
 
-    return run_ranks(parsed.rest, num_ranks, config.grpo.stop_timeout_seconds)
+    return run_ranks(parsed.rest, num_ranks, config.grpo.stop_timeout_seconds, parsed.max_restarts)
 
 
 def _opening(config: JobConfig, num_ranks: int, num_gpus: int) -> str:

@@ -222,7 +222,7 @@ def test_a_run_is_finished_when_its_steps_its_export_and_its_summary_are_there(w
 
 
 @pytest.mark.parametrize("damaged", [".metadata", "data", "record"])
-def test_a_damaged_checkpoint_is_refused_by_name(world, damaged: str):
+def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_damage_is_named(world, damaged: str):
     world.checkpoint(4, world.plan().record)
     folder = world.folder / "run/checkpoint/step-4"
     if damaged == "record":
@@ -232,5 +232,12 @@ def test_a_damaged_checkpoint_is_refused_by_name(world, damaged: str):
     else:
         for file in folder.glob(".metadata" if damaged == ".metadata" else "*.distcp"):
             file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match=r"step-4 cannot \(\w+.*--checkpoint\.load_step"):
+    with pytest.raises(CheckpointError, match=r"all in .* are damaged \(step 4: "):
         world.plan()
+    with pytest.raises(CheckpointError, match=r"step-4 cannot \(.+--checkpoint\.load_step"):
+        world.plan("--checkpoint.load_step=4")
+    for step in (2, 3):
+        world.checkpoint(step, world.plan("--job.overwrite").record)
+    start = world.plan()
+    assert (start.step, list(start.damaged), start.newer_steps) == (3, [4], [])
+    assert world.describe().startswith("The checkpoint of step 4 is damaged and is not used (")

@@ -18,6 +18,7 @@ def config(tmp_path: Path, monkeypatch) -> JobConfig:
     config.job.dump_folder = str(tmp_path)
     config.checkpoint.enable = True
     (tmp_path / "checkpoint/step-40").mkdir(parents=True)
+    (tmp_path / "checkpoint/step-40/.metadata").touch()
     return config
 
 
@@ -43,6 +44,7 @@ def test_the_command_begins_no_new_run_and_goes_back_to_no_older_step(config, tm
     begin = "--job.no-overwrite --checkpoint.load_step"
     assert resume_command(config, arguments, None).endswith(f"grpo_train --a=b {begin}=-1")
     (tmp_path / "checkpoint/step-60").mkdir()  # of steps that were taken again
+    (tmp_path / "checkpoint/step-60/.metadata").touch()
     assert describe_stop(config, 40, 0, arguments).endswith(f"--a=b {begin}=40")
     config.job.overwrite, config.checkpoint.load_step = True, 20  # in the file
     command = resume_command(config, ["--a=b"], None)

@@ -1,0 +1,121 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ranks notice that another one has died, is frozen, or fails, and what it was doing."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.system.rank_status import Status, StatusBoard, read_status
+
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+import torch.distributed as dist
+from torchtitan.grpo.system.rank_watch import RankWatch
+
+folder, ending = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the agent, which sees the end as well
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def lost(what):
+    status = what.status
+    found = [status.rank, status.phase, status.completed, what.silent_seconds > 0, what.has_reported]
+    (folder / f"lost-{rank}.tmp").write_text(json.dumps(found))
+    (folder / f"lost-{rank}.tmp").rename(folder / f"lost-{rank}")
+
+watch = RankWatch(2.0, lost)
+watch.start()
+for step in range(1, 4):
+    watch.board.enter("forward")
+    watch.board.enter("optimizer step")
+    watch.board.complete(step)
+watch.board.enter("waiting")
+(folder / f"ready-{rank}-{os.getpid()}").touch()
+if str(rank) in ending:
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    watch.close(failed=ending[str(rank)] == "fails")
+    os._exit(0)
+while not watch.wait_lost(0.1) and not (folder / "end").exists():
+    pass
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def ranks(fork_server, tmp_path):
+    """Starts three ranks; returns their process ids once all are in the phase `waiting`."""
+    runs = []
+
+    def start(ending: dict[str, str]) -> dict[int, int]:
+        script = tmp_path / "program.py"
+        script.write_text(PROGRAM)
+        with (tmp_path / "out").open("w") as output:
+            arguments = [str(tmp_path), json.dumps(ending)]
+            runs.append(fork_server.start(script, arguments, num_ranks=3, output=output))
+        wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3, tmp_path)
+        names = [path.name.split("-") for path in tmp_path.glob("ready-*")]
+        return {int(rank): int(pid) for _, rank, pid in names}
+
+    yield start
+    for run in runs:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def wait_for(holds, folder: Path, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, (folder / "out").read_text()
+        time.sleep(0.02)
+
+
+def found(folder: Path, *ranks: int) -> list:
+    wait_for(lambda: all((folder / f"lost-{rank}").exists() for rank in ranks), folder)
+    return [json.loads((folder / f"lost-{rank}").read_text()) for rank in ranks]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_is_known_to_all_with_its_phase_and_step(ranks, tmp_path, victim):
+    os.kill(ranks({})[victim], signal.SIGKILL)
+    others = sorted({0, 1, 2} - {victim})
+    assert found(tmp_path, *others) == [[victim, "waiting", 3, False, False]] * 2
+
+
+def test_a_rank_that_is_frozen_is_lost_after_the_bound(ranks, tmp_path):
+    pid = ranks({})[1]
+    os.kill(pid, signal.SIGSTOP)
+    assert found(tmp_path, 0, 2) == [[1, "waiting", 3, True, False]] * 2
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("how", "is_loss"), [("fails", True), ("ends", False)])
+def test_a_rank_that_ends_in_order_is_no_loss_but_one_that_fails_is(ranks, tmp_path, how, is_loss):
+    ranks({"1": how})
+    (tmp_path / "go").touch()
+    if is_loss:
+        assert found(tmp_path, 0, 2) == [[1, "waiting", 3, False, True]] * 2
+    else:
+        time.sleep(3.0)  # longer than a silent rank may take
+        assert not list(tmp_path.glob("lost-*"))
+    (tmp_path / "end").touch()
+
+
+def test_the_status_outlives_its_process_in_the_folder_of_torchruns_agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "3")
+    board = StatusBoard()
+    board.enter("a phase with a long name")
+    board.enter("short")
+    board.complete(7)
+    expected = Status(3, socket.gethostname(), os.getpid(), "short", 7)
+    assert read_status(tmp_path) == expected
+    assert expected.describe() == "in step 8, phase: short; the last completed step is 7"
+    assert read_status(tmp_path / "nowhere") is None

@@ -1,0 +1,196 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Upstream's checkpoint manager, with checkpoints that are whole or absent, and failures that are told.
+
+Upstream ends the run if a checkpoint cannot be written, whether or not its disk will have room again
+at the next one, and it counts interrupted checkpoints among those to keep.
+"""
+
+import errno
+import os
+import shutil
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.job_config import Checkpoint
+from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, CheckpointWriter, is_whole
+from torchtitan.grpo.run_folder.contents import steps_in
+
+# Training that stands still for this share of the time since the last checkpoint is worth a word.
+_SLOW_SHARE = 0.2
+_SLOW_SECONDS = 5.0
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written, and the run is to end then (``checkpoint.save_failure``)."""
+
+
+class GRPOCheckpointManager(CheckpointManager):
+    """See the module. An upstream manager becomes one by :func:`adopt`."""
+
+    settings: Checkpoint
+    _saving: str | None = None
+    _is_told = _is_slow_told = False
+    _last_save_at: float | None = None
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Saves if it is due, and says so if that holds up training for long."""
+        if not self._should_save(curr_step, last_step):
+            return
+        begin = time.monotonic()
+        super().save(curr_step, last_step)
+        now = time.monotonic()
+        if self._last_save_at is not None and not last_step:
+            self._tell_if_slow(curr_step, now - begin, begin - self._last_save_at)
+        self._last_save_at = now
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future | AsyncSaveResponse | None:
+        """Writes a checkpoint; see upstream. A failure is told, and ends the run if it is to."""
+        self._saving, self._is_told = checkpoint_id, False
+        try:
+            if to_hf:
+                return super().dcp_save(
+                    state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+                )
+            writer = CheckpointWriter(checkpoint_id)
+            if async_mode == AsyncMode.DISABLED:
+                dcp.save(state_dict, storage_writer=writer)
+                return None
+            arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
+            if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+                arguments |= {
+                    "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                    "async_stager": self.stager,
+                }
+            return dcp.async_save(state_dict, **arguments)
+        except CheckpointException as error:  # the same on all ranks
+            self._tell_failure(error)
+            self._give_up(error)
+            done: Future[None] = Future()
+            done.set_result(None)
+            is_pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+            return AsyncSaveResponse(done, done) if is_pinned else done
+
+    def maybe_wait_for_staging(self) -> None:
+        """Is called in each step: waits for staging, and tells of a failure in the background."""
+        super().maybe_wait_for_staging()
+        future = cast(Future | None, self.save_future) if self.enable else None
+        if future is not None and future.done() and (error := future.exception()) is not None:
+            self._tell_failure(error)
+
+    def _async_wait(self) -> None:
+        future, self.save_future = cast(Future | None, self.save_future), None
+        if future is None:
+            return
+        try:
+            future.result()
+        except CheckpointException as error:
+            self._tell_failure(error)
+            self._give_up(error)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if not self._is_told and dist.get_rank() == 0:
+            logger.error(self._describe_failure(error))
+        self._is_told = True
+
+    def _describe_failure(self, error: BaseException) -> str:
+        folder = Path(self._saving or self.folder)
+        whole = [s for s in steps_in(Path(self.folder)) if is_whole(Path(self.folder, f"step-{s}"))]
+        kept = f"The newest whole checkpoint is that of step {whole[-1]}." if whole else (
+            "There is no whole checkpoint."
+        )  # fmt: skip
+        return (
+            f"The checkpoint {folder} could not be written: {_reason(error, Path(self.folder))}. "
+            f"{kept} Training goes on and saves again after checkpoint.interval = {self.interval} "
+            'steps; checkpoint.save_failure = "stop" would end it.'
+        )
+
+    def _give_up(self, error: BaseException) -> None:
+        """Removes what the failed save has left, and raises if the run is to end.
+
+        Raises:
+            SaveFailed: With ``checkpoint.save_failure = "stop"``.
+        """
+        if dist.get_rank() == 0 and self._saving and not is_whole(Path(self._saving)):
+            shutil.rmtree(self._saving, ignore_errors=True)
+        if self.settings.save_failure == "stop":
+            raise SaveFailed(
+                f"The checkpoint {self._saving} could not be written: "
+                f'{_reason(error, Path(self.folder))}, and checkpoint.save_failure is "stop". Make '
+                "room, or correct job.dump_folder, and start again: the run goes on from its newest "
+                "whole checkpoint."
+            ) from error
+
+    def _tell_if_slow(self, step: int, seconds: float, since_last: float) -> None:
+        if self._is_slow_told or dist.get_rank() != 0:
+            return
+        if seconds > max(_SLOW_SECONDS, _SLOW_SHARE * since_last):
+            self._is_slow_told = True
+            remedy = "" if self.async_mode != AsyncMode.DISABLED else (
+                ', or let it be written while training goes on (checkpoint.async_mode = "async")'
+            )  # fmt: skip
+            logger.warning(
+                f"The checkpoint of step {step} held up training for {seconds:.1f} s, after "
+                f"{since_last:.1f} s of training. The disk of {self.folder} is slow for so many "
+                f"checkpoints: raise checkpoint.interval{remedy}."
+            )
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Keeps the newest ``checkpoint.keep_latest_k`` whole checkpoints."""
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or self.purge_thread is None:
+            return
+        folders = [Path(self.folder, f"step-{step}") for step in steps_in(Path(self.folder))]
+        whole = [folder for folder in folders if is_whole(folder)]
+        for folder in whole[: -self.keep_latest_k]:
+            # Not whole any more from here on, however far its removal gets.
+            (folder / METADATA_FILE).unlink(missing_ok=True)
+            self.purge_queue.put(str(folder))
+
+
+def adopt(manager: CheckpointManager, settings: Checkpoint) -> None:
+    """Turns an upstream manager into a :class:`GRPOCheckpointManager`.
+
+    Upstream's trainer constructs its manager itself and has no seam for another one.
+    """
+    manager.__class__ = GRPOCheckpointManager
+    assert isinstance(manager, GRPOCheckpointManager)
+    manager.settings = settings
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """Returns in one line what went wrong, with the free space if that is the reason."""
+    causes = [error]
+    if isinstance(error, CheckpointException):
+        causes = [wrapped[0] for wrapped in error.failures.values()]
+    text = f"{type(causes[0]).__name__}: {causes[0]}".splitlines()[0]
+    if any(isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT) for c in causes) or (
+        "PytorchStreamWriter" in text or "No space left" in text
+    ):
+        return f"the disk of {folder} is full, {_free_mib(folder)} MiB are free ({text})"
+    return text
+
+
+def _free_mib(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize // 2**20

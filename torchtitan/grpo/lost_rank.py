@@ -1,0 +1,125 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the surviving ranks do when a rank is lost: one message, a record, and an end within a bound.
+
+All ranks of a host know of the loss at the same time. The first one that claims the report prints
+it; the agent of `torchtitan-grpo train` then adds nothing. Each rank writes what its collectives were
+doing (torch's flight recorder), and ends. Its training thread may be inside a collective that never
+returns, so the watching thread ends the process after a few seconds if it has not ended by itself.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch._C import _distributed_c10d
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.rank_status import REPORTED_FILE
+from torchtitan.grpo.system.rank_wire import LostRank
+
+# Time for the training thread to close what it can after the loss.
+_CLOSE_SECONDS = 6.0
+
+
+class LostRankHandler:
+    """Reports a lost rank and ends this process soon.
+
+    Args:
+        config: Configuration of the run.
+        is_stopping: Whether the run is being stopped, so that ranks that end are no news.
+    """
+
+    def __init__(self, config: JobConfig, is_stopping: Callable[[], bool]) -> None:
+        self._config, self._is_stopping = config, is_stopping
+
+    def __call__(self, lost: LostRank) -> None:
+        """Is called on the watching thread."""
+        if self._is_stopping():
+            return  # the stop has a bound and a message of its own
+        is_here = lost.status.host == socket.gethostname()
+        if not (lost.has_reported and is_here) and _claims_report(lost):
+            print(f"error: {describe_lost(lost, self._config)}", file=sys.stderr, flush=True)
+        dump_collectives()
+        threading.Thread(target=_end_soon, name="lost-rank-end", daemon=True).start()
+
+
+def _end_soon() -> None:
+    time.sleep(_CLOSE_SECONDS)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def describe_lost(lost: LostRank, config: JobConfig) -> str:
+    """Returns the message about a lost rank."""
+    status = lost.status
+    how = "died"
+    if lost.has_reported:
+        how = "failed, for a reason that is printed on its host,"
+    elif lost.silent_seconds:
+        how = (
+            f"gave no sign of life for {lost.silent_seconds:.0f} s (its host is gone or the process "
+            "is frozen; the bound is grpo.lost_rank_seconds)"
+        )
+    text = (
+        f"Training rank {status.rank} on {status.host} (process {status.pid}) {how} "
+        f"{status.describe()}. "
+    )
+    if trace := _trace_file():
+        text += f"What the collectives of the other ranks were doing is in {trace}*. "
+    return text + describe_next(config)
+
+
+def describe_next(config: JobConfig) -> str:
+    """Returns what follows the loss: a restart by torchrun, or the user's own."""
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
+    begin = "from the newest checkpoint" if config.checkpoint.enable else (
+        "with step 1, because checkpoint.enable is false"
+    )  # fmt: skip
+    if number <= most:
+        return f"The ranks are started again, {begin} (restart {number} of {most}, --max-restarts)."
+    if most:
+        return f"No restart is left (--max-restarts {most}). A new start begins {begin}."
+    return f"A new start begins {begin}; --max-restarts N lets torchrun do so by itself."
+
+
+def _claims_report(lost: LostRank) -> bool:
+    """Whether this rank is the one of its host that prints the message."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        reporter = 1 if lost.status.rank == 0 else 0
+        return int(os.environ.get("RANK", "0")) == reporter
+    try:
+        # The ranks of an attempt have a folder each in that of the attempt.
+        (Path(file).parent.parent / REPORTED_FILE).open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:  # the agent has removed its folder; twice is better than never
+        return True
+    return True
+
+
+def _trace_file() -> str | None:
+    """Returns how the names of the flight recorder's files begin, or None if it is off."""
+    if int(os.environ.get("TORCH_FR_BUFFER_SIZE", "0") or 0) <= 0:
+        return None
+    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+
+
+def dump_collectives() -> None:
+    """Writes the flight recorder's entries of this rank, in the form that torch's tools read."""
+    prefix = _trace_file()
+    if prefix is None:
+        return
+    try:
+        dump = getattr(_distributed_c10d, "_dump_nccl_trace", _distributed_c10d._dump_fr_trace)
+        trace = dump()
+        Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace)
+    except (OSError, RuntimeError) as error:
+        print(f"The collectives could not be recorded: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,205 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The files of a checkpoint: written whole or not at all, and checked before they are used.
+
+A checkpoint is whole once its `.metadata` exists, which is written last and in one piece. Beside its
+data each rank leaves the sizes and checksums of what it wrote (`sums_<rank>.json`), before that
+moment. A checkpoint of the same step that is there already counts as absent from the first write on.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+METADATA_FILE = ".metadata"
+_READ_BYTES = 16 * 2**20
+
+Sums = dict[str, tuple[int, int]]
+"""Size and CRC-32 of files, by name."""
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Torch's writer of checkpoint folders, with checksums.
+
+    Args:
+        path: Folder of the checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(path)
+        self.fs = self._files = _SummingFileSystem()
+        self._leads = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._leads = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # No rank writes before the coordinator has made a plan for all.
+        if self._leads:
+            clear_folder(Path(self.path))
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self._files.write_sums(Path(self.path) / f"sums_{self.rank or 0}.json")
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        _sync_folder(Path(self.path))
+
+
+class _SummingFileSystem(FileSystem):
+    """Keeps the checksums of the files that are written."""
+
+    def __init__(self) -> None:
+        self._sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[Any, None, None]:
+        with super().create_stream(path, mode) as stream:
+            summing = _SummingStream(stream)
+            yield summing
+        self._sums[Path(path).name] = summing.size, summing.crc
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        path, new_path = Path(path), Path(new_path)
+        self._sums = {new_path.name: self._sums[path.name]}
+        self.write_sums(new_path.with_name(f"sums_{new_path.name.lstrip('.')}.json"))
+        super().rename(path, new_path)
+
+    def write_sums(self, file: Path) -> None:
+        with file.open("w") as stream:
+            json.dump(self._sums, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+class _SummingStream:
+    """A stream that is written from its beginning to its end, with the checksum of it all."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.size = self.crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += memoryview(data).nbytes
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names of a folder's files durable, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def clear_folder(folder: Path) -> None:
+    """Removes the files of a checkpoint, the mark that it is whole first."""
+    if folder.is_dir():
+        (folder / METADATA_FILE).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint has been written to its end, in either format."""
+    return (folder / METADATA_FILE).is_file() or (folder / "model.safetensors.index.json").is_file()
+
+
+def remove_incomplete(checkpoints: Path) -> list[Path]:
+    """Removes what interrupted saves have left, and the folder of checkpoints if it is then empty.
+
+    Call it on one rank, while nothing is being saved.
+
+    Returns:
+        The folders that were removed.
+    """
+    left = [p for p in checkpoints.glob("step-*") if p.is_dir() and not is_whole(p)]
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # it holds something
+        checkpoints.rmdir()
+    return left
+
+
+def quick_problem(folder: Path) -> str | None:
+    """Returns why a checkpoint cannot be whole, as far as names and sizes tell, or None."""
+    if not (folder / METADATA_FILE).is_file():
+        return None
+    try:
+        sums = _read_sums(folder)
+        ends: dict[str, int] = {}
+        for info in _metadata_of(folder).storage_data.values():
+            end = info.offset + info.length
+            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+    except (Exception, CheckpointException) as error:  # pickle raises whatever it likes
+        return f"its .metadata cannot be read ({type(error).__name__}: {error})".splitlines()[0]
+    for name, end in sorted(ends.items()):
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        size, expected = (folder / name).stat().st_size, sums.get(name, (None, 0))[0]
+        if size < end or (expected is not None and size != expected):
+            return f"{name} has {size} bytes instead of {expected or end}"
+    return None
+
+
+def _metadata_of(folder: Path) -> Any:
+    return cast(Any, FileSystemReader(folder).read_metadata())
+
+
+def _read_sums(folder: Path) -> Sums:
+    sums: Sums = {}
+    for file in sorted(folder.glob("sums_*.json")):
+        sums |= {name: (size, crc) for name, (size, crc) in json.loads(file.read_text()).items()}
+    return sums
+
+
+def damaged_files(folder: Path, share: int = 0, num_shares: int = 1) -> Iterator[str]:
+    """Yields the files of a checkpoint whose contents are not what was written.
+
+    A checkpoint that was written without checksums has none.
+
+    Args:
+        folder: The checkpoint.
+        share: Which share of its files is read, so that ranks can divide them.
+        num_shares: Number of shares.
+    """
+    for name, (_, crc) in sorted(_read_sums(folder).items())[share::num_shares]:
+        try:
+            found = _crc_of(folder / name)
+        except OSError as error:
+            yield f"{name} ({error.strerror})"
+            continue
+        if found != crc:
+            yield name
+
+
+def _crc_of(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while data := stream.read(_READ_BYTES):
+            crc = zlib.crc32(data, crc)
+    return crc

@@ -1,0 +1,107 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Where a training rank is: its phase and its last completed step, for whoever must report its end.
+
+Under torchrun's agent, the status also lies in a file beside the rank's error file. It is exact
+even if the rank was killed, so the agent can report the end of a run that had a single rank.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+STATUS_FILE = "rank_status.json"
+REPORTED_FILE = "lost_rank_reported"
+"""Marks, in the folder of an attempt of torchrun's agent, that a lost rank has been reported."""
+_FILE_BYTES = 512
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What is known about a rank.
+
+    Attributes:
+        rank: The rank in the run.
+        host: Name of its host.
+        pid: Its process.
+        phase: What it is doing.
+        completed: Last step that it has completed.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str = "starting"
+    completed: int = 0
+
+    def describe(self) -> str:
+        """Returns the step and the phase in words."""
+        return (
+            f"in step {self.completed + 1}, phase: {self.phase}; the last completed step is "
+            f"{self.completed}"
+        )
+
+
+class StatusBoard:
+    """The status of this rank, which the training thread changes and other threads read.
+
+    Args:
+        on_change: Called on the training thread after each change.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self.current = Status(int(os.environ.get("RANK", "0")), socket.gethostname(), os.getpid())
+        self._file = _open_file()
+        self._write()
+
+    def enter(self, phase: str) -> None:
+        """Says what the rank does from now on."""
+        if phase != self.current.phase:
+            self._change(msgspec.structs.replace(self.current, phase=phase))
+
+    def complete(self, step: int) -> None:
+        """Says that a step has been completed."""
+        if step != self.current.completed:
+            self._change(msgspec.structs.replace(self.current, completed=step))
+
+    def _change(self, status: Status) -> None:
+        self.current = status
+        self._write()
+        self._on_change()
+
+    def _write(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.pwrite(self._file, msgspec.json.encode(self.current).ljust(_FILE_BYTES), 0)
+
+    def close(self) -> None:
+        """Closes the file. Further changes are not written."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+
+def _open_file() -> int | None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return None
+    path = Path(error_file).with_name(STATUS_FILE)
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError:  # the agent has ended and removed its folder
+        return None
+
+
+def read_status(folder: Path) -> Status | None:
+    """Returns the status that a rank left in the folder of its error file, or None."""
+    try:
+        return msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,92 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Keeps the ranks of a restart apart from what earlier ranks left in torchrun's store.
+
+torchrun's agent lends its ranks a store that outlives them. Process groups write the addresses of
+their members into it, and ranks that are started again find those of the dead: they connect to a
+port where nobody listens (https://github.com/pytorch/pytorch/issues/135712). The number of restarts
+could tell the rounds apart, but each agent counts its own. So the ranks agree on a name: rank 0 draws
+it and gives it to every rank that shows a number of its own, which no earlier rank had, and all keys
+of the round are put behind that name.
+"""
+
+import importlib
+import os
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_PREFIX = "torchtitan_grpo/round"
+_POLL_SECONDS = 0.02
+
+
+def separate_rounds() -> None:
+    """Makes the next process group, and those made from it, use keys of this round alone.
+
+    Without an agent's store nothing is done: each start then has a store of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return
+    # Not `dist.rendezvous`, which is a function of the same name.
+    module: Any = importlib.import_module("torch.distributed.rendezvous")
+    create = module._create_c10d_store
+
+    def create_of_round(
+        hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *rest: bool
+    ) -> dist.Store:
+        store = create(hostname, port, rank, world_size, timeout, *rest)
+        name = agree_on_round(store, rank, world_size, timeout.total_seconds())
+        return dist.PrefixStore(f"{_PREFIX}/{name}", store)
+
+    module._create_c10d_store = create_of_round
+
+
+def agree_on_round(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """Returns a name that all ranks of this round have, and no earlier rank had.
+
+    Args:
+        store: A store that earlier ranks, which have ended, may have used.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_seconds: Maximum time until all ranks are there.
+
+    Raises:
+        TimeoutError: On rank 0, if a rank does not come. The store raises on other ranks.
+    """
+    if rank == 0:
+        return _lead(store, world_size, timeout_seconds)
+    own = secrets.token_hex(16)
+    store.set(f"{_PREFIX}/of_rank/{rank}", own)
+    name_key = f"{_PREFIX}/name_for/{own}"
+    store.wait([name_key], timedelta(seconds=timeout_seconds))
+    name = store.get(name_key).decode()
+    store.set(f"{_PREFIX}/has_name/{own}", name)
+    return name
+
+
+def _lead(store: dist.Store, world_size: int, timeout_seconds: float) -> str:
+    name = secrets.token_hex(16)
+    missing = set(range(1, world_size))
+    deadline = time.monotonic() + timeout_seconds
+    while missing:
+        for rank in sorted(missing):
+            if not store.check([f"{_PREFIX}/of_rank/{rank}"]):
+                continue
+            # Perhaps still the number of an earlier rank, which does not answer any more.
+            shown = store.get(f"{_PREFIX}/of_rank/{rank}").decode()
+            store.set(f"{_PREFIX}/name_for/{shown}", name)
+            has_key = f"{_PREFIX}/has_name/{shown}"
+            if store.check([has_key]) and store.get(has_key).decode() == name:
+                missing.discard(rank)
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(
+                f"All {world_size} training ranks must start within comm.init_timeout_seconds = "
+                f"{timeout_seconds:g}, and {sorted(missing)[:8]} did not. Look for an earlier error "
+                "in their output, or raise the setting."
+            )
+        time.sleep(_POLL_SECONDS if missing else 0)
+    return name
