@@ -17,6 +17,7 @@ from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.resumption import CheckpointError
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.stage_runner import PipelineRunner
@@ -98,8 +99,10 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     # A run registers its model once; this process has several runs.
     train_specs._extra_train_specs.clear()
     try:
-        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0))
+        watch = RankWatch(60.0, lambda lost: None)
+        trainer = RecordedTrainer(config, hf_model, StopRequest(60.0), watch)
     except CheckpointError as refusal:
+        watch.close()
         return {"error": str(refusal)}
     stopped = ""
     try:
@@ -108,6 +111,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         stopped = str(stop)
     finally:
         trainer.close()
+        watch.close()
     exported = Path(config.job.dump_folder) / "hf" / f"step-{trainer.step}"
     if dist.get_rank() == 0 and not stopped:
         file = next(exported.glob("*.safetensors"))

@@ -115,7 +115,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         """
         assert self.steps is not None and self.evaluations is not None
         _warn(self._equal_rewards.end(self._is_chat))
-        steps, evaluations = self.steps.records, self.evaluations.records
+        steps, evaluations = self.steps.read(), self.evaluations.read()
         summary = summarise(outcome, steps, evaluations)
         write_summary(self._folder, summary)
         print(json.dumps(summary, indent=2), flush=True)
