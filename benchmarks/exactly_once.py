@@ -98,12 +98,17 @@ class KilledRun:
         ]
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "console.log").open("ab") as console:
+        with self.console.open("ab") as console:
             self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=os.environ | environment,
                 stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.num_starts += 1
+
+    @property
+    def console(self) -> Path:
+        """File with what the run has printed."""
+        return self.folder / "console.log"
 
     @property
     def steps(self) -> int:
@@ -125,7 +130,7 @@ class KilledRun:
         deadline = time.monotonic() + PROGRESS_SECONDS
         while not holds():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                console = (self.folder / "console.log").read_text(errors="replace")
+                console = self.console.read_text(errors="replace")
                 raise SystemExit(f"The run did not {what}:\n{console[-6000:]}")
             time.sleep(0.02)
 
@@ -163,7 +168,7 @@ class KilledRun:
         """Waits until the run ends."""
         assert self._process is not None
         if self._process.wait(20 * PROGRESS_SECONDS) != 0:
-            console = (self.folder / "console.log").read_text(errors="replace")
+            console = self.console.read_text(errors="replace")
             raise SystemExit(f"The run failed:\n{console[-6000:]}")
         self.kill_all()
 

@@ -100,12 +100,16 @@ class SoakedRun(KilledRun):
         ]
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._record.with_name("console.log").open("ab") as console:
+        with self.console.open("ab") as console:
             self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=os.environ | environment,
                 stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.num_starts += 1
+
+    @property
+    def console(self) -> Path:
+        return self._record.with_name("console.log")  # not on the disk that is filled
 
     @property
     def has_ended(self) -> bool:
