@@ -36,6 +36,7 @@ from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hf_weights import full_hf_tensors, named_parameters
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.observe.console import init_console
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.types import ServerInfo
 from torchtitan.grpo.weight_sync.build import build_publisher
@@ -65,7 +66,9 @@ class Layout:
         check_model(config, hf_model)
         # A run registers its model once; this is several runs in one.
         train_specs._extra_train_specs.clear()
-        self.trainer = GRPOTrainer(config, hf_model, StopRequest(60.0))
+        self.trainer = GRPOTrainer(
+            config, hf_model, StopRequest(60.0), RankWatch(60.0, lambda lost: None)
+        )
         self.trainer._load_weights()
         self.url = str(job["url"])
         self.problems: list[str] = []
@@ -203,6 +206,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
         return layout.result()
     finally:
         layout.trainer.close()
+        layout.trainer.watch.close()
 
 
 def main() -> int:

@@ -98,8 +98,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     check_model(config, hf_model)
     # A run registers its model once; this process has several runs.
     train_specs._extra_train_specs.clear()
+    watch = RankWatch(60.0, lambda lost: None)
     try:
-        watch = RankWatch(60.0, lambda lost: None)
         trainer = RecordedTrainer(config, hf_model, StopRequest(60.0), watch)
     except CheckpointError as refusal:
         watch.close()

@@ -314,7 +314,11 @@ def process_config(
         servers_beside_training=are_gpus_shared(),
         start_version=start_version,
         progress=progress,
-        saved_rollouts=str(saved) if saved.is_file() else None,
+        # Deterministic completions come out the same when they are generated again; those of a
+        # file would have been written by other members of their group than in a run without a stop.
+        saved_rollouts=(
+            str(saved) if saved.is_file() and not config.rollout.deterministic else None
+        ),
         samples_per_step=config.observe.samples_per_step,
         monitor_host=config.observe.monitor_host if config.observe.monitor else "",
         monitor_port=config.observe.monitor_port and config.observe.monitor_port + 1,

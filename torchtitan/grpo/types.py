@@ -137,6 +137,7 @@ class GenerateRequest:
         top_k: Number of most likely tokens kept; -1 is off.
         stop_token_ids: Tokens that end the completion; the stop token is part of it.
         ignore_eos: Whether to continue after an end token, up to ``max_new_tokens`` tokens.
+        seed: Seed of the request's own random numbers; None uses the server's.
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class GenerateRequest:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,14 @@ class Rollout:
     """Number of parts of a batch with ``stream``, at most ``grpo.prompts_per_step``. Each part is
     packed into rows of its own, so many small parts are padded more."""
 
+    deterministic: bool = False
+    """Make a run repeatable to the bit, however often it is killed and resumed: each completion has
+    random numbers of its own, from ``debug.seed``, its prompt and its number in the group, and the
+    servers compute one completion at a time, since the last bits of logits depend on how many are
+    computed together. This is slow, and meant for tests and for finding faults. Needs
+    ``max_head_offpolicyness = 0``, and servers that the run starts itself (``inference.launch``) of
+    kind ``embedded``. Rollouts in flight are not kept beside checkpoints but generated again."""
+
     overdue: Literal["wait", "drop", "cut", "resume"] = "wait"
     """What happens to overdue groups: those that would be too old for any later batch, and for which
     alone the next batch has to wait. ``wait`` waits for them. ``drop`` gives them up, which favours

@@ -8,7 +8,9 @@ tables; the other files find settings that contradict each other, or that nothin
 check needs a device.
 """
 
+from torchtitan.grpo.config_checks.checkpoints import check_checkpoints
 from torchtitan.grpo.config_checks.data import check_data, check_lengths, longest_sequence
+from torchtitan.grpo.config_checks.determinism import check_determinism
 from torchtitan.grpo.config_checks.dispatch import check_dispatch
 from torchtitan.grpo.config_checks.environments import check_environments
 from torchtitan.grpo.config_checks.filters import check_filters
@@ -46,6 +48,8 @@ def validate(config: JobConfig) -> None:
         check_data,
         check_filters,
         check_stream,
+        check_determinism,
+        check_checkpoints,
         check_environments,
         check_machine,
         check_inference,

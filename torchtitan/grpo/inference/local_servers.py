@@ -148,7 +148,7 @@ def server_specs(
             device=device,
             dtype=dtype,
             max_model_len=inference.max_model_len or config.seq_len,
-            max_running_requests=-(-config.rollout.max_concurrent_rollouts // len(ports)),
+            max_running_requests=_max_running(config, len(ports)),
             # Absolute, like the model's directory; not resolved, because a link to an interpreter
             # belongs to its environment.
             python=os.path.abspath(inference.python) if inference.python else None,
@@ -163,6 +163,13 @@ def server_specs(
         )
         for index, (port, share) in enumerate(zip(ports, shares, strict=True))
     ]
+
+
+def _max_running(config: "RolloutProcessConfig", num_servers: int) -> int:
+    """Returns how many completions a server samples at once."""
+    if config.rollout.deterministic:
+        return 1  # the last bits of a row's logits depend on the number of rows beside it
+    return -(-config.rollout.max_concurrent_rollouts // num_servers)
 
 
 def _num_heads(model_path: str) -> int | None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.tools.logging import logger
+
 
 class RunLog:
     """A file of records that a resumed run continues from its checkpoint on.
@@ -22,33 +24,55 @@ class RunLog:
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        self._path = path
         # Replaced at once, so that a process that is killed here does not lose old records.
         partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as kept:
+        with partial.open("wb") as kept:
             if step and path.exists():
                 kept.writelines(
                     line for line in _whole_lines(path) if json.loads(line)["step"] <= step
                 )
         os.replace(partial, path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        # Unbuffered, so that a line that could not be written does not wait in a buffer.
+        self._stream = path.open("ab", buffering=0)
+        self._path, self._unwritten, self._is_told = path, b"", False
 
     def add(self, record: dict[str, Any]) -> None:
-        """Appends a record."""
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        """Appends a record.
+
+        If the disk has no room, the record is kept, and written with the next one that can be.
+        """
+        self._unwritten += (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        self._flush()
 
     def read(self) -> list[dict[str, Any]]:
         """Returns all records of the run, including those of earlier processes."""
-        return [json.loads(line) for line in _whole_lines(self._path)]
+        written = self._path.read_bytes() + self._unwritten
+        return [json.loads(line) for line in written.splitlines() if line.endswith(b"}")]
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._stream.write(self._unwritten) :]
+        except OSError as error:
+            if not self._is_told:
+                logger.error(
+                    f"{self._path} cannot be written now ({error.strerror}). Training goes on, and "
+                    "what is missing there is written as soon as there is room."
+                )
+            self._is_told = True
+        else:
+            self._is_told = False
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if not self._stream.closed:
+            self._flush()
+        self._stream.close()
 
 
-def _whole_lines(path: Path) -> Iterator[str]:
+def _whole_lines(path: Path) -> Iterator[bytes]:
     """Yields the lines of a file. A process that was killed may have left an incomplete last one."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith("}\n"):
+            if line.endswith(b"}\n"):
                 yield line

@@ -317,6 +317,7 @@ class Producer:
             self._writer.start(
                 prompt,
                 server,
+                sample=len(kept) + i,
                 begun=begun[i] if i < len(begun) else None,
                 expected_tokens=expected_tokens,
             )

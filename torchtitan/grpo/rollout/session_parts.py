@@ -212,4 +212,5 @@ def make_sampling(config: RolloutProcessConfig) -> Sampling:
             *rollout.stop_token_ids,
         ),
         ignore_eos=rollout.ignore_eos,
+        seed=config.seed if rollout.deterministic else None,
     )

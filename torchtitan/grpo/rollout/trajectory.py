@@ -37,12 +37,14 @@ class Trajectory:
     Attributes:
         prompt: The prompt that is answered.
         so_far: The part that is generated. ``None`` before the end of the first segment.
+        sample: Number of the completion in its group.
         is_cut: Whether the completion was ended early with the part generated so far.
         task: Ends with the whole completion.
     """
 
     prompt: Prompt
     so_far: Generation | None = None
+    sample: int = 0
     is_cut: bool = field(default=False, init=False)
     task: "asyncio.Task[Generation]" = field(init=False)
 
@@ -117,6 +119,7 @@ class TrajectoryWriter:
         prompt: Prompt,
         server: Server,
         *,
+        sample: int = 0,
         begun: Generation | None = None,
         expected_tokens: float | None = None,
     ) -> Trajectory:
@@ -125,6 +128,7 @@ class TrajectoryWriter:
         Args:
             prompt: The prompt to answer.
             server: A server from ``Dispatcher.choose``.
+            sample: Number of the completion in its group.
             begun: The part of the completion that was generated earlier.
             expected_tokens: Predicted length of the whole completion.
         """
@@ -134,7 +138,7 @@ class TrajectoryWriter:
             and not self._turn_is_unfinished(prompt, begun)
         ):
             begun = None  # from a run with an environment, while this run has none
-        trajectory = Trajectory(prompt, begun)
+        trajectory = Trajectory(prompt, begun, sample)
         # Read here and not in the task below: the server may be lost before the task starts.
         floor = server.version
         assert floor is not None, f"{server.url} is not ready"
@@ -212,13 +216,15 @@ class TrajectoryWriter:
         room = self._room(trajectory)
         assert room > 0, "an unfinished completion must have room for more tokens"
         segment = min(room, self._segment_tokens or room)
-        prompt = trajectory.prompt
+        prompt, num_written = trajectory.prompt, 0
         if trajectory.so_far is not None:
             written = trajectory.so_far.token_ids
+            num_written = len(written)
             prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, written]))
             if expected_tokens is not None:
                 expected_tokens = max(expected_tokens - len(written), 1.0)
-        sampling = replace(self._sampling, max_new_tokens=segment)
+        sampling = self._sampling.of_sample(prompt, trajectory.sample, num_written)
+        sampling = replace(sampling, max_new_tokens=segment)
         return self._dispatcher.submit(prompt, server, sampling, expected_tokens=expected_tokens)
 
     def _room(self, trajectory: Trajectory) -> int:

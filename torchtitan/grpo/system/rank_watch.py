@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from torchtitan.grpo.system.groups import leader_address
-from torchtitan.grpo.system.rank_status import StatusBoard
+from torchtitan.grpo.system.rank_status import Status, StatusBoard
 from torchtitan.grpo.system.rank_wire import Line, LostRank, Peer
 
 _BEAT_SECONDS = 1.0
@@ -78,6 +78,7 @@ class RankWatch:
         if where[0] is not None and self._listener is None:
             host, port, secret = where[0]
             leader = self._add(socket.create_connection((host, port), _CONNECT_SECONDS))
+            leader.status = Status(0, host, 0)  # until rank 0 has sent its own
             leader.send(Line(self.board.current, secret))
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
@@ -141,9 +142,11 @@ class RankWatch:
     def _hear_peer(self, peer: Peer) -> LostRank | None:
         is_stranger = self._listener is not None and peer.status is None
         lines = peer.receive()
-        if lines and is_stranger and not self._is_known(lines[0]):
-            self._remove(peer)
-            return None
+        if lines and is_stranger:
+            if not self._is_known(lines[0]):
+                self._remove(peer)
+                return None
+            peer.send(Line(self.board.current))
         if lines is None:
             self._remove(peer)
             return peer.loss()

@@ -335,6 +335,7 @@ class SGLangClient(InferenceClient):
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
     """Returns the body of ``POST /generate``."""
+    seed = {} if request.seed is None else {"sampling_seed": request.seed}
     return {
         "rid": _rid(request.request_id),
         "input_ids": request.prompt_ids,
@@ -348,6 +349,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "top_k": request.top_k,
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": request.ignore_eos,
+            **seed,
         },
     }
 

@@ -373,6 +373,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "repetition_penalty": 1.0,
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": request.ignore_eos,
+            "seed": request.seed,
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
         },

@@ -3,6 +3,7 @@
 
 """Builds the requests to servers, and decides which answers can be trained on."""
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,11 @@ from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings of completions. Lengths are in tokens."""
+    """Sampling settings of completions. Lengths are in tokens.
+
+    With a seed, what is sampled depends on the seed, the prompt, the number of the sample in its
+    group, and the tokens written before, and not on other requests; see :meth:`of_sample`.
+    """
 
     max_new_tokens: int
     max_total_tokens: int
@@ -22,10 +27,26 @@ class Sampling:
     top_k: int
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
+    seed: int | None = None
 
     def greedy(self) -> "Sampling":
         """Returns the same settings with greedy decoding."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
+
+    def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
+        """Returns the same settings with the seed of one request for a sample.
+
+        Args:
+            prompt: The prompt that is answered.
+            sample: Number of the sample in its group.
+            num_written: Number of tokens of the sample that exist already.
+        """
+        if self.seed is None:
+            return self
+        text = f"{self.seed} {prompt.index} {sample} {num_written}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        # Of 31 bits: that is what every kind of server takes.
+        return replace(self, seed=int.from_bytes(digest, "big") >> 33)
 
     def room_after(self, prompt: Prompt) -> int:
         """Returns the maximum number of tokens of a completion of the prompt."""
@@ -42,6 +63,7 @@ class Sampling:
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            seed=self.seed,
         )
 
 
