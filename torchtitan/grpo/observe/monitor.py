@@ -55,8 +55,11 @@ class RankMonitor:
         )
         self._thread = MonitorThread(routes, observe.monitor_host, observe.monitor_port)
         host, port = self._thread.start()
-        write_address(self._config.job.dump_folder, _PROCESS, [(host, port)])
         logger.info("Serving http://%s:%d/healthz and /metrics", host, port)
+        try:
+            write_address(self._config.job.dump_folder, _PROCESS, [(host, port)])
+        except OSError as error:  # such as a full disk, which need not end the run
+            logger.error("The address of rank 0's monitor could not be written: %s", error)
 
     def close(self) -> None:
         """Ends the serving, and removes the address. It is idempotent."""
