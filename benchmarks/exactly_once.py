@@ -120,14 +120,16 @@ class KilledRun:
         """Whether there is a whole checkpoint."""
         return any((self.folder / "checkpoint").glob("step-*/.metadata"))
 
-    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
-        """Waits until ``holds`` returns True.
+    def wait_for(
+        self, holds: Callable[[], bool], what: str, seconds: float = PROGRESS_SECONDS
+    ) -> None:
+        """Waits until ``holds`` returns True, at most ``seconds``.
 
         Raises:
             SystemExit: If the condition does not hold in time, or if the run ends first.
         """
         assert self._process is not None
-        deadline = time.monotonic() + PROGRESS_SECONDS
+        deadline = time.monotonic() + seconds
         while not holds():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 console = self.console.read_text(errors="replace")

@@ -41,6 +41,7 @@ from exactly_once import MARK, REPOSITORY, KilledRun, check_ledger, command_of
 DISK_MIB = 256
 FULL_SECONDS = 20.0
 SAMPLE_SECONDS = 5.0
+START_SECONDS = 900.0
 # A server may be harmed again after this time, so that it has been back for a while.
 FAULT_SECONDS = (20.0, 60.0)
 STOP_SECONDS = (4.0, 20.0)
@@ -338,10 +339,12 @@ def measure(folder: Path, kind: str, seconds: float, seed: int) -> tuple[dict[st
         run = SoakedRun(folder / "run", kind, seed, folder / "rollouts.jsonl")
         try:
             run.start(10_000_000)
+            # A run that is harmed before its first checkpoint has nothing to resume from.
+            run.wait_for(run.has_checkpoint, "save its first checkpoint", START_SECONDS)
             soak = Soak(run, seconds, random.Random(seed), disk)
             soak.go()
             last = run.steps
-            run.wait_for(lambda: run.steps >= last + 3, "go on after the last fault")
+            run.wait_for(lambda: run.steps >= last + 3, "go on after the last fault", START_SECONDS)
             run.stop()
         finally:
             run.kill_all()
