@@ -98,12 +98,17 @@ class KilledRun:
         ]
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "console.log").open("ab") as console:
+        with self.console.open("ab") as console:
             self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=os.environ | environment,
                 stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.num_starts += 1
+
+    @property
+    def console(self) -> Path:
+        """File with what the run has printed."""
+        return self.folder / "console.log"
 
     @property
     def steps(self) -> int:
@@ -115,17 +120,19 @@ class KilledRun:
         """Whether there is a whole checkpoint."""
         return any((self.folder / "checkpoint").glob("step-*/.metadata"))
 
-    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
-        """Waits until ``holds`` returns True.
+    def wait_for(
+        self, holds: Callable[[], bool], what: str, seconds: float = PROGRESS_SECONDS
+    ) -> None:
+        """Waits until ``holds`` returns True, at most ``seconds``.
 
         Raises:
             SystemExit: If the condition does not hold in time, or if the run ends first.
         """
         assert self._process is not None
-        deadline = time.monotonic() + PROGRESS_SECONDS
+        deadline = time.monotonic() + seconds
         while not holds():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                console = (self.folder / "console.log").read_text(errors="replace")
+                console = self.console.read_text(errors="replace")
                 raise SystemExit(f"The run did not {what}:\n{console[-6000:]}")
             time.sleep(0.02)
 
@@ -163,7 +170,7 @@ class KilledRun:
         """Waits until the run ends."""
         assert self._process is not None
         if self._process.wait(20 * PROGRESS_SECONDS) != 0:
-            console = (self.folder / "console.log").read_text(errors="replace")
+            console = self.console.read_text(errors="replace")
             raise SystemExit(f"The run failed:\n{console[-6000:]}")
         self.kill_all()
 

@@ -59,6 +59,8 @@ from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_parts import GradientParts
+from torchtitan.grpo.training.guard_rules import Reading
+from torchtitan.grpo.training.guards import Guards, Verdict
 from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.training.model_spec import (
     build_policy_runner,
@@ -94,7 +96,6 @@ class GRPOTrainer(Trainer):
         self, job_config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
     ) -> None:
         self.config, self.hf_model, self.stop, self.watch = job_config, hf_model, stop, watch
-        self.enter = watch.board.enter
         self.begin = time.perf_counter()
         self.progress = PromptProgress()
         self.stopped = False
@@ -110,6 +111,7 @@ class GRPOTrainer(Trainer):
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
         self.metric_reductions = metric_reductions(job_config.grpo)
         self.clock = StepClock()
+        self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
         self.source: StepSource | None = None  # on rank 0, once started
         self.feed = Feed(
@@ -127,6 +129,11 @@ class GRPOTrainer(Trainer):
         self.begins = checkpoint.find_start(self.config, self.hf_model)
         register_hf_model(self.hf_model, self.config, self.begins.record.schedule_steps)
         return dims
+
+    def enter(self, phase: str) -> None:
+        """Says what this rank does from now on, to other ranks and to whoever watches the run."""
+        self.watch.board.enter(phase)
+        self.metrics_processor.monitor.pulse.enter(phase)
 
     def train(self) -> None:
         """Runs everything: start, steps and end."""
@@ -162,6 +169,7 @@ class GRPOTrainer(Trainer):
         self.publisher = self._build_publisher()
         self.probe = self._build_probe()
         self.metrics_processor.start(self.step)
+        self.metrics_processor.monitor.servers = self.publisher.server_states
         self._publish(self._reserve_slot())
         if self.source is not None:
             with self.rank_zero.releasing_others():
@@ -181,7 +189,9 @@ class GRPOTrainer(Trainer):
             if self.source is None:
                 self.publisher.raise_if_failed()
                 received = self.feed.receive()
-                self.stopped = received is Signal.STOP
+                self.stopped = received in (Signal.STOP, Signal.HALT)
+                if received is Signal.HALT:
+                    self.guards.halt()
                 return received if isinstance(received, TrainBatch) else None
             with self.rank_zero.releasing_others():
                 self.publisher.raise_if_failed()
@@ -190,7 +200,8 @@ class GRPOTrainer(Trainer):
                 self.publisher.raise_if_failed()
             if step is None or self.stop.requested:
                 self.stopped = not self.source.is_exhausted
-                self.feed.send_signal(Signal.STOP if self.stopped else Signal.END)
+                stop = Signal.HALT if self.guards.reason else Signal.STOP
+                self.feed.send_signal(stop if self.stopped else Signal.END)
                 return None
             self.rollout_metrics = step.metrics
             return self.feed.send_step(
@@ -202,11 +213,12 @@ class GRPOTrainer(Trainer):
             )
 
     def _train_step(self, batch: TrainBatch) -> bool:
-        """Takes one step. Returns False if the run is to end before all parts of it arrived."""
+        """Takes one step. Returns False if the run is to end before the step is complete."""
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
         is_streamed = self.config.rollout.stream
         learned = self._learn_in_parts(batch) if is_streamed else self._learn(batch)
         if learned is None:
+            self.stopped = self.stopped or self.guards.reason is not None
             return False
         self.step += 1
         self.lr_schedulers.step()
@@ -220,19 +232,24 @@ class GRPOTrainer(Trainer):
         self.progress = learned.batch.progress
         self._log_step(learned, learning_rate)
         self.watch.board.complete(self.step)
+        self.metrics_processor.monitor.pulse.complete(self.step)
         return True
 
-    def _learn(self, batch: TrainBatch) -> Learned:
-        """Takes the optimizer steps of a batch that arrived whole."""
+    def _learn(self, batch: TrainBatch) -> Learned | None:
+        """Takes the optimizer steps of a batch that arrived whole.
+
+        Returns None if a guard ends the run.
+        """
         config = self.config.grpo
-        minibatches = self._score(batch)
         learned = Learned(batch, MetricTotals(self.metric_reductions), [])
+        if self._are_rewards_refused(batch.samples.are_rewards_equal):
+            return None
+        minibatches = self._score(batch)
         for epoch in range(config.num_epochs):
             for index in epoch_order(config.num_minibatches, epoch):
                 # Without trained tokens momentum and weight decay alone would move the weights.
-                if batch.minibatch_tokens[index]:
-                    grad_norm = self._update(minibatches, index, learned.totals)
-                    learned.grad_norms.append(grad_norm)
+                if batch.minibatch_tokens[index] and not self._update(minibatches, index, learned):
+                    return None
         return learned
 
     def _learn_in_parts(self, batch: TrainBatch | None) -> Learned | None:
@@ -251,8 +268,11 @@ class GRPOTrainer(Trainer):
                 self._add_gradient(minibatch.scored(), gradient.totals, scale)
             if batch.part.ends_batch:
                 gradient.finish(self._parameters())
-                norms = [] if gradient.is_empty else [self._apply_gradient()]
-                return Learned(gradient.whole(), gradient.totals, norms)
+                learned = Learned(gradient.whole(), MetricTotals(self.metric_reductions), [])
+                refused = self._are_rewards_refused(gradient.are_rewards_equal)
+                if not refused and not gradient.is_empty:
+                    refused = not self._apply_gradient(learned, gradient.totals)
+                return None if refused else learned
             batch = self._next_batch()
         # A checkpoint that is written now must not depend on an incomplete gradient.
         self.optimizers.zero_grad()
@@ -265,16 +285,21 @@ class GRPOTrainer(Trainer):
             is_counted=self.role.is_counted,
         )  # fmt: skip
 
-    def _update(self, minibatches: list[Minibatch], index: int, totals: MetricTotals) -> float:
-        """Takes one optimizer step, adds its metrics, and returns the gradient norm."""
+    def _are_rewards_refused(self, are_equal: bool) -> bool:
+        """Returns whether a guard ends the run because of the rewards of the batch."""
+        return self.guards.judge_rewards(self.step + 1, are_equal=are_equal) is Verdict.STOP
+
+    def _update(self, minibatches: list[Minibatch], index: int, learned: Learned) -> bool:
+        """Takes one optimizer step and adds its metrics; see :meth:`_apply_gradient`."""
         scored = minibatches[index].scored()
         old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
         ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
         self.optimizers.zero_grad()
+        totals = MetricTotals(self.metric_reductions)
         self._add_gradient(scored, totals, waiting=[*old, *ref])
         for job in old:
             job.finish()  # with the weights of now
-        return self._apply_gradient()
+        return self._apply_gradient(learned, totals)
 
     def _add_gradient(
         self,
@@ -288,8 +313,15 @@ class GRPOTrainer(Trainer):
         if self.role.is_counted:
             loss.add_metrics(totals)
 
-    def _apply_gradient(self) -> float:
-        """Clips the gradient, steps the optimizer and returns the norm before clipping."""
+    def _apply_gradient(self, learned: Learned, totals: MetricTotals) -> bool:
+        """Clips the gradient and steps the optimizer, unless a guard refuses the step.
+
+        Returns False if a guard ends the run. The weights are then as before this optimizer step.
+
+        Args:
+            learned: Receives the metrics.
+            totals: This rank's metrics of the optimizer step.
+        """
         self.enter("optimizer step")
         grad_norm = dist_utils.clip_grad_norm_(
             self._parameters(),
@@ -302,8 +334,13 @@ class GRPOTrainer(Trainer):
         # The optimizer must not overwrite weights that are still being copied into a slot.
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
-        self.optimizers.step()
-        return float(grad_norm)
+        # The one place of a step at which the host waits for the gradient.
+        norm = self.feed.all_reduce_metrics(totals, float(grad_norm))
+        verdict = self.guards.judge(self.step + 1, Reading.of(norm, totals.values(1)))
+        if verdict is Verdict.TAKE:
+            self.optimizers.step()
+        learned.add(totals, norm)
+        return verdict is not Verdict.STOP
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for part in self.model_parts for p in part.parameters()]
@@ -341,8 +378,13 @@ class GRPOTrainer(Trainer):
                 self.source.save(self.step)
 
     def _finish(self) -> None:
-        """Ends the run: as stopped with a checkpoint, or as finished with export and report."""
+        """Ends the run: as stopped with a checkpoint, or as finished with export and report.
+
+        Raises:
+            GuardStopped: If a guard has stopped it.
+        """
         self.enter("ending")
+        is_halted = self.stopped and self.guards.reason is not None
         if self.stopped:
             checkpoint.save_stopped(self, self.source, self.first_step)
         else:
@@ -350,6 +392,8 @@ class GRPOTrainer(Trainer):
         if hasattr(self, "publisher"):
             # Rank 0's publisher first: the other ranks' still have to answer it.
             self.stopped = self.rank_zero.run(self.publisher.close)
+        if is_halted:
+            self.guards.raise_if_stopped()
 
     def _conclude(self) -> None:
         """Exports the model; then serves and evaluates its last version, and reports."""
@@ -368,6 +412,7 @@ class GRPOTrainer(Trainer):
             self._report(hf_checkpoint)
 
     def _start_rollouts(self) -> None:
+        self.metrics_processor.monitor.start()
         # Assigned before it is started: what has been started by then must be closed.
         self.source = open_step_source(
             self.config,
@@ -382,9 +427,11 @@ class GRPOTrainer(Trainer):
         record_start(self.config, self.step, sys.argv[1:], self.source.servers)
 
     def _should_stop(self) -> bool:
-        """Whether waiting for rollouts is pointless: on a stop request or a failed publisher."""
+        """Whether to wait for rollouts no longer: on a stop request, a failed publisher, a guard."""
         has_failed = hasattr(self, "publisher") and self.publisher.failure is not None
-        return self.stop.requested or has_failed or self.watch.lost is not None
+        link = self.source.link if self.source is not None else None
+        is_lost = link is not None and self.guards.judge_servers(self.step + 1, link.stuck_seconds)
+        return self.stop.requested or has_failed or is_lost or self.watch.lost is not None
 
     def _explain_failure(self, error: BaseException) -> None:
         # A publisher fails if it cannot report a push to a rollout process that has ended.
@@ -439,13 +486,13 @@ class GRPOTrainer(Trainer):
         return target
 
     def _log_step(self, learned: Learned, learning_rate: float) -> None:
-        self.feed.all_reduce_metrics(learned.totals)
         times = self.clock.end_step()
         if self.source is None:
             return
         metrics = learned.metrics(times["time/step_seconds"])
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
+        metrics |= self.guards.metrics()
         self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
 
     def _report(self, hf_checkpoint: Path) -> None:

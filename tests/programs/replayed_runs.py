@@ -19,6 +19,7 @@ from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.resume.resumption import CheckpointError
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.training.stage_runner import PipelineRunner
 from torchtitan.grpo.weight_sync.unpublished import Unpublished
 from torchtitan.grpo_train import GRPOTrainer
@@ -103,13 +104,16 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     except CheckpointError as refusal:
         watch.close()
         return {"error": str(refusal)}
+    stopped = ""
     try:
         trainer.train()
+    except GuardStopped as stop:
+        stopped = str(stop)
     finally:
         trainer.close()
         watch.close()
     exported = Path(config.job.dump_folder) / "hf" / f"step-{trainer.step}"
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not stopped:
         file = next(exported.glob("*.safetensors"))
         shutil.copy(file, folder / f"{case['name']}.safetensors")
         shutil.copy(exported / "config.json", folder / f"{case['name']}.json")
@@ -119,6 +123,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "progress_at_start": trainer.progress_at_start,
         "progress": progress_of(trainer),
         "num_in_gaps": trainer.num_in_gaps,
+        "guards": trainer.guards.metrics(),
+        "error": stopped,
     }
 
 

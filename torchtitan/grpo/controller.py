@@ -324,6 +324,9 @@ def process_config(
             str(saved) if saved.is_file() and not config.rollout.deterministic else None
         ),
         samples_per_step=config.observe.samples_per_step,
+        monitor_host=config.observe.monitor_host if config.observe.monitor else "",
+        monitor_port=config.observe.monitor_port and config.observe.monitor_port + 1,
+        stuck_seconds=config.observe.stuck_seconds,
         fetch_host=leader_address(),
         fetch_secret=fetch_secret,
     )

@@ -37,6 +37,7 @@ from torchtitan.grpo.lost_rank import LostRankHandler
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.models.same_model import check_reference
+from torchtitan.grpo.monitoring.serving import MonitorError
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
     CheckpointError,
@@ -53,10 +54,12 @@ from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
+from torchtitan.grpo.training.guards import GuardStopped
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
 # Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
+_STOPPED_BY_GUARD = 3
 # Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
 # A collective with a rank that died may fail before the watch has seen the end of that rank.
@@ -77,7 +80,8 @@ class RunnableTrainer(Protocol):
 
 # Errors whose message tells the user what went wrong. A traceback would add nothing.
 _EXPLAINED = (
-    CheckpointError, DataError, ModelError, PublisherFailed, RolloutFailed, SaveFailed, TimeoutError,
+    CheckpointError, DataError, ModelError, MonitorError, PublisherFailed, RolloutFailed, SaveFailed,
+    TimeoutError,
 )  # fmt: skip
 
 TrainerFactory = Callable[[JobConfig, HFModel, StopRequest, RankWatch], RunnableTrainer]
@@ -92,7 +96,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 
     Returns:
         0 after a complete run, 1 after a failure, 2 if the configuration or the model cannot be
-        used, and 128 plus the signal's number after a stop request.
+        used, 3 if a guard stopped the run, and 128 plus the signal's number after a stop request.
     """
     args = list(args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -181,6 +185,8 @@ def _train(
         # Rank 0 must report and close first: torchrun ends all ranks once one has ended.
         stop.wait(0 if watch.lost else _RANK_ZERO_PATIENCE_SECONDS)
         return 1
+    except GuardStopped as error:
+        return _report(is_rank_zero, error, _STOPPED_BY_GUARD, stop.wait)
     except _EXPLAINED as error:
         if watch.lost is not None:
             return 1  # the error is a consequence

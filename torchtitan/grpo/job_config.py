@@ -133,6 +133,7 @@ class JobConfig(job_config.JobConfig):
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
     workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
+    guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ refuses settings that cannot work.
 
 from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
+from torchtitan.grpo.config.guards import Guards
 from torchtitan.grpo.config.inference import Inference
 from torchtitan.grpo.config.observe import Observe
 from torchtitan.grpo.config.prompts import Prompts
@@ -22,6 +23,7 @@ from torchtitan.grpo.config.workers import Workers
 __all__ = [
     "GRPO",
     "Evaluation",
+    "Guards",
     "Inference",
     "Observe",
     "Prompts",

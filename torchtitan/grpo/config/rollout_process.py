@@ -53,6 +53,12 @@ class RolloutProcessConfig:
     """``observe.samples_per_step``: rank 0 receives the token ids of these rollouts in any case."""
     servers_beside_training: bool = False
     """Whether training uses the GPUs in ``server_gpus``, too."""
+    monitor_host: str = ""
+    """Address on which ``/healthz`` and ``/metrics`` are served; empty if they are not."""
+    monitor_port: int = 0
+    """Their port; 0 takes a free one."""
+    stuck_seconds: float = 600.0
+    """``observe.stuck_seconds``."""
     fetch_host: str = ""
     """Address of this host for the ranks: where launched servers listen, and where ranks fetch
     rollouts with ``prompts.single_rank_load = false``."""

@@ -14,6 +14,7 @@ from torchtitan.grpo.config_checks.determinism import check_determinism
 from torchtitan.grpo.config_checks.dispatch import check_dispatch
 from torchtitan.grpo.config_checks.environments import check_environments
 from torchtitan.grpo.config_checks.filters import check_filters
+from torchtitan.grpo.config_checks.guards import check_guards
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
 from torchtitan.grpo.config_checks.observe import check_observe
@@ -54,6 +55,7 @@ def validate(config: JobConfig) -> None:
         check_inference,
         check_dispatch,
         check_weight_sync,
+        check_guards,
         check_observe,
         check_layout,
     ):

@@ -26,7 +26,12 @@ def get(config: JobConfig, key: str) -> Any:
 
 
 _Table = TypeVar(
-    "_Table", grpo_config.Inference, grpo_config.GRPO, grpo_config.Rollout, grpo_config.WeightSync
+    "_Table",
+    grpo_config.Inference,
+    grpo_config.GRPO,
+    grpo_config.Guards,
+    grpo_config.Rollout,
+    grpo_config.WeightSync,
 )
 
 

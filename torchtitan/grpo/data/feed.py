@@ -47,6 +47,8 @@ class Signal(IntEnum):
     """Rank 0 has failed and reports the reason itself: end at once."""
     END = 4
     """No batches are left: finish as after the last step."""
+    HALT = 5
+    """A guard of rank 0 ends the run: as STOP, and the run has failed."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +205,19 @@ class Feed:
         dist.all_reduce(values, group=self.group)
         return values
 
-    def all_reduce_metrics(self, totals: MetricTotals) -> None:
-        """Combines the metrics of all ranks, in place."""
-        dist.all_reduce(totals.added, group=self.group)
+    def all_reduce_metrics(self, totals: MetricTotals, grad_norm: float = 0.0) -> float:
+        """Combines the metrics of all ranks, in place, and returns rank 0's gradient norm.
+
+        The norm is the same on all ranks but for its last bits, which depend on the layout. With
+        one rank's number all ranks decide the same.
+        """
+        own = torch.tensor([grad_norm if self.rank == 0 else 0.0], dtype=torch.float64)
+        numbers = torch.cat([totals.added, own])
+        dist.all_reduce(numbers, group=self.group)
+        totals.added, norm = numbers[:-1], float(numbers[-1])
         if len(totals.largest) > 0:
             dist.all_reduce(totals.largest, op=dist.ReduceOp.MAX, group=self.group)
+        return norm
 
     def _broadcast_header(self, header: _Header | None) -> _Header:
         values = astuple(header or _Header(Signal.READY))

@@ -49,6 +49,11 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.rewards)
 
+    @property
+    def are_rewards_equal(self) -> bool:
+        """Whether no group has two different rewards."""
+        return num_equal_groups(self.rewards, self.group_ids) == len(np.unique(self.group_ids))
+
     def take(self, chosen: np.ndarray) -> "SampleTable":
         """Returns the samples that a mask or indices select."""
         return SampleTable(

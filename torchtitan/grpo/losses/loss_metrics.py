@@ -151,6 +151,11 @@ class MetricTotals:
         self.added += combined[: len(self.added)] * self._factors(scale)
         self.largest = torch.maximum(self.largest, combined[len(self.added) :])
 
+    def merge(self, other: "MetricTotals") -> None:
+        """Adds what another minibatch has, of the same metrics."""
+        self.added += other.added
+        self.largest = torch.maximum(self.largest, other.largest)
+
     def scale_losses(self, scale: float) -> None:
         """Multiplies the metrics that are terms of the loss."""
         self.added *= self._factors(scale)

@@ -26,7 +26,8 @@ class EqualRewardsWatch:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        self._first = self._due = config.observe.equal_rewards_steps
+        is_off = config.guards.equal_rewards == "off"
+        self._first = self._due = 0 if is_off else config.observe.equal_rewards_steps
         self._num_steps = 0
         # The latest steps, from whose metrics the causes are ranked.
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(1, self._first))

@@ -22,6 +22,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
+from torchtitan.grpo.observe.monitor import RankMonitor
 from torchtitan.grpo.observe.progress import Progress
 from torchtitan.grpo.observe.report import RunOutcome, summarise, write_summary
 from torchtitan.grpo.observe.reward_curve import draw_reward_curve
@@ -38,6 +39,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         steps: ``metrics.jsonl``, with one record for each step. None on other ranks.
         evaluations: ``evaluations.jsonl``, with one record for each evaluation. None on other
             ranks.
+        monitor: What rank 0 serves to whoever watches the run.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._folder = Path(job_config.job.dump_folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(job_config.observe.progress, job_config.training.steps)
+        self.monitor = RankMonitor(job_config)
         self._equal_rewards = EqualRewardsWatch(job_config)
         self._is_chat: bool | None = None
 
@@ -79,6 +82,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         stats = self.device_memory_monitor.get_peak_stats()
         metrics = metrics | {"memory/peak_gib": stats.max_reserved_gib}
         self.device_memory_monitor.reset_peak_stats()
+        self.monitor.latest = {**self.monitor.latest, **metrics}
         digits = {key: float(f"{value:.7g}") for key, value in metrics.items()}
         self.steps.add({"step": step, **digits})
         if self.should_log(step):
@@ -97,6 +101,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
             return
         metrics = {"evaluation/score": result.score, "evaluation/seconds": result.seconds}
         self.evaluations.add({"step": step, **metrics, "num_prompts": result.num_prompts})
+        self.monitor.latest = {**self.monitor.latest, **metrics}
         self.logger.log(metrics, step)
         self._progress.print(
             f"held-out {function} at step {step}: {result.score:.3f} "
@@ -110,7 +115,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         """
         assert self.steps is not None and self.evaluations is not None
         _warn(self._equal_rewards.end(self._is_chat))
-        steps, evaluations = self.steps.records, self.evaluations.records
+        steps, evaluations = self.steps.read(), self.evaluations.read()
         summary = summarise(outcome, steps, evaluations)
         write_summary(self._folder, summary)
         print(json.dumps(summary, indent=2), flush=True)
@@ -125,6 +130,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
 
     def close(self) -> None:
         super().close()
+        self.monitor.close()
         for part in (self._progress, self.steps, self.evaluations):
             if part is not None:
                 part.close()

@@ -5,6 +5,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,22 @@ from torchtitan.tools.logging import logger
 class RunLog:
     """A file of records that a resumed run continues from its checkpoint on.
 
+    Records are not kept in memory: a run of weeks has millions of them.
+
     Args:
         path: The file.
         step: Number of batches that the run has been trained on so far. Records of later steps
             are dropped, since those steps are taken again. With 0 the file starts empty.
-
-    Attributes:
-        records: All records of the run, including those of earlier processes.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        self.records: list[dict[str, Any]] = []
-        if step and path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            # A process that was killed may have left an incomplete last line.
-            whole = [json.loads(line) for line in lines if line.endswith("}")]
-            self.records = [record for record in whole if record["step"] <= step]
         # Replaced at once, so that a process that is killed here does not lose old records.
         partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(b"".join(map(_line, self.records)))
+        with partial.open("wb") as kept:
+            if step and path.exists():
+                kept.writelines(
+                    line for line in _whole_lines(path) if json.loads(line)["step"] <= step
+                )
         os.replace(partial, path)
         # Unbuffered, so that a line that could not be written does not wait in a buffer.
         self._stream = path.open("ab", buffering=0)
@@ -43,9 +41,13 @@ class RunLog:
 
         If the disk has no room, the record is kept, and written with the next one that can be.
         """
-        self.records.append(record)
-        self._unwritten += _line(record)
+        self._unwritten += (json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns all records of the run, including those of earlier processes."""
+        written = self._path.read_bytes() + self._unwritten
+        return [json.loads(line) for line in written.splitlines() if line.endswith(b"}")]
 
     def _flush(self) -> None:
         try:
@@ -68,5 +70,9 @@ class RunLog:
         self._stream.close()
 
 
-def _line(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file. A process that was killed may have left an incomplete last one."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"}\n"):
+                yield line

@@ -97,6 +97,7 @@ class RolloutLink:
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
         self._progress = link_messages.Progress("")
+        self._stuck_since: float | None = None
         self._dropped_before: Counter[str] = Counter()  # by processes that were killed
         self._dropped: Counter[str] = Counter()
         self._saved: dict[int, int | None] = {}
@@ -106,6 +107,11 @@ class RolloutLink:
     @property
     def dropped(self) -> Counter[str]:
         return self._dropped_before + self._dropped
+
+    @property
+    def stuck_seconds(self) -> float:
+        """How long the process has waited without a server that takes work; 0 if one does."""
+        return 0.0 if self._stuck_since is None else time.monotonic() - self._stuck_since
 
     def start(self) -> None:
         """Starts the rollout process. The calling thread must live as long as the run."""
@@ -137,7 +143,7 @@ class RolloutLink:
         self._config = replace(config, incarnation=self._config.incarnation + 1)
         self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
         self._dropped_before, self._dropped = self.dropped, Counter()
-        self._unclaimed = []
+        self._unclaimed, self._stuck_since = [], None
         self._launch()
         with self._notices_lock:
             self._is_restarting = False
@@ -380,6 +386,8 @@ class RolloutLink:
             raise RolloutFailed(answer.message)
         if isinstance(answer, link_messages.Progress):
             self._progress = answer
+            since = time.monotonic() if self._stuck_since is None else self._stuck_since
+            self._stuck_since = since if answer.is_stuck else None
         elif isinstance(answer, link_messages.Announcement):
             self._announce(answer.text)
         elif isinstance(answer, link_messages.Dropped):
@@ -387,6 +395,7 @@ class RolloutLink:
         elif isinstance(answer, link_messages.Saved):
             self._saved[answer.version] = answer.num_rollouts
         else:
+            self._stuck_since = None  # what was waited for has arrived
             self._unclaimed.append((answer, frames))
         return True
 

@@ -28,6 +28,7 @@ from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.rollout.announcer import Announcer
 from torchtitan.grpo.rollout.batch_fetch import BatchHolder
 from torchtitan.grpo.rollout.loop_lag import LoopLag
+from torchtitan.grpo.rollout.monitor import RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
@@ -62,6 +63,7 @@ class RolloutProcess:
         self._announcer = Announcer()
         self._told_counts: dict[str, int] = {}
         self._lag = LoopLag()
+        self._monitor = RolloutMonitor(config, self._announcer.announce)
         self._session: RolloutSession | None = None
         self._saving: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
@@ -91,6 +93,7 @@ class RolloutProcess:
             return await self._report(work.exception() if failed else None)
         finally:
             self._announcer.close()
+            await self._monitor.close()
             if self._session is not None:
                 await self._session.close()
             self._messages.close(linger=_LINGER_MILLISECONDS)
@@ -105,8 +108,11 @@ class RolloutProcess:
             # Started first, so that a stop is received while servers come up.
             tasks.create_task(self._listen(tasks))
             tasks.create_task(self._speak())
+            await self._monitor.start()
             self._session = session = RolloutSession(self._config, self._announcer.announce)
             await session.open()
+            self._monitor.signs.begin(session)
+            self._monitor.tell_servers(session.servers)
             endpoint = self._holder.endpoint if self._holder is not None else None
             await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
             if self._holder is not None:
@@ -135,6 +141,7 @@ class RolloutProcess:
         """Tells rank 0 what the user should know, as soon as it is known."""
         while True:
             await self._announcer.wait(_COUNT_SECONDS)
+            self._monitor.signs.note()
             if self._session is not None and hasattr(self._session, "producer"):
                 self._session.producer.count_prompts()
             await self._speak_once()
@@ -172,6 +179,7 @@ class RolloutProcess:
                 session.reread_urls()
 
     async def _tell_servers(self, servers: list[ServerInfo]) -> None:
+        self._monitor.tell_servers(servers)
         await self._servers.send(link_messages.encode(servers))
 
     async def _send_batch(self, session: RolloutSession, command: link_messages.NextBatch) -> None:

@@ -249,6 +249,16 @@ class Producer:
         if not self._relieve_overdue():
             await self._group_done.wait()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether rank 0 waits for a batch or for a part of one."""
+        return self._is_asked
+
+    @property
+    def num_buffered(self) -> int:
+        """Number of finished groups that wait for a batch."""
+        return len(self._finished)
+
     def describe(self) -> str:
         """Describes what the next batch still waits for."""
         servers = self._dispatcher.servers.values()

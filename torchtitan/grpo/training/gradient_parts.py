@@ -55,6 +55,11 @@ class GradientParts:
                 parameter.grad.mul_(scale)
         self.totals.scale_losses(scale)
 
+    @property
+    def are_rewards_equal(self) -> bool:
+        """Whether no group of any part has two different rewards."""
+        return all(part.samples.are_rewards_equal for part in self._parts)
+
     def whole(self) -> TrainBatch:
         """Returns the last part, with the counts of all parts."""
         return replace(

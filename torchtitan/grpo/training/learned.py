@@ -16,7 +16,7 @@ class Learned:
 
     Attributes:
         batch: The batch. If it came in parts, this is the last part, with the counts of all of them.
-        totals: Metrics of the loss: those of this rank, until the feed combines all ranks.
+        totals: Metrics of the loss, combined over all ranks.
         grad_norms: Global gradient norm before clipping, for each optimizer step.
     """
 
@@ -24,8 +24,18 @@ class Learned:
     totals: MetricTotals
     grad_norms: list[float]
 
+    def add(self, totals: MetricTotals, grad_norm: float) -> None:
+        """Adds an optimizer step, whether it was taken or skipped.
+
+        Args:
+            totals: Its metrics, combined over all ranks.
+            grad_norm: Its gradient norm before clipping.
+        """
+        self.totals.merge(totals)
+        self.grad_norms.append(grad_norm)
+
     def metrics(self, step_seconds: float) -> dict[str, float]:
-        """Returns the metrics of the batch, once ``totals`` is combined over all ranks.
+        """Returns the metrics of the batch.
 
         Args:
             step_seconds: Duration of the whole step.

@@ -111,6 +111,13 @@ class Publisher(ABC):
     def metrics(self) -> dict[str, float]:
         """Returns the state of the push, for the step's metrics. Only the leader has it."""
 
+    def server_states(self) -> dict[str, dict[str, str | int]]:
+        """Returns state and version of each server, by URL; empty on ranks other than the leader.
+
+        Any thread may call it.
+        """
+        return {}
+
     @abstractmethod
     def raise_if_failed(self) -> None:
         """Raises :class:`PublisherFailed` if this rank's part of the push has ended."""
@@ -229,6 +236,12 @@ class WeightPublisher(Publisher):
             for name, value in lane_metrics(lane, self.slots.published).items():
                 totals[f"server{index}/{name}"] = value
         return {f"weight_sync/{name}": value for name, value in totals.items()}
+
+    def server_states(self) -> dict[str, dict[str, str | int]]:
+        return {
+            lane.url: {"state": lane.state.value, "version": lane.version}
+            for lane in list(self.lanes)
+        }
 
     def raise_if_failed(self) -> None:
         error = self.failure

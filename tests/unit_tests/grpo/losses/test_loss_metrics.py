@@ -32,6 +32,18 @@ def test_only_trained_tokens_count_however_they_are_split(reduction, expected, n
     assert totals.values(1)["m"] == pytest.approx(expected, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("sum", 10.0), ("mean", 10 / 3), ("max", 5.0), ("min", 2.0)]
+)
+def test_merged_totals_are_those_of_all_minibatches(reduction, expected):
+    whole = MetricTotals({"m": reduction})
+    for values, mask in zip(VALUES.chunk(2), MASK.chunk(2), strict=True):
+        totals = MetricTotals({"m": reduction})
+        totals.add([{"m": token_metric(TokenMetric(values, reduction), mask)}])
+        whole.merge(totals)
+    assert whole.values(1)["m"] == pytest.approx(expected, rel=1e-15)
+
+
 def test_a_bool_at_each_token_is_counted():
     metric = token_metric(TokenMetric(VALUES > 2.5, "mean"), MASK)
     totals = MetricTotals({"m": "mean"})

@@ -45,6 +45,6 @@ def test_a_resumed_run_continues_its_records_where_the_checkpoint_was(tmp_path):
     resumed.add({"step": 3, "again": True})
     resumed.close()
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert records == resumed.records == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert records == resumed.read() == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
     RunLog(file, 0).close()
     assert file.read_text() == ""

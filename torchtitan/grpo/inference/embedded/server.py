@@ -29,6 +29,7 @@ from torchtitan.grpo.inference.embedded.generate_json import (
     parse_generate,
     stop_ids_of,
 )
+from torchtitan.grpo.inference.embedded.monitor import EngineMonitor
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.responses import (
     error_response,
@@ -39,6 +40,7 @@ from torchtitan.grpo.inference.embedded.responses import (
 from torchtitan.grpo.inference.embedded.update_json import parse_chunk
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.monitoring import routes as monitoring_routes
 from torchtitan.grpo.weight_wire.staging import StagingError
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class EmbeddedServer:
         self._loop = asyncio.get_running_loop()
         self.engine = engine_factory(self._report)
         self.updater = updater_factory(self.engine)
+        self._monitor = EngineMonitor(self.engine)
         self._table = table
         self._facts = facts
         self._info = dict(info)
@@ -89,6 +92,8 @@ class EmbeddedServer:
         routes: list[tuple[str, str, _Handler, AuthLevel]] = [
             ("GET", "/health", self._health, open_),
             ("GET", "/ready", self._ready, open_),
+            ("GET", "/healthz", self._healthz, open_),
+            ("GET", "/metrics", self._metrics, normal),
             ("GET", "/model_info", self._model_info, normal),
             ("GET", "/get_model_info", self._model_info, normal),
             ("GET", "/server_info", self._server_info, normal),
@@ -243,6 +248,12 @@ class EmbeddedServer:
         if self.engine.is_alive:
             return success("Healthy.")
         return error_response(503, f"The engine is not running: {self.engine.failure!r}.")
+
+    async def _healthz(self, http: web.Request) -> web.Response:
+        return monitoring_routes.healthz(self._monitor.health(), is_allowed=True)
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        return monitoring_routes.metrics(self._monitor.values())
 
     async def _ready(self, http: web.Request) -> web.Response:
         if not self.engine.is_alive or self.engine.pause_mode is not None:

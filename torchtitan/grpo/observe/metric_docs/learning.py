@@ -13,7 +13,7 @@ LOSS = Section(
         Metric(
             "loss/total", "loss", "The whole loss: policy, KL penalty, entropy bonus, supervised examples.",
             "small, around 0; it need not fall",
-            "A loss that is not finite ends nothing by itself: lower `optimizer.lr`, and read `mismatch/kl`.",
+            "The step of a loss that is not finite is skipped (`guards.nonfinite`): lower `optimizer.lr`, and read `mismatch/kl`.",
         ),
         Metric(
             "loss/policy", "loss", "The policy's part of it.", "small, around 0",

@@ -760,7 +760,9 @@ def test_keys_follow_sglangs_rule_and_sigterm_answers_those_who_wait(
             assert (await client.call("POST", route, body, key=wrong))[0] == 401
             assert (await client.call("POST", route, body, key=right))[0] == 200
         assert (await client.call("GET", "/health"))[0] == 200
+        assert (await client.call("GET", "/healthz"))[0] == 200
         assert (await client.call("GET", "/model_info"))[0] == 401
+        assert (await client.call("GET", "/metrics"))[0] == 401
 
     async def stop_busy_server(client: Client) -> None:
         """Sends SIGTERM while one request streams and a broadcast is awaited."""

@@ -1,0 +1,383 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Lets a run live for hours among faults, and looks for what grows.
+
+    python benchmarks/soak.py [--json] [--seconds 7200] [--kind vllm] [--seed 0] [--keep FOLDER]
+
+A real run under torchrun with ``--max-restarts`` has two training ranks, the shipped tiny model and
+two launched servers of the given kind. At random moments a server is killed, or stopped for some
+seconds. In the first half of the time a training rank is killed twice, and the disk of the run's
+folder, a small file system of its own, is full for a while; that needs the right to mount one, and
+is left out, and said, without it. In the second half only the second server is harmed.
+
+Every process that lives through the whole second half must then have a flat memory (unshared pages:
+the medians of the half's first and last quarter differ by at most 2 %), and its numbers of file
+descriptors and threads must return to the same values. At the end the ledger must account for each
+prompt exactly once, and the run must have gone on after every fault.
+
+The exit status is 1 if something does not hold. With ``--json`` the last line is a JSON object.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from exactly_once import MARK, REPOSITORY, KilledRun, check_ledger, command_of
+
+DISK_MIB = 256
+FULL_SECONDS = 20.0
+SAMPLE_SECONDS = 5.0
+START_SECONDS = 900.0
+# A server may be harmed again after this time, so that it has been back for a while.
+FAULT_SECONDS = (20.0, 60.0)
+STOP_SECONDS = (4.0, 20.0)
+# When a rank is killed and the disk is filled, as parts of the whole time.
+RANK_KILLS, DISK_FILL = (0.12, 0.38), 0.25
+LARGEST_GROWTH = 0.02
+
+
+class SoakedRun(KilledRun):
+    """A run of two ranks with two servers, whose ranks torchrun starts again.
+
+    Args:
+        folder: Its dump folder.
+        kind: ``inference.kind``.
+        seed: ``debug.seed``.
+        record: File outside of the folder with the trained rollouts.
+    """
+
+    def __init__(self, folder: Path, kind: str, seed: int, record: Path) -> None:
+        super().__init__(folder, seed)
+        self._kind, self._record = kind, record
+
+    def start(self, steps: int) -> None:
+        settings = {
+            "job.config_file": REPOSITORY / "train_configs/quickstart.toml",
+            "job.dump_folder": self.folder,
+            "training.steps": steps,
+            "optimizer.lr": 0.0,
+            "debug.seed": self._seed,
+            "grpo.prompts_per_step": 4,
+            "grpo.group_size": 4,
+            "rollout.max_head_offpolicyness": 2,
+            "rollout.max_new_tokens": 24,
+            "rollout.temperature": 1.5,
+            "rollout.request_timeout_seconds": 30,
+            "rollout.record": self._record,
+            "rollout.max_process_restarts": 1000,
+            "inference.kind": self._kind,
+            "inference.num_servers": 2,
+            "inference.max_restarts": 10000,
+            "inference.restart_seconds": 0.5,
+            "inference.control_timeout_seconds": 10,
+            "weight_sync.timeout_seconds": 15,
+            "evaluation.num_prompts": 1,
+            "checkpoint.interval": 10,
+            "checkpoint.keep_latest_k": 2,
+            "observe.progress": "none",
+        }
+        if self._kind != "embedded":
+            default = REPOSITORY / f".venv-{self._kind}/bin/python"
+            variable = f"TORCHTITAN_GRPO_{self._kind.upper()}_PYTHON"
+            settings["inference.python"] = os.environ.get(variable, str(default))
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=50"),
+            *("--nproc_per_node", "2", "-m", "torchtitan.grpo_train", "--checkpoint.enable"),
+            *(token for key, value in settings.items() for token in (f"--{key}", str(value))),
+        ]
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.console.open("ab") as console:
+            self._process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=os.environ | environment,
+                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self.num_starts += 1
+
+    @property
+    def console(self) -> Path:
+        return self._record.with_name("console.log")  # not on the disk that is filled
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether torchrun has given up."""
+        return self._process is None or self._process.poll() is not None
+
+    def servers(self) -> list[psutil.Process]:
+        """Returns the launched servers' first processes, in the order of their ports."""
+        file = self.folder / "monitoring/servers.json"
+        try:
+            (entry,) = json.loads(file.read_text())
+        except (OSError, ValueError):
+            return []
+        ports = sorted(int(target.rpartition(":")[2]) for target in entry["targets"])
+        owner = {
+            c.laddr.port: c.pid
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.pid is not None
+        }
+        return [psutil.Process(owner[port]) for port in ports if port in owner]
+
+    def ranks(self) -> list[psutil.Process]:
+        return [
+            p
+            for p in self._processes()
+            if "grpo_train" in command_of(p) and "torch.distributed.run" not in command_of(p)
+        ]
+
+    def watched(self) -> Iterator[tuple[str, psutil.Process]]:
+        """Yields every process of the run, with a name for it."""
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                yield name_of(process), process
+
+
+def name_of(process: psutil.Process) -> str:
+    command = command_of(process)
+    for words, name in (
+        ("torch.distributed.run", "agent"),
+        ("grpo_train", "rank"),
+        ("grpo.rollout.process", "rollout process"),
+        ("scoring_worker", "reward worker"),
+    ):
+        if words in command:
+            return name
+    return f"server ({process.name()})"
+
+
+@dataclass
+class Life:
+    """What was measured of one process: time, unshared MiB, file descriptors, threads."""
+
+    name: str
+    samples: list[tuple[float, float, int, int]] = field(default_factory=list)
+
+    def quarters(self, column: int) -> tuple[list[float], list[float]]:
+        """Returns a column's values of the first and of the last quarter."""
+        size = max(len(self.samples) // 4, 1)
+        values = [float(sample[column]) for sample in self.samples]
+        return values[:size], values[-size:]
+
+    @property
+    def growth(self) -> float:
+        first, last = map(statistics.median, self.quarters(1))
+        return last / first - 1
+
+    def rise(self, column: int) -> float:
+        """Returns by how much the smallest number, to which it falls back, has changed."""
+        first, last = map(min, self.quarters(column))
+        return last - first
+
+
+class Soak:
+    """Harms a run by a plan, and measures its processes.
+
+    Args:
+        run: The run.
+        seconds: Duration.
+        rng: Source of the plan.
+        disk: The run's file system; None leaves the full disk out.
+    """
+
+    def __init__(self, run: SoakedRun, seconds: float, rng: random.Random, disk: Path | None):
+        self._run, self._seconds, self._rng, self._disk = run, seconds, rng, disk
+        self.faults: Counter[str] = Counter()
+        self.lives: defaultdict[tuple[int, float], Life] = defaultdict(lambda: Life(""))
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def go(self) -> None:
+        """Lets the time pass."""
+        self._begin = time.monotonic()
+        for part in RANK_KILLS:
+            self._at(part * self._seconds, self._kill_rank)
+        if self._disk is not None:
+            self._at(DISK_FILL * self._seconds, self._fill_disk)
+        self._at(self._rng.uniform(*FAULT_SECONDS), self._harm_server)
+        next_sample = 0.0
+        while (now := self._now) < self._seconds:
+            for due in [entry for entry in self._due if entry[0] <= now]:
+                self._due.remove(due)
+                due[1]()
+            if self._run.has_ended:
+                self._say("the run has ended, and is started again")
+                self.faults["starts by hand"] += 1
+                self._run.kill_all()
+                self._run.start(10_000_000)
+            if now >= max(next_sample, self._seconds / 2):
+                self._sample(now)
+                next_sample = now + SAMPLE_SECONDS
+            time.sleep(0.2)
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
+
+    def _at(self, when: float, what: Callable[[], None]) -> None:
+        self._due.append((when, what))
+
+    def _say(self, what: str) -> None:
+        print(f"  {self._now:6.0f} s, step {self._run.steps}: {what}", flush=True)
+
+    def _harm_server(self) -> None:
+        servers = self._run.servers()
+        is_second_half = self._now >= self._seconds / 2
+        harmed = servers[-1:] if is_second_half and len(servers) == 2 else servers
+        if harmed and not (is_second_half and len(servers) < 2):
+            victim = self._rng.choice(harmed)
+            if self._rng.random() < 0.5:
+                self._signal(victim, signal.SIGKILL)
+                self.faults["servers killed"] += 1
+                self._say(f"server {victim.pid} is killed")
+            else:
+                seconds = self._rng.uniform(*STOP_SECONDS)
+                self._signal(victim, signal.SIGSTOP)
+                self._at(self._now + seconds, lambda: self._signal(victim, signal.SIGCONT))
+                self.faults["servers stopped"] += 1
+                self._say(f"server {victim.pid} is stopped for {seconds:.0f} s")
+        self._at(self._now + self._rng.uniform(*FAULT_SECONDS), self._harm_server)
+
+    def _signal(self, process: psutil.Process, signum: int) -> None:
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.is_running():
+                os.killpg(os.getpgid(process.pid), signum)
+
+    def _kill_rank(self) -> None:
+        ranks = self._run.ranks()
+        if not self._run.has_checkpoint() or len(ranks) < 2:
+            self._at(self._now + 2.0, self._kill_rank)
+            return
+        victim = self._rng.choice(sorted(ranks, key=lambda p: p.pid))
+        with contextlib.suppress(psutil.Error):
+            victim.kill()
+        self.faults["ranks killed"] += 1
+        self._say(f"rank {victim.pid} is killed")
+
+    def _fill_disk(self) -> None:
+        assert self._disk is not None
+        filler = self._disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+                file.flush()
+        self.faults["disks filled"] += 1
+        self._say(f"the disk is full for {FULL_SECONDS:.0f} s")
+        self._at(self._now + FULL_SECONDS, filler.unlink)
+
+    def _sample(self, now: float) -> None:
+        for name, process in self._run.watched():
+            with contextlib.suppress(psutil.Error):
+                memory = process.memory_full_info().uss / 2**20
+                life = self.lives[process.pid, process.create_time()]
+                life.name = life.name or name
+                life.samples.append((now, memory, process.num_fds(), process.num_threads()))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """Mounts a file system of ``DISK_MIB`` at a folder; yields None where that is not allowed."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        print("LEFT OUT: the full disk, since no file system may be mounted here.", flush=True)
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def judge(soak: Soak, seconds: float) -> tuple[dict[str, float], list[str]]:
+    """Returns the figures of all long-lived processes, and what does not hold."""
+    figures: dict[str, float] = {}
+    problems = []
+    # Those that were there at the beginning and at the end of the second half.
+    lived = [
+        life
+        for life in soak.lives.values()
+        if life.samples[0][0] <= 0.55 * seconds and life.samples[-1][0] >= seconds - 20
+    ]
+    for index, life in enumerate(sorted(lived, key=lambda life: life.name)):
+        fds, threads = life.rise(2), life.rise(3)
+        label = f"{index}/{life.name}"
+        figures |= {
+            f"{label}/mib": statistics.median(life.quarters(1)[1]),
+            f"{label}/growth": life.growth,
+            f"{label}/fds": fds,
+            f"{label}/threads": threads,
+        }
+        print(
+            f"  {life.name:28} {figures[f'{label}/mib']:8.1f} MiB, {100 * life.growth:+6.2f} %, "
+            f"file descriptors {fds:+.0f}, threads {threads:+.0f} ({len(life.samples)} samples)"
+        )
+        if life.growth > LARGEST_GROWTH:
+            problems.append(f"the memory of a {life.name} grew by {100 * life.growth:.1f} %")
+        if fds > 0 or threads > 0:
+            problems.append(f"a {life.name} has {fds:+.0f} descriptors, {threads:+.0f} threads")
+    names = Counter(life.name for life in lived)
+    if names["rank"] < 2 or names["rollout process"] < 1:
+        problems.append(f"ranks or rollout process did not live through the second half: {names}")
+    return figures, problems
+
+
+def measure(folder: Path, kind: str, seconds: float, seed: int) -> tuple[dict[str, float], bool]:
+    with small_disk(folder / "run") as disk:
+        run = SoakedRun(folder / "run", kind, seed, folder / "rollouts.jsonl")
+        try:
+            run.start(10_000_000)
+            # A run that is harmed before its first checkpoint has nothing to resume from.
+            run.wait_for(run.has_checkpoint, "save its first checkpoint", START_SECONDS)
+            soak = Soak(run, seconds, random.Random(seed), disk)
+            soak.go()
+            last = run.steps
+            run.wait_for(lambda: run.steps >= last + 3, "go on after the last fault", START_SECONDS)
+            run.stop()
+        finally:
+            run.kill_all()
+        (run.folder / "rollouts.jsonl").symlink_to(folder / "rollouts.jsonl")
+        ledger = check_ledger(run.folder)
+    figures, problems = judge(soak, seconds)
+    if ledger["violations"]:
+        problems.append(f"the ledger has {ledger['violations']:.0f} violations")
+    figures |= {f"ledger/{name}": value for name, value in ledger.items()}
+    figures |= {f"faults/{name}": float(count) for name, count in soak.faults.items()}
+    print(
+        f"{kind}, {seconds:.0f} s, {ledger['steps']:.0f} steps, faults {dict(soak.faults)}: "
+        f"{ledger['issued']:.0f} prompts issued, {ledger['violations']:.0f} violations (must be 0).\n"
+        + ("; ".join(problems) or "Nothing grew.")
+    )
+    return figures, not problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    parser.add_argument("--seconds", type=float, default=7200.0)
+    parser.add_argument("--kind", choices=("embedded", "vllm", "sglang"), default="vllm")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="folder for the run and its console, kept")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
+        folder = options.keep or Path(temporary)
+        figures, holds = measure(folder, options.kind, options.seconds, options.seed)
+    if options.json:
+        print(json.dumps({"benchmark": "soak", "ok": holds, "figures": figures}))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What guards find, decide, count and say."""
+
+import dataclasses
+import math
+
+import pytest
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.training.guard_rules import Reading
+from torchtitan.grpo.training.guards import GUARDS, Guards, GuardStopped, Verdict
+
+HEALTHY = Reading(grad_norm=2.0, loss=0.1, entropy=0.5, mismatch_kl=1e-3, reference_kl=0.01)
+# What trips each guard, and what the line says of it.
+BAD = {
+    "nonfinite": ({"grad_norm": math.nan}, "grad_norm is nan"),
+    "grad_norm": (
+        {"grad_norm": 41.0},
+        "grad_norm is 41, above guards.grad_norm_factor = 20 times the median of the last 20 "
+        "optimizer steps, 2",
+    ),
+    "entropy": ({"entropy": 1e-4}, "policy/entropy is 0.0001, below guards.entropy_floor = 0.001"),
+    "mismatch_kl": (
+        {"mismatch_kl": 0.6},
+        "mismatch/kl is 0.6, above guards.mismatch_kl_limit = 0.5",
+    ),
+    "reference_kl": (
+        {"reference_kl": 3.0},
+        "loss/reference_kl is 3, above guards.reference_kl_limit = 1",
+    ),
+}
+
+
+class Judge:
+    """Guards of a run, the lines that they said, and the number of the next step."""
+
+    def __init__(self, **settings) -> None:
+        config = JobConfig()
+        config.guards = dataclasses.replace(config.guards, **settings)
+        self.lines: list[str] = []
+        self.guards = Guards(config, self.lines.append)
+        self.step = 0
+
+    def __call__(self, **changes) -> Verdict:
+        self.step += 1
+        return self.guards.judge(self.step, dataclasses.replace(HEALTHY, **changes))
+
+    def rewards(self, *, are_equal: bool) -> Verdict:
+        return self.guards.judge_rewards(self.step + 1, are_equal=are_equal)
+
+    def count(self, name: str) -> float:
+        return self.guards.metrics()[f"guards/{name}"]
+
+
+def test_a_healthy_run_is_left_alone():
+    judge = Judge()
+    assert {judge() for _ in range(50)} == {Verdict.TAKE}
+    assert judge.lines == []
+    assert set(judge.guards.metrics()) == {f"guards/{name}" for name in (*GUARDS, "skipped")}
+    assert set(judge.guards.metrics().values()) == {0.0}
+    judge.guards.raise_if_stopped()
+
+
+@pytest.mark.parametrize("action", ["skip", "stop", "warn", "off"])
+@pytest.mark.parametrize("guard", BAD)
+def test_each_guard_does_what_it_is_set_to(guard, action):
+    judge = Judge(**{guard: action})
+    for _ in range(20):
+        judge()
+    changes, found = BAD[guard]
+    wanted = {"skip": Verdict.SKIP, "stop": Verdict.STOP}.get(action, Verdict.TAKE)
+    assert judge(**changes) is wanted
+    assert judge.count(guard) == (action != "off")
+    assert judge.count("skipped") == (action == "skip")
+    line = f"Guard at step 21: {found}. With guards.{guard} = '{action}' "
+    if action == "stop":
+        with pytest.raises(GuardStopped) as error:
+            judge.guards.raise_if_stopped()
+        assert str(error.value).startswith(line)
+        assert judge.lines == []
+    else:
+        assert [text.startswith(line) for text in judge.lines] == [True] * (action != "off")
+        assert judge() is Verdict.TAKE
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_counts_even_if_the_norm_is(loss):
+    judge = Judge()
+    assert judge(loss=loss) is Verdict.SKIP
+    assert f"loss/total is {loss}. " in judge.lines[0]
+
+
+def test_a_step_that_is_not_finite_does_not_enter_the_median():
+    judge = Judge(grad_norm="skip", grad_norm_window=2)
+    judge()
+    judge(grad_norm=math.nan)
+    assert judge(grad_norm=1000.0) is Verdict.TAKE  # the window holds one norm
+    assert judge(grad_norm=1e6) is Verdict.SKIP
+
+
+def test_the_median_follows_a_norm_that_has_risen_for_good():
+    judge = Judge(grad_norm="skip", max_skipped_steps=100)
+    for _ in range(20):
+        judge()
+    verdicts = [judge(grad_norm=100.0) for _ in range(20)]
+    assert verdicts[0] is Verdict.SKIP
+    assert verdicts[-1] is Verdict.TAKE
+
+
+def test_a_norm_that_is_not_clipped_is_never_too_large():
+    judge = Judge(grad_norm="skip")
+    for _ in range(20):
+        judge(grad_norm=1e-4)
+    assert judge(grad_norm=0.9) is Verdict.TAKE
+    assert judge(grad_norm=1.1) is Verdict.SKIP
+
+
+def test_an_absolute_limit_needs_no_history():
+    judge = Judge(grad_norm="skip", grad_norm_limit=10.0)
+    assert judge(grad_norm=10.0) is Verdict.TAKE
+    assert judge(grad_norm=10.5) is Verdict.SKIP
+    assert "grad_norm is 10.5, above guards.grad_norm_limit = 10." in judge.lines[0]
+
+
+def test_an_entropy_that_is_not_computed_has_not_collapsed():
+    metrics = {
+        "policy/entropy": 0.0,
+        "loss/total": 0.0,
+        "mismatch/kl": 0.0,
+        "loss/reference_kl": 0.0,
+    }
+    judge = Judge(entropy="stop")
+    assert judge.guards.judge(1, Reading.of(1.0, metrics)) is Verdict.TAKE
+
+
+def test_warnings_come_at_doubling_distances_and_begin_anew_after_a_healthy_step():
+    judge = Judge()
+    for _ in range(10):
+        judge(entropy=0.0)
+    assert [int(line.split()[3][:-1]) for line in judge.lines] == [1, 2, 4, 8]
+    judge()
+    judge(entropy=0.0)
+    assert len(judge.lines) == 5
+    assert judge.count("entropy") == 11
+
+
+def test_a_run_that_skips_without_end_is_stopped():
+    judge = Judge(max_skipped_steps=3)
+    bad = {"loss": math.nan}
+    assert [judge(**bad), judge(**bad), judge(), judge(**bad), judge(**bad)] == [
+        Verdict.SKIP, Verdict.SKIP, Verdict.TAKE, Verdict.SKIP, Verdict.SKIP,
+    ]  # fmt: skip
+    assert judge(**bad) is Verdict.STOP
+    with pytest.raises(GuardStopped, match="3 optimizer steps in a row were skipped"):
+        judge.guards.raise_if_stopped()
+
+
+@pytest.mark.parametrize(("action", "wanted"), [("skip", Verdict.SKIP), ("stop", Verdict.STOP)])
+def test_equal_rewards_act_after_so_many_batches_in_a_row(action, wanted):
+    judge = Judge(equal_rewards=action)  # observe.equal_rewards_steps is 5
+    verdicts = [judge.rewards(are_equal=equal) for equal in (True,) * 4 + (False,) + (True,) * 5]
+    assert verdicts == [Verdict.TAKE] * 9 + [wanted]
+    assert judge.count("equal_rewards") == 1
+    if action == "skip":
+        assert judge() is Verdict.SKIP
+        assert judge.rewards(are_equal=False) is Verdict.TAKE
+        assert judge() is Verdict.TAKE
+
+
+def test_a_warning_of_equal_rewards_is_left_to_the_notice_with_its_causes():
+    judge = Judge()
+    for _ in range(5):
+        assert judge.rewards(are_equal=True) is Verdict.TAKE
+    assert judge.count("equal_rewards") == 1
+    assert judge.lines == []
+
+
+@pytest.mark.parametrize("action", ["stop", "warn", "off"])
+def test_lost_servers_act_once_for_each_outage(action):
+    judge = Judge(servers_lost=action, servers_lost_seconds=10.0)
+    ends = [judge.guards.judge_servers(7, seconds) for seconds in (0.0, 9.9, 10.0, 11.0)]
+    assert ends == [False, False, action == "stop", action == "stop"]
+    assert judge.count("servers_lost") == (action != "off")
+    assert len(judge.lines) == (action == "warn")
+    if action == "warn":
+        assert (
+            "no server has taken work for 10 s (guards.servers_lost_seconds = 10)" in judge.lines[0]
+        )
+        judge.guards.judge_servers(8, 0.0)
+        judge.guards.judge_servers(9, 12.0)
+        assert judge.count("servers_lost") == 2

@@ -1,0 +1,8 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``/healthz`` and Prometheus' ``/metrics`` of the processes of a run.
+
+A process serves both from what it knows anyway: a request computes nothing on a device, waits for
+nobody, and changes nothing.
+"""

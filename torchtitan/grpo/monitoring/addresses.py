@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Files in the run's folder that tell where its processes can be watched.
+
+They have the form that Prometheus reads (``file_sd_configs``), one file for each process::
+
+    [{"targets": ["127.0.0.1:40123"], "labels": {"process": "rank0", "run": "quickstart"}}]
+"""
+
+import ipaddress
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+ADDRESSES_FOLDER = "monitoring"
+
+KEY_VARIABLE = "TORCHTITAN_GRPO_MONITOR_KEY"
+"""Environment variable with the key that ``/metrics`` and the facts of ``/healthz`` need."""
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether nobody but this host can connect to an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may lead anywhere
+        return False
+
+
+def write_address(
+    dump_folder: str, process: str, targets: Sequence[tuple[str, int]], **labels: str
+) -> None:
+    """Writes ``<dump_folder>/monitoring/<process>.json``, whole or not at all.
+
+    Args:
+        dump_folder: ``job.dump_folder``.
+        process: Name of the process, or of the kind of processes.
+        targets: Host and port of each.
+        **labels: Further labels.
+    """
+    folder = Path(dump_folder) / ADDRESSES_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
+    labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
+    partial = folder / f"{process}.json.partial"
+    partial.write_text(json.dumps([{"targets": named, "labels": labels}]) + "\n")
+    os.replace(partial, folder / f"{process}.json")
+
+
+def remove_address(dump_folder: str, process: str) -> None:
+    """Removes the file of a process that ends."""
+    (Path(dump_folder) / ADDRESSES_FOLDER / f"{process}.json").unlink(missing_ok=True)
