@@ -24,6 +24,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Added to the time that ranks have to end, since they report and close after it.
 _MARGIN_SECONDS = 10
 _LOOPBACK = "127.0.0.1"
+UNUSED_SIGNAL = "SIGQUIT"
+"""The agent insists on handling some signal; `_pass_on_signals` handles those that matter."""
 
 
 def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float) -> int:
@@ -41,9 +43,6 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
         signal's number after a signal.
     """
-    logging.disable(logging.CRITICAL)  # the agent's, in this process alone
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
     config = LaunchConfig(
         min_nodes=1,
@@ -55,9 +54,22 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         local_addr=_LOOPBACK,
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        # The agent insists on handling some signal; `_pass_on_signals` handles those that matter.
-        signals_to_handle="SIGQUIT",
+        signals_to_handle=UNUSED_SIGNAL,
     )
+    try:
+        return run_agent(config, arguments, stop_timeout_seconds)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_agent(config: LaunchConfig, arguments: list[str], stop_timeout_seconds: float) -> int:
+    """Runs this node's ranks as ``config`` describes; returns the run's exit status.
+
+    See :func:`run_ranks` for the arguments and the result.
+    """
+    logging.disable(logging.CRITICAL)  # the agent's, in this process alone
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
@@ -65,8 +77,6 @@ def run_ranks(arguments: list[str], num_ranks: int, stop_timeout_seconds: float)
         return 128 + error.sigval
     except ChildFailedError as error:
         return _status_of(error)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

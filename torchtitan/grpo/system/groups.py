@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from torchtitan.grpo.weight_wire.routes import source_address
+
 
 def new_group(
     description: str,
@@ -57,11 +59,7 @@ def route_address(setting: str, server_url: str) -> str:
         return setting
     url = urlsplit(server_url)
     host, port = url.hostname or "127.0.0.1", url.port or 80
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    # Connecting a datagram socket sends nothing; the kernel only looks up the route.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return probe.getsockname()[0]
+    return source_address(host, port)
 
 
 def listening_store(address: str, world_size: int, timeout_seconds: float) -> dist.TCPStore:

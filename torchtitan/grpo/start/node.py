@@ -1,0 +1,271 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Starts this node's ranks of a run on several nodes, for `scripts/launch_multinode.sh`.
+
+It says what it decided: interface, address, rendezvous, number of ranks, and in each round of the
+rendezvous which ranks are here. The ranks run under torchrun's agent, see `torchrun.py`.
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.light_tables import without_torch
+from torchtitan.grpo.system.interfaces import address_of, interface_of
+from torchtitan.grpo.weight_wire.routes import source_address
+
+_PORT = 29400  # torchrun's own default
+_JOIN_SECONDS = 900.0
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """The command line of `scripts/launch_multinode.sh`, with what the environment adds to it.
+
+    Attributes:
+        config_file: TOML file of the run.
+        num_nodes: Lowest and highest number of nodes.
+        endpoint: Host and port of the rendezvous.
+        num_ranks: Number of ranks on this node; ``None`` is one for each visible GPU.
+        interface: Interface on which this node reaches the others; ``None`` asks the routes.
+        max_restarts: How often the ranks are started again after some have failed.
+        run_id: Name of the run, the same on all nodes.
+        join_seconds: How long the nodes wait for one another.
+        rest: Further arguments of the ranks.
+    """
+
+    config_file: str
+    num_nodes: tuple[int, int]
+    endpoint: tuple[str, int]
+    num_ranks: int | None
+    interface: str | None
+    max_restarts: int
+    run_id: str
+    join_seconds: float
+    rest: list[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this node is.
+
+    Attributes:
+        interface: Interface on which the other nodes reach this one.
+        address: Address of that interface.
+        endpoint: Address and port of the rendezvous.
+        holds_store: Whether the rendezvous is on this node.
+    """
+
+    interface: str
+    address: str
+    endpoint: tuple[str, int]
+    holds_store: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> NodeOptions:
+    """Returns the options of a command line; a mistake ends the process with status 2."""
+    words = list(arguments)
+    split = words.index("--") if "--" in words else len(words)
+    words, rest = words[:split], words[split + 1 :]
+    parser = _Parser(prog="launch_multinode.sh", allow_abbrev=False)
+    add = parser.add_argument
+    add("config_file", nargs="?", default=environ.get("GRPO_CONFIG"))
+    add("--nnodes", default=environ.get("NNODES"))
+    add("--rdzv-endpoint", default=environ.get("RDZV_ENDPOINT"))
+    add("--nproc", default=environ.get("NPROC_PER_NODE"))
+    add("--interface", default=environ.get("GRPO_INTERFACE") or None)
+    add("--max-restarts", default=environ.get("MAX_RESTARTS") or "0")
+    add("--rdzv-id", default=environ.get("RDZV_ID") or "torchtitan-grpo")
+    add("--join-timeout", default=environ.get("JOIN_TIMEOUT") or f"{_JOIN_SECONDS:g}")
+    given = parser.parse_args(words)
+    try:
+        if given.config_file is None:
+            raise ConfigError("A configuration must be named, as CONFIG.toml or in GRPO_CONFIG.")
+        return NodeOptions(
+            given.config_file,
+            _nodes(given.nnodes),
+            _endpoint(given.rdzv_endpoint),
+            _count("--nproc (NPROC_PER_NODE)", given.nproc, 1) if given.nproc else None,
+            given.interface,
+            _count("--max-restarts (MAX_RESTARTS)", given.max_restarts, 0),
+            given.rdzv_id,
+            float(_count("--join-timeout (JOIN_TIMEOUT)", given.join_timeout, 1)),
+            rest,
+        )
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _count(name: str, value: str, least: int) -> int:
+    if not value.isdecimal() or int(value) < least:
+        raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}.")
+    return int(value)
+
+
+def _nodes(value: str | None) -> tuple[int, int]:
+    """Reads ``N`` or ``MIN:MAX``."""
+    low, colon, high = (value or "").partition(":")
+    if not low.isdecimal() or (colon and not high.isdecimal()):
+        raise ConfigError(
+            f"--nnodes (NNODES) must be the number of nodes, or MIN:MAX, got {value!r}."
+        )
+    nodes = int(low), int(high) if colon else int(low)
+    if not 1 <= nodes[0] <= nodes[1]:
+        raise ConfigError(f"--nnodes (NNODES) must be at least 1, and MIN at most MAX, got {value}.")
+    return nodes
+
+
+def _endpoint(value: str | None) -> tuple[str, int]:
+    """Reads ``HOST:PORT``, or ``HOST`` alone; an IPv6 address stands in brackets."""
+    host, _, port = (value or "").rpartition(":")
+    if value and not value.endswith("]") and host:
+        host = host.strip("[]")
+    else:
+        host, port = (value or "").strip("[]"), str(_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            "--rdzv-endpoint (RDZV_ENDPOINT) must be HOST:PORT, the same on all nodes, where HOST is "
+            f"one of them, got {value!r}."
+        )
+    return host, int(port)
+
+
+def find_place(options: NodeOptions) -> Place:
+    """Finds the interface and address of this node, and whether the rendezvous is here.
+
+    Raises:
+        ConfigError: If the endpoint or the interface cannot be used.
+    """
+    host, port = options.endpoint
+    try:
+        target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+        route = source_address(str(target), port)
+        address = address_of(options.interface) if options.interface else route
+    except OSError as error:
+        raise ConfigError(
+            f"--rdzv-endpoint must name a host to which a route leads, got {host!r}: {error}. Give "
+            "its address, or check the name and the network."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--interface (GRPO_INTERFACE): {error}") from error
+    holds_store = interface_of(str(target)) is not None
+    if options.num_nodes[1] > 1 and address.startswith(("127.", "::1")):
+        raise ConfigError(
+            f"--rdzv-endpoint {host} is {target} on this host, which other nodes cannot reach. Give "
+            "the address by which they reach it; hosts often list their own name as 127.0.1.1."
+        )
+    interface = interface_of(address)
+    assert interface is not None, f"{address} was found on this host"
+    return Place(interface, address, (str(target), port), holds_store)
+
+
+def run_node(options: NodeOptions) -> int:
+    """Runs this node's ranks; returns the run's exit status.
+
+    Raises:
+        ConfigError: If a setting or an option cannot be used.
+    """
+    with without_torch():
+        from torchtitan.grpo.command_line.reading import read_config
+
+    words = ["--job.config_file", options.config_file, *options.rest]
+    stop_seconds = read_config(words).grpo.stop_timeout_seconds
+    place = find_place(options)
+
+    import torch
+
+    num_ranks = options.num_ranks or torch.cuda.device_count() or 1
+    _describe(options, place, num_ranks)
+    # What a user has set stays, for hosts whose GPUs have networks of their own.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")  # "=": not as a prefix
+    return _run_ranks(options, place, num_ranks, words, stop_seconds)
+
+
+def _run_ranks(
+    options: NodeOptions, place: Place, num_ranks: int, words: list[str], stop_seconds: float
+) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from torchtitan.grpo.start.rendezvous import BACKEND, Node, NodeRendezvous
+    from torchtitan.grpo.start.torchrun import UNUSED_SIGNAL, run_agent
+
+    node = Node(place.address, place.endpoint, place.holds_store, num_ranks, options.join_seconds)
+    rendezvous_handler_registry.register(BACKEND, lambda p: NodeRendezvous(node, p, say))
+    folder = tempfile.mkdtemp(prefix="torchtitan-grpo-")
+    config = LaunchConfig(
+        min_nodes=options.num_nodes[0],
+        max_nodes=options.num_nodes[1],
+        nproc_per_node=num_ranks,
+        run_id=options.run_id,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint="{}:{}".format(*place.endpoint),
+        rdzv_configs={
+            "join_timeout": int(options.join_seconds),
+            "close_timeout": int(_CLOSE_SECONDS),
+        },
+        local_addr=place.address,
+        max_restarts=options.max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        signals_to_handle=UNUSED_SIGNAL,
+    )
+    try:
+        return run_agent(config, words, stop_seconds)
+    except (RendezvousError, OSError, TimeoutError) as error:
+        host, port = place.endpoint
+        print(
+            f"error: The rendezvous at {host}:{port} failed: {type(error).__name__}: {error} Check "
+            "the node there, and that port; then start the same command again on each node that "
+            "has ended.",
+            file=sys.stderr,
+        )
+        return 1
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe(options: NodeOptions, place: Place, num_ranks: int) -> None:
+    host, port = place.endpoint
+    low, high = options.num_nodes
+    nodes = f"{low}" if low == high else f"{low} to {high}"
+    say(f"host {socket.gethostname()}, interface {place.interface}, address {place.address}")
+    where = "on this node" if place.holds_store else "on another node"
+    say(f"rendezvous at {host}:{port} ({where}), run {options.run_id!r}, {nodes} nodes")
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    say(f"{ranks} on this node, started again at most {options.max_restarts} times")
+
+
+def say(text: str) -> None:
+    """Prints a line for the user."""
+    print(f"[launch] {text}", flush=True)
+
+
+def main() -> None:
+    try:
+        status = run_node(parse(sys.argv[1:], os.environ))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The rendezvous of the nodes of a run, on one address and nowhere else.
+
+It is torch's c10d rendezvous with three differences.
+
+- Its stores listen on the address that is given. Torch's own listen on all interfaces, and whoever
+  can connect to a store can put something into it that a rank unpickles.
+- The node that holds the store has rank 0 of the nodes in every round. Torch sorts the nodes by
+  their addresses, so that rank 0, the rollout process and the registry of servers would be where
+  nobody expects them, and could move when a node is replaced.
+- Each round has a store of its own for the ranks. Torch keeps the store of the first round: a node
+  that joins later waits in vain for its address, and restarted ranks read the keys of those before
+  them (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py).
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from torchtitan.grpo.system.reminders import Reminders
+
+BACKEND = "torchtitan-grpo"
+"""Name under which the rendezvous is registered with torch."""
+
+# How long a link between nodes may be down before the agents behind it give up.
+_READ_TIMEOUT = timedelta(seconds=300)
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node tells the rendezvous of itself.
+
+    Attributes:
+        address: Address of this node, on which its stores listen.
+        endpoint: Address and port of the rendezvous.
+        holds_store: Whether the rendezvous is on this node.
+        num_ranks: Number of ranks on this node.
+        join_seconds: How long a round waits until all nodes are there.
+    """
+
+    address: str
+    endpoint: tuple[str, int]
+    holds_store: bool
+    num_ranks: int
+    join_seconds: float
+
+
+class NodeRendezvous(RendezvousHandler):
+    """See the module.
+
+    Args:
+        node: This node.
+        parameters: What torch's agent asks for.
+        tell: Called with sentences for the user.
+
+    Raises:
+        OSError: If this node cannot listen at the endpoint.
+        TimeoutError: If the node at the endpoint cannot be reached in time.
+    """
+
+    def __init__(
+        self, node: Node, parameters: RendezvousParameters, tell: Callable[[str], None]
+    ) -> None:
+        self._node, self._tell = node, tell
+        # Torch's handler then makes no store of its own, which would listen on all interfaces.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        store = self._open_store()
+        backend = C10dRendezvousBackend(store, parameters.run_id)
+        self._inner = create_handler(store, backend, parameters)
+        self._ranks_store: dist.TCPStore | None = None
+        self._num_rounds = 0
+
+    def _open_store(self) -> dist.TCPStore:
+        host, port = self._node.endpoint
+        if self._node.holds_store:
+            return bound_store(host, port)
+        reminders, begin = Reminders(), time.monotonic()
+        while not _is_reachable(host, port):
+            waited = time.monotonic() - begin
+            if waited > self._node.join_seconds:
+                raise TimeoutError(
+                    f"The node at {host}:{port} must answer within {self._node.join_seconds:.0f} s. "
+                    "Start the same command there, and check that no firewall is between."
+                )
+            if reminders.is_due(waited):
+                self._tell(f"waiting for the node at {host}:{port} since {waited:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        return dist.TCPStore(host, port, is_master=False, timeout=_READ_TIMEOUT)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for the other nodes, and returns this node's place among them."""
+        self._num_rounds += 1
+        again = "" if self._num_rounds == 1 else " again"
+        self._tell(f"waiting until all nodes are there{again}")
+        info = self._inner.next_rendezvous()
+        rank = self._rank_of(info)
+        # The ranks of the round before have ended, and with them the use of their store.
+        self._ranks_store = bound_store(self._node.address, 0) if rank == 0 else None
+        if self._ranks_store is not None:
+            info.store.set("ranks_at", f"{self._node.address} {self._ranks_store.port}")
+        address, port = info.store.get("ranks_at").decode().split()
+        self._tell(self._describe(info, rank, address))
+        return RendezvousInfo(
+            info.store, rank, info.world_size, RendezvousStoreInfo(address, int(port))
+        )
+
+    def _rank_of(self, info: RendezvousInfo) -> int:
+        """Moves the node that holds the store to the front of the order that torch chose."""
+        if self._node.holds_store:
+            info.store.set("first_node", str(info.rank))
+            return 0
+        first = int(info.store.get("first_node"))
+        return info.rank + 1 if info.rank < first else info.rank
+
+    def _describe(self, info: RendezvousInfo, rank: int, address: str) -> str:
+        info.store.set(f"num_ranks/{rank}", str(self._node.num_ranks))
+        counts = [int(info.store.get(f"num_ranks/{other}")) for other in range(info.world_size)]
+        begin, end = sum(counts[:rank]), sum(counts[: rank + 1]) - 1
+        here = f"rank {begin} is" if begin == end else f"ranks {begin} to {end} are"
+        return (
+            f"round {self._num_rounds}: {info.world_size} nodes with {sum(counts)} ranks, of which "
+            f"{here} here; rank 0 is at {address}"
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks connect to the store of this process, and open none."""
+        return True
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+def bound_store(address: str, port: int) -> dist.TCPStore:
+    """Returns a store that listens on one address alone.
+
+    Args:
+        address: An address of this host.
+        port: Port; 0 chooses a free one.
+
+    Raises:
+        OSError: If nothing can listen there.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_READ_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _is_reachable(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=2.0):
+            return True
+    except OSError:
+        return False
