@@ -8,6 +8,7 @@
 STATUS=0     # exit status of the step that was waited for
 REQUEUE=0    # 1 after the signal that comes before the time limit
 INTERRUPTED=0
+LAST_SECONDS=30 # for servers to end in order
 declare -A STEP_PIDS=() STEP_GROUPS=()
 # One file a task, named by node and task, because nodes may share the folder.
 PID_FILES="${TMPDIR:-/tmp}/grpo-$SLURM_JOB_ID"
@@ -59,10 +60,16 @@ wait_for_step() {
     done
 }
 
-# finish_job: waits for all steps, and puts the job back into the queue if its time was up and it has not finished.
+# finish_job: puts the job back into the queue if its time was up and it has not finished, and ends it otherwise.
 finish_job() {
+    local name
     trap '' USR1
-    wait
+    for name in "${!STEP_PIDS[@]}"; do
+        for ((i = 0; i < LAST_SECONDS * 10; i++)); do
+            kill -0 "${STEP_PIDS[$name]}" 2>/dev/null || break
+            sleep 0.1
+        done
+    done
     if ((REQUEUE && STATUS != 0)); then
         scontrol requeue "$SLURM_JOB_ID"
     fi

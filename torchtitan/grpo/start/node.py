@@ -127,7 +127,9 @@ def _nodes(value: str | None) -> tuple[int, int]:
         )
     nodes = int(low), int(high) if colon else int(low)
     if not 1 <= nodes[0] <= nodes[1]:
-        raise ConfigError(f"--nnodes (NNODES) must be at least 1, and MIN at most MAX, got {value}.")
+        raise ConfigError(
+            f"--nnodes (NNODES) must be at least 1, and MIN at most MAX, got {value}."
+        )
     return nodes
 
 
