@@ -25,7 +25,7 @@ usage: torchtitan-grpo COMMAND ...
       model, prompts, rewards. No server and no training rank is started.
   schedule X.toml [--times F I W] [--picture FILE.png] [--table.key value ...]
       Show what the pipeline's ranks do over time, and compare all schedules.
-  serve embedded MODEL_DIR [--port P]
+  serve embedded MODEL_DIR [--port P] [--register FOLDER_OR_URL]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.
   verify --kind vllm --url http://host:port --run outputs/run --prompts X.jsonl
@@ -37,8 +37,8 @@ usage: torchtitan-grpo COMMAND ...
 
   --help, --version
 
-On several hosts, start torchrun on each of them:
-  torchrun ... -m torchtitan.grpo_train --job.config_file X.toml
+On several nodes, start the same command on each of them:
+  bash scripts/launch_multinode.sh X.toml --nnodes N --rdzv-endpoint HOST:PORT
 """
 _HELP = ("-h", "--help", "help")
 

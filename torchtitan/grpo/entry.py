@@ -30,7 +30,6 @@ from torchtitan.grpo.data.feed import RankZeroFailed
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.dry_run import dry_run
 from torchtitan.grpo.inference.nccl_settings import take_nccl_setting_of
-from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
@@ -46,7 +45,7 @@ from torchtitan.grpo.resume.resumption import (
 )
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.contents import remove_run
-from torchtitan.grpo.system.device import keep_gloo_on_loopback
+from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
@@ -149,7 +148,7 @@ def _train(
     make_trainer: TrainerFactory, config: JobConfig, hf_model: HFModel, is_rank_zero: bool
 ) -> int:
     init_console(config.observe.log_level, is_rank_zero=is_rank_zero)
-    keep_gloo_on_loopback(named_urls(config.inference))
+    choose_interfaces()
     take_nccl_setting_of(config.inference.kind, config.weight_sync.transport)
     stop = StopRequest(config.grpo.stop_timeout_seconds)
     trainer: RunnableTrainer | None = None

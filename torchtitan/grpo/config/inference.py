@@ -19,17 +19,28 @@ class Inference:
     installation. ``vllm`` and ``sglang`` need an environment of their own, see ``python``."""
 
     urls: list[str] = field(default_factory=list)
-    """Base URLs of running servers, ``http://host:port``. Exactly one of ``urls``, ``urls_file`` and
-    ``launch`` must be set."""
+    """Base URLs of running servers, ``http://host:port``. Exactly one of ``urls``, ``urls_file``,
+    ``launch`` and a registry (``registry`` or ``registry_address``) must be set."""
 
     urls_file: str | None = None
     """File with the base URL of one server in each line, in place of ``urls``. Lines that begin with
     # are skipped. The file is read again when it changes, and when rank 0 receives SIGHUP: servers
     that are new in it join the run, and servers that it no longer names leave the run. A file that
     names no server, or has a line that is no URL, changes nothing. Send SIGHUP to the process whose
-    id the log names at the start; torchrun itself would end the run. If all servers are on this
-    machine at the start, the run's gloo groups listen on the loopback interface only: set the
-    environment variable ``GLOO_SOCKET_IFNAME`` if servers on other machines are to join later."""
+    id the log names at the start; torchrun itself would end the run."""
+
+    registry: str | None = None
+    """Folder, on a disk that servers and rank 0 share, in which servers register themselves
+    (``serve --register FOLDER``), in place of ``urls``. The run begins as soon as one server is
+    registered, at most ``startup_timeout_seconds`` later. Servers that register afterwards join it,
+    and servers that end, or are silent for 30 s, leave it, except for the last one. Whoever can
+    write to the folder is sent prompts and the servers' keys."""
+
+    registry_address: str | None = None
+    """``host:port`` at which the rollout process takes registrations over HTTP, for servers that
+    share no disk with rank 0 (``serve --register http://host:port``); ``host`` is an address of rank
+    0's host. It needs ``admin_key``, which the servers send. Registrations are written to
+    ``registry``, or to the folder ``registry`` in ``job.dump_folder``."""
 
     launch: bool = False
     """Start ``num_servers`` servers on this machine, on free ports, and stop them at the end of the

@@ -52,7 +52,8 @@ class RolloutProcessConfig:
     servers_beside_training: bool = False
     """Whether training uses the GPUs in ``server_gpus``, too."""
     fetch_host: str = ""
-    """Address at which ranks fetch rollouts, with ``prompts.single_rank_load = false``."""
+    """Address of this host for the ranks: where launched servers listen, and where ranks fetch
+    rollouts with ``prompts.single_rank_load = false``."""
     fetch_secret: str = ""
     """Token that each such fetch must present."""
 

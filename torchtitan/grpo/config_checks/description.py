@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan.config import job_config
 
 from torchtitan.grpo.config_checks.layout import describe_layout
+from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 
@@ -60,5 +61,7 @@ def _describe_servers(config: JobConfig) -> str:
     inference = config.inference
     if inference.launch:
         return f"{inference.num_servers} x {inference.kind}, launched on this machine"
+    if folder := registry_folder(inference, config.job.dump_folder):
+        return f"{inference.kind} servers that register themselves in {folder}"
     source = f" ({inference.urls_file})" if inference.urls_file else ""
     return f"{inference.kind} at {', '.join(named_urls(inference))}{source}"

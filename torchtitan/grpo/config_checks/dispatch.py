@@ -19,10 +19,11 @@ def check_dispatch(config: JobConfig) -> None:
     )
     if rollout.replay is not None:
         return  # nothing is dispatched
-    # The file of inference.urls_file may name more servers later.
+    # The file of inference.urls_file may name more servers later, and more may register.
+    may_grow = any((inference.urls_file, inference.registry, inference.registry_address))
     num_servers = inference.num_servers if inference.launch else len(inference.urls)
     require(
-        hedge_seconds == 0 or inference.urls_file is not None or num_servers > 1,
+        hedge_seconds == 0 or may_grow or num_servers > 1,
         f"rollout.hedge_seconds = {hedge_seconds:g} needs a second server, got "
         f"{num_servers}. Raise inference.num_servers, name more inference.urls, or leave "
         "rollout.hedge_seconds at 0.",

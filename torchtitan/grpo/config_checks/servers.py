@@ -6,12 +6,16 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_read, require
+from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row
+from torchtitan.grpo.inference.registry import registry_folder
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.interfaces import is_loopback
 
 _INFERENCE_READ_WITH: tuple[
     tuple[Callable[[grpo_config.Inference], bool], str, tuple[str, ...]], ...
@@ -34,11 +38,13 @@ def check_inference(config: JobConfig) -> None:
         "inference.launch = true": inference.launch,
         "inference.urls": bool(inference.urls),
         "inference.urls_file": inference.urls_file is not None,
+        "inference.registry": registry_folder(inference, config.job.dump_folder) is not None,
     }
     given = [name for name, is_given in sources.items() if is_given]
     require(
         len(given) == 1,
-        "Set exactly one of inference.launch = true, inference.urls and inference.urls_file, got "
+        "Set exactly one of inference.launch = true, inference.urls, inference.urls_file and "
+        "inference.registry (or inference.registry_address), got "
         + (f"{' and '.join(given)}." if given else "none of them."),
     )
     check_file("inference.urls_file", inference.urls_file)
@@ -48,6 +54,8 @@ def check_inference(config: JobConfig) -> None:
         named_urls(inference)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    _check_registry(inference)
+    _check_reachable(named_urls(inference))
     check_read("inference", inference, _INFERENCE_READ_WITH)
     row = _row_of(inference.kind)
     needs_python = inference.launch and row.environment is not None
@@ -61,6 +69,35 @@ def check_inference(config: JobConfig) -> None:
     require(
         python is None or os.access(python, os.X_OK),
         f"inference.python must be an executable file, got {python}.",
+    )
+
+
+def _check_registry(inference: grpo_config.Inference) -> None:
+    address = inference.registry_address
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    require(
+        host not in ("", "0.0.0.0", "[::]") and port.isdecimal() and 0 < int(port) < 2**16,
+        "inference.registry_address must be host:port, where host is the address of rank 0's host "
+        f"that servers reach, got {address!r}.",
+    )
+    require(
+        bool(inference.admin_key or os.environ.get(ADMIN_KEY_VARIABLE)),
+        "inference.registry_address needs a key, which servers send when they register: set "
+        f"{ADMIN_KEY_VARIABLE} for the trainer and for the servers.",
+    )
+
+
+def _check_reachable(urls: list[str]) -> None:
+    """Refuses servers on loopback if ranks of other nodes are to push weights to them."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return
+    hidden = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
+    require(
+        not hidden,
+        "inference.urls must be addresses that all nodes of a run on several nodes reach, got "
+        f"{', '.join(hidden)}. Start the servers with --host and the address of their host.",
     )
 
 
@@ -83,6 +120,8 @@ def unused_server_settings(config: JobConfig) -> list[str]:
     if not unused:
         return []
     source = "inference.urls" if inference.urls else "inference.urls_file"
+    if registry_folder(inference, config.job.dump_folder) is not None:
+        source = "inference.registry"
     keys = ", ".join(f"inference.{key}" for key in unused)  # values may hold a server's key
     return [
         f"Nothing reads {keys}, because inference.launch is false: the servers of {source} run "

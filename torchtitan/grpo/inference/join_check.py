@@ -31,7 +31,6 @@ _SHAPES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-_ANY_HOST = "0.0.0.0"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -123,7 +122,7 @@ def serve_command(kind: ServerKind, url: str, model_path: str) -> str:
     start = ["torchtitan-grpo", "serve", kind]
     if kind_row(kind).environment is not None:
         start = ["bash", f"scripts/serve_{kind}.sh"]
-    host = [] if parts.hostname in _LOOPBACK else ["--host", _ANY_HOST]
+    host = [] if parts.hostname in _LOOPBACK else ["--host", str(parts.hostname)]
     return shlex.join([*start, model_path, *host, "--port", str(parts.port)])
 
 

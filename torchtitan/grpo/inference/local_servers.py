@@ -18,6 +18,7 @@ from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.interfaces import interface_of, is_loopback
 from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def server_command(
         defaults["OMP_NUM_THREADS"] = "1"  # the trainer needs the cores, too
     elif spec.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
+    if not is_loopback(spec.host) and (interface := interface_of(spec.host)) is not None:
+        # The trainer reaches the server there, so its weight groups belong there as well.
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     keys = {name: key for name, key in command.keys.items() if key}
     return command.arguments + list(spec.extra_args), {**defaults, **kept, **keys}
 
@@ -144,6 +148,8 @@ def server_specs(
             kind=inference.kind,
             # Absolute, because the server runs in another directory.
             model_path=str(Path(config.hf_assets_path).resolve()),
+            # Ranks on other nodes push weights to it, too.
+            host=config.fetch_host or LOOPBACK,
             port=port,
             device=device,
             dtype=dtype,

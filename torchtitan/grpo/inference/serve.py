@@ -3,7 +3,11 @@
 
 """Starts one inference server by hand, with the options that a run needs.
 
-    torchtitan-grpo serve KIND MODEL_DIR [--host H] [--port P] [--device D] [further server arguments]
+    torchtitan-grpo serve KIND MODEL_DIR [--host H] [--port P] [--register FOLDER_OR_URL]
+        [--interface IF] [--device D] [further server arguments]
+
+With --register the server tells a run where it is, as soon as it is up, and leaves the run when it
+ends; see `registry.py`. Its address then is the one on the route to the run, on a free port.
 
 `scripts/serve_vllm.sh` and `scripts/serve_sglang.sh` call it with the interpreter of their kind. What
 can be found wrong before the server loads ends it at once, with one line.
@@ -15,15 +19,22 @@ import os
 import shlex
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.local_servers import default_device, mask_keys, server_command
-from torchtitan.grpo.inference.server_spec import ServerSpec
+from torchtitan.grpo.inference.registrar import Registrar, run_registered
+from torchtitan.grpo.inference.registry import Registration
+from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
+from torchtitan.grpo.system.interfaces import address_of, default_address
 from torchtitan.grpo.types import ServerKind
+from torchtitan.grpo.weight_wire.routes import source_address
 
+_PORT = 8000
 _REPOSITORY = Path(__file__).resolve().parents[3]
 
 
@@ -34,14 +45,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
-def parse_arguments(arguments: list[str]) -> ServerSpec:
-    """Returns the server of a command line. Unknown arguments are passed to the server."""
+def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
+    """Returns the server of a command line, and where it registers itself, if anywhere.
+
+    Unknown arguments are passed to the server.
+    """
     parser = _Parser(prog="torchtitan-grpo serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("model_path", help="Hugging Face directory")
     parser.add_argument("--python", help="the server's interpreter")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int, help="8000; with --register a free port")
+    parser.add_argument(
+        "--register", help="shared folder (inference.registry), or http://host:port of rank 0"
+    )
+    parser.add_argument("--interface", default=os.environ.get("GRPO_INTERFACE") or None)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument(
@@ -52,7 +70,10 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
     try:
         config = model_config(options.model_path)
         check_length(options.max_model_len, config, options.model_path)
-        check_port(options.host, options.port)
+        host = options.host or choose_host(options.register, options.interface)
+        check_register(options.register, host)
+        port = choose_port(host, options.port, may_be_any=options.register is not None)
+        check_port(host, port)
         device = choose_device(options.device)
         python = options.python or interpreter_of(options.kind)
     except ValueError as error:
@@ -60,11 +81,11 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
     dtype = options.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-    return ServerSpec(
+    spec = ServerSpec(
         kind=options.kind,
         model_path=str(Path(options.model_path).resolve()),
-        host=options.host,
-        port=options.port,
+        host=host,
+        port=port,
         device=device,
         dtype=dtype,
         max_model_len=options.max_model_len,
@@ -74,6 +95,75 @@ def parse_arguments(arguments: list[str]) -> ServerSpec:
         admin_key=os.environ.get(ADMIN_KEY_VARIABLE),
         extra_args=tuple(extra),
     )
+    return spec, options.register
+
+
+def choose_host(register: str | None, interface: str | None) -> str:
+    """Returns the address to listen on where ``--host`` leaves it open.
+
+    Args:
+        register: ``--register``.
+        interface: ``--interface``.
+
+    Raises:
+        ValueError: If the address cannot be found.
+    """
+    if interface is not None:
+        return address_of(interface)
+    if register is None:
+        return LOOPBACK
+    try:
+        if not _is_url(register):
+            return default_address()
+        url = urlsplit(register)
+        return source_address(url.hostname or "", url.port or 80)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--register {register} leads to no route by which the run would reach this server: "
+            f"{error}. Name --interface, or --host with an address of this host."
+        ) from error
+
+
+def check_register(register: str | None, host: str) -> None:
+    """Refuses a registration under an address that nobody can connect to.
+
+    Raises:
+        ValueError: If the server would listen on all interfaces, or a key is missing.
+    """
+    if register is None:
+        return
+    if host in ("", "0.0.0.0", "::"):
+        raise ValueError(
+            f"--register needs --host with the address by which the run reaches this server, got "
+            f"{host!r}. Leave --host out for the address on the route, or name --interface."
+        )
+    if _is_url(register) and not os.environ.get(ADMIN_KEY_VARIABLE):
+        raise ValueError(
+            f"--register with a URL needs the run's admin key: set {ADMIN_KEY_VARIABLE}."
+        )
+
+
+def choose_port(host: str, port: int | None, *, may_be_any: bool) -> int:
+    """Returns the port to listen on where ``--port`` leaves it open.
+
+    Raises:
+        ValueError: If ``host`` is none of this host.
+    """
+    if port or not (may_be_any or port == 0):
+        return port or _PORT
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ValueError(
+                f"--host must be an address of this host, got {host}: {error}."
+            ) from error
+        return probe.getsockname()[1]
+
+
+def _is_url(register: str) -> bool:
+    return register.startswith(("http://", "https://"))
 
 
 def model_config(model_path: str) -> dict[str, Any]:
@@ -169,13 +259,31 @@ def interpreter_of(kind: ServerKind) -> str:
 
 
 def main() -> None:
-    """Replaces this process with the server."""
-    command, environ = server_command(parse_arguments(sys.argv[1:]), os.environ)
+    """Replaces this process with the server, or runs it as a child that this process registers."""
+    spec, register = parse_arguments(sys.argv[1:])
+    command, environ = server_command(spec, os.environ)
     print(f"+ {shlex.join(mask_keys(command))}", flush=True)
+    if register is not None:
+        sys.exit(_run_registered(spec, register, command, environ))
     try:
         os.execve(command[0], command, environ)
     except OSError as error:
         sys.exit(f"error: the interpreter {command[0]} cannot be run: {error}.")
+
+
+def _run_registered(
+    spec: ServerSpec, register: str, command: list[str], environ: dict[str, str]
+) -> int:
+    host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    url = f"http://{host}:{spec.port}"
+    registration = Registration(url, spec.kind, socket.gethostname(), os.getpid(), time.time())
+    target = register if _is_url(register) else str(Path(register).resolve())
+    registrar = Registrar(target, registration, os.environ.get(ADMIN_KEY_VARIABLE))
+    try:
+        return run_registered(command, environ, registrar, url)
+    except OSError as error:
+        print(f"error: the interpreter {command[0]} cannot be run: {error}.", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def read_urls(path: Path) -> list[str]:
 def named_urls(inference: "Inference") -> list[str]:
     """Returns the URLs that ``[inference]`` names now.
 
-    The list is empty if servers are launched, or if ``inference.urls_file`` does not exist on
+    The list is empty if servers are launched or register themselves, or if ``inference.urls_file`` does not exist on
     this machine, because rank 0 alone needs the file.
 
     Raises:
@@ -90,6 +90,8 @@ class UrlsFile:
     incomplete for a moment and may still look complete (``:80`` of ``:8000``). :meth:`poll`
     therefore reports a change only after the file was the same in two successive calls.
     """
+
+    name = "inference.urls_file"
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.light_tables import without_torch
-from torchtitan.grpo.system.interfaces import address_of, interface_of
+from torchtitan.grpo.system.interfaces import address_of, interface_of, is_loopback
 from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 29400  # torchrun's own default
@@ -167,7 +167,7 @@ def find_place(options: NodeOptions) -> Place:
     except ValueError as error:
         raise ConfigError(f"--interface (GRPO_INTERFACE): {error}") from error
     holds_store = interface_of(str(target)) is not None
-    if options.num_nodes[1] > 1 and address.startswith(("127.", "::1")):
+    if options.num_nodes[1] > 1 and is_loopback(address):
         raise ConfigError(
             f"--rdzv-endpoint {host} is {target} on this host, which other nodes cannot reach. Give "
             "the address by which they reach it; hosts often list their own name as 127.0.1.1."

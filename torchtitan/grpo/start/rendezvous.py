@@ -18,6 +18,7 @@ It is torch's c10d rendezvous with three differences.
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,6 +82,9 @@ class NodeRendezvous(RendezvousHandler):
         # Torch's handler then makes no store of its own, which would listen on all interfaces.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         store = self._open_store()
+        if node.holds_store:
+            store.set("launch", uuid.uuid4().hex)
+        self._launch = store.get("launch").decode()
         backend = C10dRendezvousBackend(store, parameters.run_id)
         self._inner = create_handler(store, backend, parameters)
         self._ranks_store: dist.TCPStore | None = None
@@ -156,7 +160,11 @@ class NodeRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        return self._inner.get_run_id()
+        """Returns an id that is the same on all nodes, and new whenever the store is new.
+
+        The ranks tell by it whether they were started again, or the whole run was.
+        """
+        return f"{self._inner.get_run_id()}-{self._launch}"
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()

@@ -11,16 +11,17 @@ that later imports read. Call it before importing ``torchtitan.train``.
 import os
 import resource
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import urlsplit
 
 import torch
 import torch._utils
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from torchtitan.grpo.system.interfaces import interface_of
+from torchtitan.grpo.weight_wire.routes import source_address
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
@@ -57,21 +58,22 @@ def _use_host_memory_monitor() -> None:
     upstream_utils.get_peak_flops = lambda device_name: 1e12
 
 
-def keep_gloo_on_loopback(server_urls: Sequence[str]) -> None:
-    """Makes gloo use the loopback interface if the whole run is on one machine.
+def choose_interfaces() -> None:
+    """Makes the ranks' process groups use one interface: loopback, or that to the other nodes.
 
-    By default gloo binds to the address that this host's name resolves to, which may not be
-    reachable. Call it before any process group exists.
-
-    Args:
-        server_urls: URLs of servers that the run did not launch itself.
+    By default gloo listens on the address that this host's name resolves to, and NCCL on the first
+    interface that looks suitable. Neither need be the one over which the nodes reach each other.
+    What the user has set stays. Call it before any process group exists. Groups with servers choose
+    theirs by the route to each server, see `weight_wire/process_group.py`.
     """
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    hosts = {urlsplit(url).hostname for url in server_urls}
-    if not one_node or not hosts <= {"127.0.0.1", "localhost", "::1"}:
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         return
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    route = source_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    interface = interface_of(route)
+    assert interface is not None, f"{route} is an address of this host"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not as a prefix
 
 
 class HostMemoryMonitor:

@@ -27,15 +27,20 @@ def interface_of(address: str) -> str | None:
 
     All of 127.0.0.0/8 belongs to the loopback interface, whichever of its addresses is listed.
     """
-    is_loopback = address.startswith("127.")
+    is_local = is_loopback(address) and address != "::1"
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             own = entry.address.partition("%")[0]
-            if own == address or (is_loopback and own.startswith("127.")):
+            if own == address or (is_local and own.startswith("127.")):
                 return name
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host itself can connect to an address or name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def address_of(interface: str) -> str:

@@ -13,6 +13,7 @@ operation has failed or timed out, so for these groups they are told not to: who
 polls its operations with deadlines of its own, and aborts the communicator.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from torchtitan.grpo.weight_wire.routes import source_address
 
 # The settings of torch's NCCL watchdog that keep it from ending the process: it handles no
 # errors, tells no other rank of them, and nobody watches whether it is itself alive. Torch reads
@@ -36,6 +39,7 @@ PASSIVE_WATCHDOG = {
 _WATCHDOG_TIMEOUT = timedelta(days=30)
 # A broadcast to a server is not urgent. Each CTA takes a multiprocessor from training.
 _MAX_CTAS = 4
+_GLOO_ON_ROUTE = "gloo_on_route"
 
 
 def create_weight_group(
@@ -59,7 +63,8 @@ def create_weight_group(
         group_name: Prefix of the keys in the store. Each name may be used only once.
         backend: ``gloo`` or ``nccl``.
         timeout_seconds: Maximum duration of the rendezvous and, over gloo, of each later
-            collective. Over NCCL nothing ends a collective but :func:`destroy_weight_group`.
+            collective. A gloo group listens on the address that leads to the trainer's, and on no
+            other, whichever interface training uses. Over NCCL nothing ends a collective but :func:`destroy_weight_group`.
         store: The store on which the trainer listens; ``None`` connects to it, as servers do.
 
     Raises:
@@ -75,12 +80,14 @@ def create_weight_group(
     options: dict[str, Any] = {"timeout": timeout}
     if backend == "nccl":
         options = {"timeout": _WATCHDOG_TIMEOUT, "backend_options": _nccl_options()}
+    if backend == "gloo":
+        options["backend_options"] = source_address(master_address, master_port)
     with _environment(PASSIVE_WATCHDOG if backend == "nccl" else {}):
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
             [],
-            dist.Backend(backend),
+            dist.Backend(_gloo_on_route() if backend == "gloo" else backend),
             dist.PrefixStore(group_name, store),
             group_name=group_name,  # pyright: ignore[reportArgumentType]  (a str by another name)
             **options,
@@ -88,6 +95,26 @@ def create_weight_group(
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
+
+
+@functools.cache
+def _gloo_on_route() -> str:
+    """Registers gloo on an address of its own, and returns the name of this backend.
+
+    Torch's own name for it makes a group on the interface that ``GLOO_SOCKET_IFNAME`` names for the
+    whole process, or on the address that this host's name has.
+    """
+
+    def make(options: Any, address: str) -> dist.ProcessGroupGloo:
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        gloo._timeout = options.timeout
+        return dist.ProcessGroupGloo(
+            options.store, options.group_rank, options.group_size, options=gloo
+        )
+
+    dist.Backend.register_backend(_GLOO_ON_ROUTE, make, extended_api=True, devices=["cpu"])
+    return _GLOO_ON_ROUTE
 
 
 def _nccl_options() -> Any:

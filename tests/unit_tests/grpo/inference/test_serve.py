@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> str:
 
 def spec_of(kind: str, model: str, *arguments: str) -> ServerSpec:
     port = str(free_ports(1)[0])
-    return parse_arguments([kind, model, "--python", "/env/python", "--port", port, *arguments])
+    return parse_arguments([kind, model, "--python", "/env/python", "--port", port, *arguments])[0]
 
 
 def error_of(capsys, *arguments: str) -> str:

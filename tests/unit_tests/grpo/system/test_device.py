@@ -11,9 +11,9 @@ import torch
 from torchtitan.grpo.system.device import (
     HostMemoryMonitor,
     are_gpus_shared,
+    choose_interfaces,
     default_backend,
     gpus_for_servers,
-    keep_gloo_on_loopback,
 )
 
 
@@ -54,25 +54,25 @@ def test_without_gpus_servers_get_none(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("world", "local", "urls", "is_kept"),
-    [
-        ("2", "2", [], True),
-        ("2", "2", ["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3"], True),
-        ("2", "2", ["http://127.0.0.1:1", "http://other:2"], False),
-        ("4", "2", [], False),
-    ],
+    ("world", "local", "gloo", "nccl"), [("2", "2", "lo", None), ("4", "2", "lo", "=lo")]
 )
-def test_gloo_stays_on_loopback_where_all_is_on_one_machine(
-    world, local, urls, is_kept, monkeypatch
-):
+def test_the_ranks_groups_use_one_interface(world, local, gloo, nccl, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # so that the route is over loopback here
+    monkeypatch.setenv("MASTER_PORT", "29400")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")
-    keep_gloo_on_loopback(urls)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "x"  # a user's choice stays
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    keep_gloo_on_loopback(urls)
-    assert ("GLOO_SOCKET_IFNAME" in os.environ) == is_kept
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "y")
+    choose_interfaces()
+    chosen = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    assert list(chosen.values()) == ["x", "y"]  # a user's choice stays
+    for name in chosen:
+        monkeypatch.delenv(name)
+    choose_interfaces()
+    found = [os.environ.get(name) for name in chosen]
+    for name in chosen:  # set by the function, which monkeypatch does not know of
+        os.environ.pop(name, None)
+    assert found == [gloo, nccl]
 
 
 def test_the_memory_monitor_reports_gib_of_this_process():

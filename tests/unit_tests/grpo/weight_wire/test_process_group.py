@@ -4,15 +4,21 @@
 """Groups over NCCL are made so that no watchdog ends a process. NCCL itself is not needed here."""
 
 import os
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torchtitan.grpo.weight_wire.process_group import PASSIVE_WATCHDOG, create_weight_group
+from torchtitan.grpo.weight_wire.process_group import (
+    PASSIVE_WATCHDOG,
+    create_weight_group,
+    destroy_weight_group,
+)
 
 
 class NCCLOptions:
@@ -58,5 +64,21 @@ def test_over_nccl_the_watchdog_is_passive_and_training_groups_keep_theirs(made)
 def test_over_gloo_the_timeout_is_that_of_the_push(made):
     create("gloo")
     assert made["timeout"] == timedelta(seconds=7.0)
-    assert "backend_options" not in made
+    assert made["backend_options"] == "127.0.0.1"
     assert made["environment"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+
+
+def test_a_gloo_group_listens_on_the_address_that_leads_to_the_trainer_alone(monkeypatch):
+    # Another address of this host than the interface names, and than its name resolves to.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    store = dist.TCPStore(
+        "127.0.0.77", 0, is_master=True, wait_for_workers=False,
+        master_listen_fd=(listener := socket.create_server(("127.0.0.77", 0))).detach(),
+    )  # fmt: skip
+    assert listener.fileno() == -1, "the store owns the socket"
+    group = create_weight_group("127.0.0.77", store.port, 0, 1, "g", "gloo", 7.0, store=store)
+    try:
+        listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+        assert listening <= {"127.0.0.77", "127.0.0.1"}, listening
+    finally:
+        destroy_weight_group(group)

@@ -3,18 +3,21 @@
 
 """The servers of a run: those that ``[inference]`` names, or those that it launches.
 
-The set of servers changes during the run: ``inference.urls_file`` may name other servers, and
-a launched server may end for good. Each change is reported to the dispatcher first and then to
+The set of servers changes during the run: ``inference.urls_file`` may name other servers, servers
+register themselves and leave, and a launched server may end for good. Each change is reported to the dispatcher first and then to
 rank 0.
 """
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.http import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.join_check import WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.local_servers import (
@@ -23,11 +26,14 @@ from torchtitan.grpo.inference.local_servers import (
     start_servers,
     stop_servers,
 )
+from torchtitan.grpo.inference.registry import RegisteredServers, RegistryFolder, registry_folder
 from torchtitan.grpo.inference.urls import UrlsFile, checked_urls
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.needs import server_needs
+from torchtitan.grpo.rollout.serving.registry_server import RegistryServer
 from torchtitan.grpo.rollout.serving.supervisor import Supervisor
+from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -38,6 +44,8 @@ _CLOSE_SECONDS = 0.5
 # How long a server that joins during the run is asked for what it is.
 _LATE_SECONDS = 600.0
 _STOP_GRACE_SECONDS = 1.5
+
+_REGISTRY_POLL_SECONDS = 0.25
 
 Tell = Callable[[list[ServerInfo]], Awaitable[None]]
 
@@ -66,8 +74,8 @@ class ServerFleet:
         self._num_joined: dict[str, int] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._checks: dict[str, asyncio.Task[None]] = {}
-        file = config.inference.urls_file
-        self._file = UrlsFile(file) if file is not None else None
+        self._source = _changing_source(config)
+        self._registry: RegistryServer | None = None
         self._reread = asyncio.Event()
 
     @property
@@ -85,7 +93,8 @@ class ServerFleet:
             ValueError: If a URL is invalid, or if the servers' interpreter cannot be run.
             RuntimeError: If a launched server has ended.
             WrongServer: If a server cannot be used by this run.
-            TimeoutError: If a server is not up within ``inference.startup_timeout_seconds``.
+            TimeoutError: If a server is not up, or none has registered itself, within
+                ``inference.startup_timeout_seconds``.
         """
         inference = self._config.inference
         if inference.launch:
@@ -93,8 +102,11 @@ class ServerFleet:
             # Not in another thread: the kernel ends a child with the thread that started it.
             self._launched = start_servers(self._config, held.ports)
             urls = [server.url for server in self._launched]
-        elif self._file is not None:
-            urls = await asyncio.to_thread(self._file.read)
+        elif isinstance(self._source, UrlsFile):
+            urls = await asyncio.to_thread(self._source.read)
+        elif self._source is not None:
+            await self._open_registry()
+            urls = await self._first_registered(self._source)
         else:
             urls = checked_urls(inference.urls, "inference.urls")
         for url in urls:
@@ -124,8 +136,8 @@ class ServerFleet:
         async with asyncio.TaskGroup() as tasks:
             for supervisor in self._supervisors:
                 tasks.create_task(self._supervise(supervisor, dispatcher, tell))
-            if self._file is not None:
-                tasks.create_task(self._follow_file(self._file, dispatcher, tell, tasks))
+            if self._source is not None:
+                tasks.create_task(self._follow(self._source, dispatcher, tell, tasks))
 
     def reread_urls(self) -> None:
         """Reads ``inference.urls_file`` now, even if it does not seem to have changed."""
@@ -150,6 +162,39 @@ class ServerFleet:
             await asyncio.to_thread(stop_servers, list(launched.values()), _STOP_GRACE_SECONDS)
         if self._ports is not None:
             self._ports.close()
+        if self._registry is not None:
+            await self._registry.close()
+
+    async def _open_registry(self) -> None:
+        inference = self._config.inference
+        if inference.registry_address is None:
+            return
+        key = inference.admin_key or os.environ[ADMIN_KEY_VARIABLE]
+        folder = registry_folder(inference, self._config.dump_folder)
+        assert folder is not None, "an address implies one"
+        self._registry = RegistryServer(inference.registry_address, key, RegistryFolder(folder))
+        await self._registry.start()
+
+    async def _first_registered(self, source: RegisteredServers) -> list[str]:
+        """Waits for the first server that registers."""
+        limit = self._config.inference.startup_timeout_seconds
+        begin, reminders = time.monotonic(), Reminders()
+        while (urls := await asyncio.to_thread(source.poll)) is None:
+            waited = time.monotonic() - begin
+            where = self._config.inference.registry_address or self._config.inference.registry
+            if waited > limit:
+                raise TimeoutError(
+                    f"A {self._config.inference.kind} server must register itself within "
+                    f"inference.startup_timeout_seconds ({limit:g} s), and none did. Start one with "
+                    f"`serve ... --register` and {where}."
+                )
+            if reminders.is_due(waited):
+                self._announce(
+                    f"Waiting for the first server that registers itself at {where} since "
+                    f"{waited:.0f} s (at most {limit:g} s, inference.startup_timeout_seconds)."
+                )
+            await asyncio.sleep(_REGISTRY_POLL_SECONDS)
+        return urls
 
     async def _check(self, client: InferenceClient) -> None:
         facts, warnings = await check_server(client, self._needs)
@@ -181,23 +226,25 @@ class ServerFleet:
         logger.error("%d inference servers are left. %s", len(self._members), end)
         await tell(self.servers)
 
-    async def _follow_file(
-        self, file: UrlsFile, dispatcher: Dispatcher, tell: Tell, tasks: asyncio.TaskGroup
+    async def _follow(
+        self,
+        source: UrlsFile | RegisteredServers,
+        dispatcher: Dispatcher,
+        tell: Tell,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         while True:
             is_asked = await self._asked_within(_FILE_POLL_SECONDS)
             try:
                 # In a thread, because the file may be on a network file system.
-                urls = await asyncio.to_thread(file.read if is_asked else file.poll)
+                urls = await asyncio.to_thread(source.read if is_asked else source.poll)
             except ValueError as error:
                 logger.error("%s The set of servers does not change.", error)
                 continue
-            if urls is not None and self._change_to(urls, dispatcher, tell, tasks):
+            if urls is not None and self._change_to(urls, source.name, dispatcher, tell, tasks):
                 await tell(self.servers)
             elif is_asked:
-                logger.info(
-                    "inference.urls_file was read again. It names the same servers as before."
-                )
+                logger.info("%s was read again. It names the same servers as before.", source.name)
 
     async def _asked_within(self, seconds: float) -> bool:
         try:
@@ -209,7 +256,12 @@ class ServerFleet:
         return True
 
     def _change_to(
-        self, urls: list[str], dispatcher: Dispatcher, tell: Tell, tasks: asyncio.TaskGroup
+        self,
+        urls: list[str],
+        source: str,
+        dispatcher: Dispatcher,
+        tell: Tell,
+        tasks: asyncio.TaskGroup,
     ) -> bool:
         """Makes ``urls`` the servers. Returns ``False`` if they already are.
 
@@ -221,10 +273,10 @@ class ServerFleet:
             client = self._join(url)
             dispatcher.add(client)
             self._checks[client.url] = tasks.create_task(self._check_late(client, dispatcher, tell))
-            logger.info("Server %s joins (inference.urls_file) and waits for weights.", url)
+            logger.info("Server %s joins (%s) and waits for weights.", url, source)
         for url in gone:
             self._leave(url, dispatcher)
-            logger.info("Server %s leaves (inference.urls_file).", url)
+            logger.info("Server %s leaves (%s).", url, source)
         return bool(new or gone)
 
     def _join(self, url: str) -> InferenceClient:
@@ -257,3 +309,12 @@ class ServerFleet:
         task = asyncio.create_task(close_client())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
+
+
+def _changing_source(config: RolloutProcessConfig) -> UrlsFile | RegisteredServers | None:
+    """Returns what tells which servers the run has now; ``None`` if they stay the same."""
+    inference = config.inference
+    if inference.urls_file is not None:
+        return UrlsFile(inference.urls_file)
+    folder = registry_folder(inference, config.dump_folder)
+    return None if folder is None else RegisteredServers(folder, inference.kind)

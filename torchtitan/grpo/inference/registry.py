@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The servers that have registered themselves: one file for each in a folder.
+
+A server writes its file on a disk that it shares with the trainer, or sends it to the trainer over
+HTTP (`rollout/serving/registry_server.py`), which then writes it. So there is one place to read, it
+outlives the trainer's processes, and a person can look into it or remove a file.
+
+A server that lives writes its file again every two seconds, with a higher number. The reader takes a
+server for alive once it has *seen* the number change, and for dead if it has not for 30 s by its own
+clock. It thus compares no clocks of different hosts, and no file that a killed server or an earlier
+run has left behind counts.
+"""
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from torchtitan.grpo.inference.urls import checked_urls
+from torchtitan.grpo.types import ServerKind
+
+if TYPE_CHECKING:
+    from torchtitan.grpo.config import Inference
+
+BEAT_SECONDS = 2.0
+"""How often a server writes its file."""
+DEAD_SECONDS = 30.0
+"""How long a server may be silent. Longer than a disk or a link should need to come back."""
+_MAX_BYTES = 4096
+_MAX_SERVERS = 4096
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a server tells of itself.
+
+    Attributes:
+        url: Where the trainer reaches it.
+        kind: Kind of the server.
+        host: Name of its host, for people.
+        pid: Its process there.
+        started: When it started, in seconds since 1970 by its own clock.
+        beat: Number of times that it has registered.
+    """
+
+    url: str
+    kind: ServerKind
+    host: str
+    pid: int
+    started: float
+    beat: int = 0
+
+    def next(self) -> "Registration":
+        """Returns the registration of the next beat."""
+        return replace(self, beat=self.beat + 1)
+
+    def is_same_process(self, other: "Registration") -> bool:
+        """Whether both are beats of one process."""
+        return replace(self, beat=0) == replace(other, beat=0)
+
+
+def parse_registration(content: bytes) -> Registration:
+    """Reads a registration.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    wanted = "A registration must be a JSON object with url, kind, host, pid, started and beat"
+    try:
+        values: dict[str, Any] = json.loads(content)
+        found = Registration(**values)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{wanted}: {error}.") from error
+    numbers = (found.pid, found.started, found.beat)
+    if found.kind not in get_args(ServerKind) or not isinstance(found.host, str):
+        raise ValueError(f"{wanted}, got kind {found.kind!r} and host {found.host!r}.")
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        raise ValueError(f"{wanted}, got {numbers} for the last three.")
+    if not isinstance(found.url, str):
+        raise ValueError(f"{wanted}, got url {found.url!r}.")
+    checked_urls([found.url], "The url of a registration")
+    return found
+
+
+def registry_folder(inference: "Inference", dump_folder: str) -> str | None:
+    """Returns the folder of a run's registrations; ``None`` if its servers do not register."""
+    if inference.registry is None and inference.registry_address is not None:
+        return f"{dump_folder}/registry"
+    return inference.registry
+
+
+class RegistryFolder:
+    """The folder of the files.
+
+    Args:
+        path: The folder; it is made when something is written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    def write(self, registration: Registration) -> None:
+        """Writes the file of a server, whole or not at all.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
+        # Whoever can write here is sent prompts and the servers' keys.
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part, name = tempfile.mkstemp(dir=self._path, prefix=".part-")
+        try:
+            with open(part, "w", encoding="utf-8") as file:
+                json.dump(asdict(registration), file)
+            os.replace(name, self._file(registration.url))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def remove(self, registration: Registration) -> None:
+        """Removes the file of a server, unless another process has taken over its URL.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
+        file = self._file(registration.url)
+        found = _read(file)
+        if found is not None and found.is_same_process(registration):
+            file.unlink(missing_ok=True)
+
+    def read(self) -> list[Registration]:
+        """Returns all registrations. What is none is passed over, as is a folder that is not there."""
+        files = sorted(self._path.glob("*.json"))[:_MAX_SERVERS]
+        return [found for file in files if (found := _read(file)) is not None]
+
+    def _file(self, url: str) -> Path:
+        name = re.sub(r"[^0-9A-Za-z.-]", "_", url.partition("://")[2].rstrip("/"))
+        return self._path / f"{name}.json"
+
+
+def _read(file: Path) -> Registration | None:
+    try:
+        with file.open("rb") as opened:
+            return parse_registration(opened.read(_MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+_Mark = tuple[str, int, float, int]
+
+
+class RegisteredServers:
+    """Follows the servers of a folder, as :class:`.urls.UrlsFile` follows those of a file.
+
+    Args:
+        path: ``inference.registry``.
+        kind: Kind of the run's servers; others in the folder belong to another run.
+        clock: Seconds of a clock that never goes back.
+    """
+
+    name = "inference.registry"
+
+    def __init__(
+        self, path: str | Path, kind: ServerKind, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._kind, self._clock = RegistryFolder(path), kind, clock
+        self._is_first = True
+        # By URL: the last beat, and when it was seen to arrive; ``None`` if it was there before.
+        self._beats: dict[str, tuple[_Mark, float | None]] = {}
+        self._taken: list[str] = []
+
+    def read(self) -> list[str]:
+        """Returns the servers that live.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        self._look()
+        return checked_urls(self._living(), self.name)
+
+    def poll(self) -> list[str] | None:
+        """Returns the servers that live if they have changed since the last call, else ``None``.
+
+        It is never an empty list: if all are silent, the run keeps those that it has, and asks them
+        until one answers or another registers.
+        """
+        self._look()
+        living = self._living()
+        if not living or living == self._taken:
+            return None
+        self._taken = living
+        return living
+
+    def _look(self) -> None:
+        now, before, self._beats = self._clock(), self._beats, {}
+        for one in self._folder.read():
+            if one.kind != self._kind:
+                continue
+            mark = one.host, one.pid, one.started, one.beat
+            known = before.get(one.url)
+            if known is not None and known[0] == mark:
+                self._beats[one.url] = known
+            else:
+                was_there = known is None and self._is_first
+                self._beats[one.url] = mark, None if was_there else now
+        self._is_first = False
+
+    def _living(self) -> list[str]:
+        now = self._clock()
+        return [
+            u for u, (_, at) in self._beats.items() if at is not None and now - at <= DEAD_SECONDS
+        ]

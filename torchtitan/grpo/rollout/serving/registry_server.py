@@ -1,0 +1,88 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Takes the registrations of servers that share no disk with the trainer, over HTTP.
+
+``PUT /servers`` and ``DELETE /servers`` with a registration as JSON and the admin key; the files are
+written on the server's behalf, see `inference/registry.py`.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+from aiohttp import web
+
+from torchtitan.grpo.inference.registry import Registration, RegistryFolder, parse_registration
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 4096
+_SHUTDOWN_SECONDS = 0.3
+
+
+class RegistryServer:
+    """Listens at ``inference.registry_address``.
+
+    Args:
+        address: ``host:port``, an address of this host.
+        key: Key that every request must carry.
+        folder: Where the registrations are written.
+    """
+
+    def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._key, self._folder = key, folder
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            ValueError: If the address is none of this host, or in use.
+        """
+        app = web.Application(client_max_size=_MAX_BYTES)
+        app.router.add_put("/servers", self._put)
+        app.router.add_delete("/servers", self._delete)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+        await self._runner.setup()
+        host = self._host.strip("[]")
+        try:
+            await web.TCPSite(self._runner, host, self._port).start()
+        except OSError as error:
+            raise ValueError(
+                "inference.registry_address must be a free port on an address of rank 0's host, got "
+                f"{self._host}:{self._port}: {error}."
+            ) from error
+
+    async def close(self) -> None:
+        """Stops listening. It is idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _put(self, request: web.Request) -> web.Response:
+        return await self._change(request, self._folder.write)
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        return await self._change(request, self._folder.remove)
+
+    async def _change(
+        self, request: web.Request, change: Callable[[Registration], None]
+    ) -> web.Response:
+        given = request.headers.get("Authorization", "").encode()
+        if not secrets.compare_digest(given, f"Bearer {self._key}".encode()):
+            return web.Response(status=401, text="The admin key is missing or wrong.")
+        if request.content_type != "application/json":
+            return web.Response(status=415, text="A registration must be sent as application/json.")
+        try:
+            registration = parse_registration(await request.read())
+            await asyncio.to_thread(change, registration)
+        except ValueError as error:
+            return web.Response(status=400, text=str(error))
+        except OSError as error:
+            logger.error("A server could not be registered: %s", error)
+            return web.Response(status=507, text=f"The registry cannot be written: {error}.")
+        return web.Response(status=204)
