@@ -267,11 +267,9 @@ class Launch:
 
     def _start_server(self, server: Placed) -> None:
         given = self.options
-        address, port = server.place(given.place_timeout)
+        address, _ = server.place(given.place_timeout)
         environment = self._common() | {
             "SERVER_HOST": address,
-            "SERVER_PORT": str(port),
-            "SERVER_INDEX": "0",
             "SERVER_KIND": given.server_kind,
         }
         command = ["bash", str(REPOSITORY / "scripts/serve_node.sh"), given.server_model]
@@ -292,7 +290,7 @@ class Launch:
         if self.servers:
             words = [
                 *("--inference.kind", given.server_kind, "--inference.no-launch"),
-                *("--inference.urls_file", given.registry, *words),
+                *("--inference.registry", given.registry, *words),
             ]
         script = str(REPOSITORY / "scripts/launch_multinode.sh")
         for trainer in self.trainers:
@@ -382,7 +380,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--server-args", default="", help="further arguments of servers, in one string")
     add("--gpus-per-server", type=float, default=1.0)
     add("--cpus-per-server", type=float, default=1.0)
-    add("--registry", help="file for the servers' addresses, on a disk that all nodes share")
+    add("--registry", help="folder for the servers' addresses, on a disk that all nodes share")
     add("--max-restarts", type=int, default=0, help="restarts of ranks on nodes that are alive")
     add("--replacements", type=int, default=3, help="how often each actor is placed again")
     add(
@@ -396,7 +394,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"--{name} must be at least 1, got {getattr(given, name)}")
     if given.servers and given.server_model is None:
         parser.error("--server-model must name the model that the servers load")
-    given.registry = str(Path(given.registry or "outputs/servers-ray.txt").resolve())
+    given.registry = str(Path(given.registry or "outputs/registry-ray").resolve())
     return given, words[split + 1 :]
 
 

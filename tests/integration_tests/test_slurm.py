@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -24,6 +25,14 @@ HETEROGENEOUS = {
     "SLURM_NTASKS_PER_NODE_HET_GROUP_0": "1",
     "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1",
     "SLURM_NTASKS_PER_NODE_HET_GROUP_1": "3",
+}
+ONE_NODE_AND_A_SERVER = HETEROGENEOUS | {
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "127.0.0.1",
+    "SLURM_NTASKS_PER_NODE_HET_GROUP_1": "1",
+    "SERVER_MODEL": MODEL,
+    "SERVER_KIND": "embedded",
+    "SERVER_HOST": "127.0.0.1",
 }
 
 
@@ -108,7 +117,7 @@ def test_a_heterogeneous_job_starts_nodes_and_servers_that_find_each_other(
         config = read_config(["--job.config_file", str(repository / node.config_file), *node.rest])
         assert config.grpo.prompts_per_step == 2
         assert (config.inference.kind, config.inference.launch) == ("embedded", False)
-        assert config.inference.urls_file == environment["GRPO_REGISTRY"]
+        assert config.inference.registry == environment["GRPO_REGISTRY"]
 
     assert _command(calls[1], "scripts/serve_node.sh") == [MODEL]
     shared = ("GRPO_REGISTRY", "TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
@@ -121,7 +130,7 @@ def test_servers_in_a_job_of_their_own_need_a_registry(make_job):
     job = make_job("grpo_servers.slurm", STANDIN_STARTS_NOTHING="1")
     assert job.finish(MODEL) == 2
     assert job.run.errors() == [
-        "GRPO_REGISTRY must name the file in which servers register themselves\n"
+        "GRPO_REGISTRY must name the folder in which servers register themselves\n"
     ]
 
 
@@ -134,7 +143,7 @@ def test_a_run_that_is_refused_is_not_queued_again(make_job):
 
 
 def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
-    job = make_job("grpo.slurm", NPROC_PER_NODE="2")
+    job = make_job("grpo.slurm", NPROC_PER_NODE="2", **ONE_NODE_AND_A_SERVER)
     run = job.run
     arguments = (
         *("train_configs/quickstart.toml", f"--job.dump_folder={run.folder}", *SMALL),
@@ -149,8 +158,25 @@ def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
     # Slurm's own signals would have reached the rollout process as well.
     assert f"Stopped after step {last}. " in run.console
     assert "rollouts in flight are kept with it" in run.console
+    run.wait_for_nobody()
 
     assert job.finish(*arguments, f"--training.steps={last + 1}") == 0, run.console[-6000:]
     assert [record["step"] for record in run.metrics] == list(range(1, last + 2))
     assert job.queued_again == [JOB_ID]
+    assert len(set(re.findall(r"\[register\] (http\S+) is registered", run.console))) == 2
     run.wait_for_nobody()
+
+
+def test_servers_at_their_time_limit_leave_the_run_and_are_queued_again(make_job, tmp_path):
+    registry = tmp_path / "registry"
+    job = make_job(
+        "grpo_servers.slurm", GRPO_REGISTRY=str(registry), SERVER_KIND="embedded",
+        SERVER_HOST="127.0.0.1", SERVER_RESTARTS="1",
+    )  # fmt: skip
+    job.start(MODEL, "--max-model-len", "256")
+    job.run.wait_for(lambda: registry.is_dir() and any(registry.glob("*.json")))
+    os.kill(job.run.process.pid, signal.SIGUSR1)
+    assert job.run.finish() == -signal.SIGKILL, job.run.console
+    assert job.queued_again == [JOB_ID]
+    assert not list(registry.glob("*.json"))
+    job.run.wait_for_nobody()
