@@ -147,7 +147,7 @@ def _check_server(argv: list[str], environ: dict[str, str], monkeypatch) -> Any:
     assert argv[2] == "torchtitan.grpo.inference.serve"
     for name in ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"):
         monkeypatch.setenv(name, environ[name])
-    spec, target = parse_arguments([word for word in argv[3:]] + ["--device", "cpu"])
+    spec, target = parse_arguments([*argv[3:], "--device", "cpu"])
     assert target == environ["GRPO_REGISTRY"]
     assert spec.kind == environ["SERVER_KIND"]
     return spec
