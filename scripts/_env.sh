@@ -51,14 +51,16 @@ print(f"{sys.base_prefix}/bin/python{v[0]}.{v[1]}" if sys.prefix != sys.base_pre
     die "Python 3.11 or newer is needed, found none on PATH"
 }
 
-# parse_device "$@": sets DEVICE to cpu or cuda. --cpu forces cpu.
+# parse_device "$@": sets DEVICE to cpu or cuda. --cpu forces cpu; --cuda forces cuda, for images, which are built on
+# machines without a GPU.
 parse_device() {
     DEVICE=cpu
     if has_gpu; then DEVICE=cuda; fi
     while (($#)); do
         case "$1" in
             --cpu) DEVICE=cpu ;;
-            *) die "unknown argument $1; the only one is --cpu" ;;
+            --cuda) DEVICE=cuda ;;
+            *) die "unknown argument $1; the known ones are --cpu and --cuda" ;;
         esac
         shift
     done

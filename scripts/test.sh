@@ -89,10 +89,16 @@ if [[ "$MODE" == --long ]]; then LONG=(); fi
 
 part "ruff" lint
 part "pyright" pyright --pythonpath .venv/bin/python
+if [[ "$MODE" == --long ]]; then
+    part "install SkyPilot" bash scripts/install_launcher.sh sky
+fi
 # Two tests at a time: most of them wait for some process.
 part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 2 --durations=10 "${LONG[@]}"
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 
 part "install servers (rest)" await_servers
+if [[ "$MODE" == --long ]]; then
+    part "install Ray" bash scripts/install_launcher.sh ray
+fi
 part "whole runs" python -m pytest tests/integration_tests -q -n 2 --no-loadscope-reorder \
     --durations=25 "${LONG[@]}"

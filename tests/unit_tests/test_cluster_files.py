@@ -1,0 +1,257 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The files for Kubernetes, SkyPilot and containers: their form, and the commands that they start."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config_checks.servers import check_inference
+from torchtitan.grpo.inference.serve import parse_arguments
+from torchtitan.grpo.start.node import parse as parse_node
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# podFailurePolicy is stable since the first, podReplacementPolicy since the second.
+KUBERNETES_VERSIONS = ("1.31", "1.34")
+MODEL = REPOSITORY / "assets/reverse_digits/model"
+SCRIPTS_OF_CLUSTERS = (
+    "grpo.slurm", "grpo_servers.slurm", "_slurm.sh", "serve_node.sh", "launch_multinode.sh",
+    "install_launcher.sh",
+)  # fmt: skip
+RECORDER = """#!{python}
+import json, os, sys
+with open(os.environ["RECORD"], "a") as file:
+    file.write(json.dumps([sys.argv, dict(os.environ)]) + "\\n")
+"""
+
+
+def _manifests() -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted((REPOSITORY / "scripts/kubernetes").glob("*.yaml")):
+        for document in yaml.safe_load_all(file.read_text()):
+            yield f"{file.name}-{document['kind']}", document
+
+
+MANIFESTS = dict(_manifests())
+
+
+class Stage:
+    """A folder in which commands run that start recorders instead of trainers and servers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.record = folder, folder / "record.jsonl"
+        self.data = folder / "data"
+        self.data.mkdir()
+        self.recorder = folder / "recorder"
+        self.recorder.write_text(RECORDER.format(python=sys.executable))
+        self.recorder.chmod(0o755)
+        shutil.copy(REPOSITORY / "train_configs/quickstart.toml", self.data / "config.toml")
+        (self.data / "model").symlink_to(MODEL)
+        (folder / "bin").mkdir()
+        self._script(folder / "bin/getent", "exit 0")  # as if each host had a name
+        scripts = folder / "scripts"
+        scripts.mkdir()
+        for name in ("serve_node.sh", "launch_multinode.sh", "_env.sh"):
+            shutil.copy(REPOSITORY / "scripts" / name, scripts / name)
+
+    def _script(self, file: Path, text: str) -> None:
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o755)
+
+    def run(self, command: list[str], environment: dict[str, str]) -> list[tuple[list[str], dict]]:
+        """Runs a command; returns arguments and environment of each program that it started."""
+        variables = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "RECORD": str(self.record),
+            "TORCHTITAN_GRPO_PYTHON": str(self.recorder),
+            "TORCHTITAN_GRPO_VLLM_PYTHON": str(self.recorder),
+        }
+        subprocess.run(
+            command, cwd=self.folder, env=variables | environment, check=True, timeout=60
+        )
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        self.record.unlink(missing_ok=True)
+        return [(argv, environ) for argv, environ in map(json.loads, lines)]
+
+    def here(self, text: str) -> str:
+        """Puts the folder of this test in the place of the disk that pods and nodes share."""
+        return re.sub(r"/data\b", str(self.data), text)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+@pytest.fixture
+def run_container(stage: Stage) -> Callable[..., tuple[list[str], dict[str, str]]]:
+    """Runs a container's command, as the kubelet would, except that nothing is trained or served."""
+
+    def run(container: dict[str, Any], **fields: str) -> tuple[list[str], dict[str, str]]:
+        environment = {
+            "TORCHTITAN_GRPO_API_KEY": "generation-key",
+            "TORCHTITAN_GRPO_ADMIN_KEY": "control-key",
+        }
+        for variable in container["env"]:
+            name = variable["name"]
+            source = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            environment[name] = stage.here(fields[source] if source else variable["value"])
+        words = [*container["command"], *container["args"]]
+        words = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], stage.here(w)) for w in words]
+        (started,) = stage.run(words, environment)
+        return started
+
+    return run
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_have_the_form_that_kubernetes_demands(name: str, version: str) -> None:
+    kubernetes_validate.validate(MANIFESTS[name], version, strict=True)
+
+
+def test_a_misspelt_field_of_a_manifest_is_found() -> None:
+    job = json.loads(json.dumps(MANIFESTS["trainer.yaml-Job"]))
+    job["spec"]["completionmode"] = job["spec"].pop("completionMode")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, KUBERNETES_VERSIONS[-1], strict=True)
+
+
+def _check_trainer(argv: list[str], environ: dict[str, str], stage: Stage, monkeypatch) -> Any:
+    """Reads the command of a node with this project's own command line; returns its options."""
+    assert argv[2] == "torchtitan.grpo.start.node"
+    for name in ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"):
+        monkeypatch.setenv(name, environ[name])
+    node = parse_node(argv[3:], environ)
+    config = read_config(["--job.config_file", node.config_file, *node.rest])
+    monkeypatch.chdir(REPOSITORY)
+    check_inference(config)
+    assert config.inference.registry == environ["GRPO_REGISTRY"]
+    assert config.checkpoint.enable, "a node that is replaced needs checkpoints"
+    assert Path(config.job.dump_folder).parent == stage.data, "the nodes share the run's folder"
+    return node
+
+
+def _check_server(argv: list[str], environ: dict[str, str], monkeypatch) -> Any:
+    assert argv[2] == "torchtitan.grpo.inference.serve"
+    for name in ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY"):
+        monkeypatch.setenv(name, environ[name])
+    spec, target = parse_arguments([*argv[3:], "--device", "cpu"])
+    assert target == environ["GRPO_REGISTRY"]
+    assert spec.kind == environ["SERVER_KIND"]
+    return spec
+
+
+def test_the_job_starts_the_same_command_in_each_pod(stage, run_container, monkeypatch):
+    job, service = MANIFESTS["trainer.yaml-Job"], MANIFESTS["trainer.yaml-Service"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    argv, environ = run_container(pod["containers"][0])
+    node = _check_trainer(argv, environ, stage, monkeypatch)
+    assert spec["completions"] == spec["parallelism"] == node.num_nodes[0] == node.num_nodes[1]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == node.num_ranks
+    # The pod of completion index 0 holds the rendezvous, and with it rank 0.
+    assert pod["subdomain"] == service["metadata"]["name"]
+    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert node.endpoint == (host, service["spec"]["ports"][0]["port"])
+    selector = service["spec"]["selector"].items()
+    assert selector <= spec["template"]["metadata"]["labels"].items()
+    config = read_config(["--job.config_file", node.config_file, *node.rest])
+    assert config.grpo.stop_timeout_seconds < pod["terminationGracePeriodSeconds"]
+
+
+def test_each_pod_of_servers_registers_its_own_address(stage, run_container, monkeypatch):
+    pod = MANIFESTS["servers.yaml-StatefulSet"]["spec"]["template"]["spec"]
+    argv, environ = run_container(pod["containers"][0], **{"status.podIP": "127.0.0.1"})
+    argv[argv.index("--max-running-requests") + 1] = "8"
+    free_port = argv.index("--port") + 1
+    port, argv[free_port] = argv[free_port], "0"
+    spec = _check_server(argv, environ, monkeypatch)
+    assert spec.host == "127.0.0.1"
+    assert int(port) == pod["containers"][0]["ports"][0]["containerPort"]
+    assert MANIFESTS["servers.yaml-Service"]["spec"]["clusterIP"] == "None", "nothing balances"
+
+
+def test_each_skypilot_node_starts_what_its_rank_says(stage, monkeypatch):
+    task = yaml.safe_load((REPOSITORY / "scripts/skypilot/grpo.yaml").read_text())
+    nodes = ["10.0.0.1", "10.0.0.2", "127.0.0.1"]
+    assert task["num_nodes"] == len(nodes)
+    given = {name: stage.here(value) for name, value in task["envs"].items()}
+    given |= dict.fromkeys(task["secrets"], "a-key") | {
+        "SKYPILOT_NODE_IPS": "\n".join(nodes),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+        "SKYPILOT_TASK_ID": "task-1",
+    }
+    for rank in (1, 0):
+        environment = given | {"SKYPILOT_NODE_RANK": str(rank)}
+        ((argv, environ),) = stage.run(["bash", "-c", task["run"]], environment)
+        node = _check_trainer(argv, environ, stage, monkeypatch)
+        assert node.num_nodes == (2, 2)
+        assert node.endpoint == ("10.0.0.1", 29400)
+    # Rank 0's node has ended by now, which is how those of the servers know that they may.
+    environment = given | {"SKYPILOT_NODE_RANK": "2", "SERVER_RESTARTS": "0"}
+    text = task["run"].replace("until [", "wait; until [")  # recorders end by themselves
+    servers = stage.run(["bash", "-c", text], environment)
+    assert sorted(environ["CUDA_VISIBLE_DEVICES"] for _, environ in servers) == ["0", "1"]
+    for argv, environ in servers:
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+        assert _check_server(argv, environ, monkeypatch).host == "127.0.0.1"
+
+
+DOCKERFILES = sorted((REPOSITORY / "scripts/docker").glob("Dockerfile.*[!e]"))
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
+def test_dockerfiles_pass_the_linter_and_name_what_exists(file: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    result = subprocess.run(
+        [hadolint, "--no-color", "--failure-threshold", "warning", file],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = file.read_text().replace("$KIND", "vllm")
+    named = re.findall(r"scripts/[\w./]+", text)
+    assert len(named) >= 2
+    for name in named:
+        assert (REPOSITORY / name).is_file(), name
+    ignored = file.with_name(f"{file.name}.dockerignore").read_text().split()
+    assert {".git", ".venv*", "outputs"} <= set(ignored)
+
+
+def test_scripts_of_clusters_pass_the_shell_linter() -> None:
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    files = [REPOSITORY / "scripts" / name for name in SCRIPTS_OF_CLUSTERS]
+    result = subprocess.run(
+        [shellcheck, "--shell=bash", "--severity=warning", *files],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.long
+def test_the_skypilot_task_has_the_form_that_skypilot_demands() -> None:
+    python = REPOSITORY / ".venv-sky/bin/python"
+    if not python.is_file():
+        pytest.fail(f"{python} is not there: run bash scripts/install_launcher.sh sky first.")
+    program = (
+        "import sys, jsonschema, yaml\n"
+        "from sky.utils import schemas\n"
+        "task = yaml.safe_load(open(sys.argv[1]))\n"
+        "jsonschema.validate(task, schemas.get_task_schema())\n"
+        "jsonschema.validate(task['resources'], schemas.get_resources_schema())\n"
+    )
+    file = REPOSITORY / "scripts/skypilot/grpo.yaml"
+    result = subprocess.run(
+        [python, "-c", program, file], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
