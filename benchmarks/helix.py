@@ -10,7 +10,7 @@ follows attention sends the hidden states there and gets them back.
 
 Kept of the paper: the partition, with the projection of q, k and v beside attention, which receives
 its weights; first in, last out, in loops of twice as many microbatches as ranks; and recomputation of
-everything but attention. More than the paper, to Helix's favour: ranks take whatever is ready in the
+everything but attention. More than the paper, in Helix's favour: ranks take whatever is ready, in the
 best of several orders and placements, and the gradients of weights may be computed later. The
 embedding and the output layer are left out, as they are for the other schedules.
 """
@@ -33,6 +33,8 @@ class PartTimes:
         attention_backward: Backward time of attention, which has no weights.
         hidden_hop: Time for which one tensor of the hidden states travels to another rank.
         weights_hop: Time for which the weights of q, k and v do.
+        linear_pending: Hidden states that the factors of the linear layers' weight gradients take.
+        qkv_pending: The same of the projection of q, k and v.
     """
 
     linear: float
@@ -41,6 +43,8 @@ class PartTimes:
     attention_backward: float
     hidden_hop: float
     weights_hop: float
+    linear_pending: float
+    qkv_pending: float
 
 
 class Task(NamedTuple):
@@ -63,17 +67,23 @@ class Helix:
 
     Attributes:
         makespan: Time of the whole step.
-        held: The most microbatches that are under way at the same time.
+        peak: The most memory that a rank holds, in hidden states of a microbatch.
         sent: The longest time for which one rank's link sends.
     """
 
     makespan: float
-    held: int
+    peak: float
     sent: float
 
 
 def best_helix(
-    times: PartTimes, num_ranks: int, num_layers: int, num_microbatches: int, held: int
+    times: PartTimes,
+    num_ranks: int,
+    num_layers: int,
+    num_microbatches: int,
+    held: int,
+    *,
+    defers: bool,
 ) -> Helix:
     """Returns the fastest of several placements and orders.
 
@@ -83,11 +93,10 @@ def best_helix(
         num_layers: Number of layers.
         num_microbatches: Number of microbatches.
         held: How many microbatches may be under way.
+        defers: Whether gradients of weights may be computed later.
     """
     found = []
-    for place, order, defers in itertools.product(
-        _places(num_ranks), _ORDERS, (True, False) if num_ranks <= 8 else (True,)
-    ):
+    for place, order in itertools.product(_places(num_ranks), _ORDERS):
         way = _Way(times, num_ranks, num_layers, num_microbatches, place, defers)
         found.append(_simulate(way, order, held))
     return min(found, key=lambda one: one.makespan)
@@ -103,7 +112,23 @@ _ORDERS: tuple[Order, ...] = (
     lambda t: ("BFW".index(t.kind), -t.microbatch if t.kind == "B" else t.microbatch, t.part),
     # The same, and forward passes that are further on their way first.
     lambda t: ("BFW".index(t.kind), -t.microbatch if t.kind == "B" else 0, -t.part, t.microbatch),
+    # Layer after layer.
+    lambda t: (
+        ("BFW".index(t.kind), -t.part, -t.microbatch)
+        if t.kind == "B"
+        else ("BFW".index(t.kind), t.part, t.microbatch)
+    ),
+    # The same, forward passes first.
+    lambda t: (
+        ("FBW".index(t.kind), -t.part, -t.microbatch)
+        if t.kind == "B"
+        else ("FBW".index(t.kind), t.part, t.microbatch)
+    ),
+    # Microbatch after microbatch.
+    lambda t: ("BFW".index(t.kind), t.microbatch, -t.part if t.kind == "B" else t.part),
 )
+_KEPT = 2
+"""Hidden states that a part keeps: the residual stream and the output of attention, or its input and output."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +171,15 @@ class _Way:
         weights = self.times.weights_hop if to_attention or from_attention else 0.0
         return 2 * self.times.hidden_hop + weights
 
+    def memory(self, task: Task) -> float:
+        """Returns by how much a task changes the memory of its rank."""
+        t = self.times
+        pending = (t.qkv_pending if task.part % 2 else t.linear_pending) if task.part else 0.0
+        kept = float(_KEPT if task.part else 0)
+        if task.kind == "F":
+            return kept
+        return -pending if task.kind == "W" else (pending if self.defers else 0.0) - kept
+
     def next_of(self, task: Task) -> Iterator[Task]:
         kind, part, microbatch = task
         if kind == "F":
@@ -164,19 +198,20 @@ def _simulate(way: _Way, order: Order, held: int) -> Helix:
     # Time, kind of event (what arrives before what is free), and a task or a rank.
     events: list[tuple[float, int, Task | int]] = []
     is_busy = [False] * way.num_ranks
-    sent = [0.0] * way.num_ranks
-    admitted, under_way, most, now, done = 0, 0, 0, 0.0, 0
+    sent, memory, peak = [0.0] * way.num_ranks, [0.0] * way.num_ranks, 0.0
+    admitted, under_way, now, done = 0, 0, 0.0, 0
 
     def admit() -> None:
-        nonlocal admitted, under_way, most
+        nonlocal admitted, under_way
         while admitted < way.num_microbatches and under_way < held:
             heapq.heappush(events, (now, 0, Task("F", 0, admitted)))
             admitted, under_way = admitted + 1, under_way + 1
-            most = max(most, under_way)
 
     def finish(task: Task, rank: int) -> None:
-        nonlocal under_way, done
+        nonlocal under_way, done, peak
         done += 1
+        memory[rank] += way.memory(task)
+        peak = max(peak, memory[rank])
         for other in way.next_of(task):
             travels = other.kind != "W" and way.rank(other) != rank
             hop = way.hop(task) if travels else 0.0
@@ -206,4 +241,4 @@ def _simulate(way: _Way, order: Order, held: int) -> Helix:
                 heapq.heappush(events, (now + way.seconds(task), 1, rank))
     parts = way.last_part + 1
     assert done == way.num_microbatches * (2 * parts + (parts - 1 if way.defers else 0))
-    return Helix(now, most, max(sent))
+    return Helix(now, peak, max(sent))

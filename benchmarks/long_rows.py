@@ -9,19 +9,22 @@ One rank times matrix products of a 7B model's layer and causal attention of a f
 lengths that a CPU can compute, and two ranks time their link. Times at 32k, 64k and 128k tokens are
 extrapolated by FLOPs: those of attention grow with the square of the length, all others with the length.
 All schedules then recompute everything but attention in the backward pass, and are simulated
-with these times for one row a microbatch: HelixPipe (`helix.py`), without communication and with
-that of this machine, and the schedules of the package with the latter.
+with these times for one row a microbatch: HelixPipe (`helix.py`) and the schedules of the package.
 
 Memory is what forward passes leave plus the factors of weight gradients that wait, at the peak of the
 rank that holds most, in hidden states of one row [tokens, width]. HelixPipe keeps four of them for each
 layer (the residual stream and what is before and after attention, which lie on other ranks), the others
-two. HelixPipe is compared with the fastest V schedule that holds no more than it does.
+two. HelixPipe is compared with the fastest V schedule that holds no more than it does, with any bound of
+the weight gradients that wait (`grpo.max_pending_weight_grads_gib`).
 """
 
 import argparse
+import itertools
 import json
+import math
 import sys
 import tempfile
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.tables.actions import Action, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 LAYERS, DIM, FFN, HEAD_DIM = 32, 4096, 11008, 128
@@ -42,9 +46,10 @@ MEASURED: dict[str, Any] = {
     "dim": DIM, "ffn": FFN, "head_dim": HEAD_DIM, "linear_tokens": 256, "measured_heads": 2,
     "lengths": [2048, 4096], "link_bytes": 32 * 2**20,
 }  # fmt: skip
-KEPT_BY_HELIX, KEPT = 4, 2
-"""Hidden states that a layer keeps for the backward pass."""
-PENDING = (4 * DIM + 4 * DIM + 3 * FFN) / DIM
+KEPT = 2
+"""Hidden states that a layer keeps for the backward pass, but under HelixPipe."""
+PENDING_LINEAR, PENDING_QKV = (4 * DIM + 3 * FFN) / DIM, 4.0
+PENDING = PENDING_LINEAR + PENDING_QKV
 """Hidden states that the factors of a layer's weight gradients take: inputs and outputs' gradients."""
 WORTH_IT = 1.10
 """By which HelixPipe would have to be faster to be worth a runtime."""
@@ -73,11 +78,13 @@ def times_at(tokens: int, measured: dict[str, Any]) -> PartTimes:
         attention_backward=attention_flops * backward,
         hidden_hop=BYTES * tokens * DIM * measured["link"],
         weights_hop=BYTES * 3 * DIM * DIM * measured["link"],
+        linear_pending=PENDING_LINEAR,
+        qkv_pending=PENDING_QKV,
     )
 
 
-def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, Simulation]:
-    """Simulates the schedules of the package."""
+def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, list[Simulation]]:
+    """Simulates the schedules of the package, zero-bubble ones with several bounds of what waits."""
     found = {}
     weights = times.linear + times.qkv
     for name, row in SCHEDULES.items():
@@ -90,40 +97,72 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, S
             layers * weights,
             activation=layers * KEPT,
             pending=layers * PENDING,
+            recompute=weights,  # one block, as grpo.recompute_early_blocks is by default
         )
         costs = Costs((stage,) * (ranks * row.stages_per_rank), times.hidden_hop)
         table = row.make_table(ranks, microbatches, row.stages_per_rank, costs)
-        found[name] = simulate(table, costs)
+        bounds = (math.inf, 32, 16, 8, 4, 2, 1, 0) if row.is_zero_bubble else (math.inf,)
+        found[name] = [
+            simulate(with_bound(table, costs, bound * stage.pending), costs) for bound in bounds
+        ]
     return found
 
 
+def with_bound(table: Table, costs: Costs, most: float) -> Table:
+    """Returns a table in which the oldest W runs at once where more would wait, as in a run."""
+    orders = []
+    for actions in table.actions:
+        order: list[Action] = []
+        waiting: deque[Action] = deque()
+        for action in actions:
+            if action.kind != "W":
+                order.append(action)
+            elif action in waiting:
+                waiting.remove(action)
+                order.append(action)
+            if action.kind == "I":
+                waiting.append(action._replace(kind="W"))
+                while waiting and -sum(map(costs.memory, waiting)) > most:
+                    order.append(waiting.popleft())
+        orders.append(tuple(order))
+    return replace(table, actions=tuple(orders))
+
+
 def compare(tokens: int, times: PartTimes, ranks: int, microbatches: int) -> dict[str, float]:
-    """Prints one table; returns by how much the best V schedule is slower than HelixPipe."""
-    busy = LAYERS * microbatches / ranks
+    """Prints one table; returns the time of the best V schedule over HelixPipe's, for each of its rows."""
     weights = times.linear + times.qkv
+    busy = LAYERS * microbatches / ranks
     busy *= 4 * weights + times.attention + times.attention_backward
-    free = replace(times, hidden_hop=0.0, weights_hop=0.0)
     print(f"\n{tokens // 1024}k tokens, {ranks} ranks, {microbatches} microbatches")
-    print(f"{'':34} {'time / busy time':>17} {'memory':>8}")
+    print(f"{'':40} {'time / busy time':>17} {'memory':>7}")
     gains = {}
     others = simulate_all(times, ranks, microbatches)
     # One loop at a time, which is the paper's, and all microbatches at once.
-    for held in sorted({2 * ranks, microbatches}):
-        memory = held * LAYERS / ranks * KEPT_BY_HELIX
-        fitting = [s.makespan for name, s in others.items() if name in V_SCHEDULES and s.peak <= memory]
-        for label, its in (("no communication", free), ("measured link", times)):
-            helix = best_helix(its, ranks, LAYERS, microbatches, held)
-            print(
-                f"{f'HelixPipe, {held} held, {label}':34} {helix.makespan / busy:17.3f} {memory:8.0f}"
-                f"   its links send for {helix.sent / helix.makespan:.0%} of the time"
-            )
-            if fitting:
-                key = f"{tokens}_p{ranks}_m{microbatches}_held{held}_{label.replace(' ', '_')}"
-                gains[key] = min(fitting) / helix.makespan
+    for held, defers in itertools.product(sorted({2 * ranks, microbatches}), (False, True)):
+        helix = best_helix(times, ranks, LAYERS, microbatches, held, defers=defers)
+        fitting = [
+            (s.makespan, name)
+            for name in V_SCHEDULES
+            for s in others[name]
+            if s.peak <= helix.peak + 1e-9
+        ]
+        best, name = min(fitting)
+        label = f"{held} held{', W deferred' if defers else ''}"
+        gains[f"{tokens}_p{ranks}_m{microbatches}_{label.replace(', ', '_').replace(' ', '_')}"] = (
+            best / helix.makespan
+        )
+        print(
+            f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   links send "
+            f"for {helix.sent / helix.makespan:.1%} of the time; {name} in as much memory takes "
+            f"{best / busy:.3f}, {best / helix.makespan:.3f} of it"
+        )
     for name, found in others.items():
-        print(f"{name:34} {found.makespan / busy:17.3f} {found.peak:8.0f}")
-    for key, gain in gains.items():
-        print(f"  {key}: the best V schedule within its memory takes {gain:.3f} of HelixPipe's time")
+        cells = f"{found[0].makespan / busy:17.3f} {found[0].peak:7.0f}"
+        if len(found) > 1:
+            cells += (
+                f"   weight gradients at once: {found[-1].makespan / busy:.3f} {found[-1].peak:.0f}"
+            )
+        print(f"{name:40} {cells}")
     return gains
 
 
@@ -150,11 +189,10 @@ def main() -> int:
         )
         for ranks, microbatches in PIPELINES:
             gains |= compare(tokens, times, ranks, microbatches)
-    with_link = [gain for key, gain in gains.items() if key.endswith("link")]
+    worth = [key for key, gain in gains.items() if gain >= WORTH_IT]
     print(
-        f"\nThe best V schedule takes {min(gains.values()):.3f} to {max(gains.values()):.3f} of HelixPipe's "
-        f"time, {min(with_link):.3f} to {max(with_link):.3f} with communication; a runtime would be worth it "
-        f"from {WORTH_IT} on"
+        f"\nIn HelixPipe's memory, the best V schedule takes {min(gains.values()):.3f} to "
+        f"{max(gains.values()):.3f} of its time; at least {WORTH_IT} in {len(worth)} of {len(gains)} cases"
     )
     if given.json:
         print(json.dumps({"benchmark": "long_rows", "ok": True, "figures": gains | {

@@ -91,6 +91,7 @@ def costs_for(row: Schedule, costs: Costs, num_ranks: int) -> Costs:
             a.weight_grad + b.weight_grad,
             activation=a.activation + b.activation,
             pending=a.pending + b.pending,
+            recompute=b.recompute,  # the last blocks are recomputed early
         )
         for a, b in pairs
     )

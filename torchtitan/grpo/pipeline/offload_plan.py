@@ -84,10 +84,13 @@ class OffloadPlan:
         times = {key: seconds for of_rank in of_ranks for key, seconds in of_rank.items()}
 
         def cost(stage: int) -> StageCosts:
-            forward, input_grad, weight_grad, both = (
-                times.get((stage, kind), 0.0) for kind in ("F", "I", "W", "B")
+            forward, recompute, input_grad, weight_grad, both = (
+                times.get((stage, kind), 0.0) for kind in ("F", "R", "I", "W", "B")
             )
-            return StageCosts(forward, input_grad, weight_grad, both or None)
+            return StageCosts(
+                forward, recompute + input_grad, weight_grad,
+                full_backward=recompute + both if both else None, recompute=recompute,
+            )  # fmt: skip
 
         self._costs = Costs(tuple(cost(stage) for stage in range(table.num_stages)))
         self._bandwidth = measured_bandwidth(self.memory, self._device)
