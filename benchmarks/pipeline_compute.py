@@ -24,7 +24,7 @@ from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
-RANKS, SEQ_LEN = 2, 256
+RANKS, SEQ_LEN = 2, 128
 COUNTS = (2, 4, 8, 16)
 """Microbatches of a pass."""
 REPLAYED = 4
@@ -50,7 +50,7 @@ def run(
     job, result = folder / "job.json", folder / "result.json"
     job.write_text(json.dumps({
         "what": what, "cases": cases, "microbatches": counts, "rounds": rounds,
-        "model": str(model), "folder": str(folder), "seq_len": SEQ_LEN,
+        "model": str(model), "folder": str(folder), "seq_len": SEQ_LEN, "ranks": RANKS,
     }))  # fmt: skip
     run_ranks(RANKS, "pipeline_compute_run.py", job, result, timeout_seconds=900)
     return json.loads(result.read_text())

@@ -34,7 +34,7 @@ class ProcessorTimer(PassTimer):
 def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str]:
     """Returns the schedule of a case over the stages of a real model, and its name."""
     built, stages = build_stages(
-        job["model"], job["seq_len"], local_batch_size=1, pp=dist.get_world_size(),
+        job["model"], job["seq_len"], local_batch_size=1, pp=job["ranks"],
         folder=str(Path(job["folder"], FOLDER)), **case,
     )  # fmt: skip
     schedule = build_schedule(
