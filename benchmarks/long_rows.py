@@ -14,8 +14,11 @@ with these times for one row a microbatch: HelixPipe (`helix.py`) and the schedu
 Memory is what forward passes leave plus the factors of weight gradients that wait, at the peak of the
 rank that holds most, in hidden states of one row [tokens, width]. HelixPipe keeps four of them for each
 layer (the residual stream and what is before and after attention, which lie on other ranks), the others
-two. HelixPipe is compared with the fastest V schedule that holds no more than it does, with any bound of
-the weight gradients that wait (`grpo.max_pending_weight_grads_gib`).
+two. HelixPipe is compared with the fastest V schedule, and the fastest of all, that hold no more than it
+does, with any bound of the weight gradients that wait (`grpo.max_pending_weight_grads_gib`).
+
+On a CPU, communication is next to nothing beside computation. All tables are therefore made once more with
+a link that is as slow beside the products as that of an accelerator would be. It has no queue.
 """
 
 import argparse
@@ -41,6 +44,8 @@ LAYERS, DIM, FFN, HEAD_DIM = 32, 4096, 11008, 128
 TOKENS = (32768, 65536, 131072)
 PIPELINES = ((4, 8), (4, 16), (8, 16), (8, 32))
 """Ranks and microbatches."""
+MORE_STAGES = 4
+"""Stages of a rank in additional rows of interleaved schedules."""
 V_SCHEDULES = ("ZBVZeroBubble", "VMin", "VHalf", "VZB")
 MEASURED: dict[str, Any] = {
     "dim": DIM, "ffn": FFN, "head_dim": HEAD_DIM, "linear_tokens": 256, "measured_heads": 2,
@@ -51,6 +56,8 @@ KEPT = 2
 PENDING_LINEAR, PENDING_QKV = (4 * DIM + 3 * FFN) / DIM, 4.0
 PENDING = PENDING_LINEAR + PENDING_QKV
 """Hidden states that the factors of a layer's weight gradients take: inputs and outputs' gradients."""
+ACCELERATOR = {"flops": 4e14, "bandwidth": 5e10}
+"""FLOP/s and bytes per second of an accelerator and its network, as an assumption."""
 WORTH_IT = 1.10
 """By which HelixPipe would have to be faster to be worth a runtime."""
 BYTES = 2
@@ -87,10 +94,11 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, l
     """Simulates the schedules of the package, zero-bubble ones with several bounds of what waits."""
     found = {}
     weights = times.linear + times.qkv
-    for name, row in SCHEDULES.items():
-        if name == AUTO:
-            continue
-        layers = LAYERS / (ranks * row.stages_per_rank)
+    rows = [(name, row, row.stages_per_rank) for name, row in SCHEDULES.items() if name != AUTO]
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rows.append((f"{name}, {MORE_STAGES} stages", SCHEDULES[name], MORE_STAGES))
+    for name, row, per_rank in rows:
+        layers = LAYERS / (ranks * per_rank)
         stage = StageCosts(
             layers * (weights + times.attention),
             layers * (2 * weights + times.attention_backward),
@@ -99,8 +107,8 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, l
             pending=layers * PENDING,
             recompute=weights,  # one block, as grpo.recompute_early_blocks is by default
         )
-        costs = Costs((stage,) * (ranks * row.stages_per_rank), times.hidden_hop)
-        table = row.make_table(ranks, microbatches, row.stages_per_rank, costs)
+        costs = Costs((stage,) * (ranks * per_rank), times.hidden_hop)
+        table = row.make_table(ranks, microbatches, per_rank, costs)
         bounds = (math.inf, 32, 16, 8, 4, 2, 1, 0) if row.is_zero_bubble else (math.inf,)
         found[name] = [
             simulate(with_bound(table, costs, bound * stage.pending), costs) for bound in bounds
@@ -128,34 +136,41 @@ def with_bound(table: Table, costs: Costs, most: float) -> Table:
     return replace(table, actions=tuple(orders))
 
 
-def compare(tokens: int, times: PartTimes, ranks: int, microbatches: int) -> dict[str, float]:
-    """Prints one table; returns the time of the best V schedule over HelixPipe's, for each of its rows."""
+def compare(
+    tokens: int, times: PartTimes, ranks: int, microbatches: int, link: str
+) -> dict[str, float]:
+    """Prints one table.
+
+    Returns:
+        For each row of HelixPipe, the time over its own of the best V schedule, and of the best of all.
+    """
     weights = times.linear + times.qkv
     busy = LAYERS * microbatches / ranks
     busy *= 4 * weights + times.attention + times.attention_backward
-    print(f"\n{tokens // 1024}k tokens, {ranks} ranks, {microbatches} microbatches")
+    print(f"\n{tokens // 1024}k tokens, {ranks} ranks, {microbatches} microbatches, {link} link")
     print(f"{'':40} {'time / busy time':>17} {'memory':>7}")
     gains = {}
     others = simulate_all(times, ranks, microbatches)
     # One loop at a time, which is the paper's, and all microbatches at once.
     for held, defers in itertools.product(sorted({2 * ranks, microbatches}), (False, True)):
         helix = best_helix(times, ranks, LAYERS, microbatches, held, defers=defers)
-        fitting = [
-            (s.makespan, name)
-            for name in V_SCHEDULES
-            for s in others[name]
-            if s.peak <= helix.peak + 1e-9
-        ]
-        best, name = min(fitting)
         label = f"{held} held{', W deferred' if defers else ''}"
-        gains[f"{tokens}_p{ranks}_m{microbatches}_{label.replace(', ', '_').replace(' ', '_')}"] = (
-            best / helix.makespan
-        )
         print(
             f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   links send "
-            f"for {helix.sent / helix.makespan:.1%} of the time; {name} in as much memory takes "
-            f"{best / busy:.3f}, {best / helix.makespan:.3f} of it"
+            f"for {helix.sent / helix.makespan:.1%} of the time; in as much memory:",
+            end="",
         )
+        for which, names in (("v", V_SCHEDULES), ("any", tuple(others))):
+            best, name = min(
+                (s.makespan, name)
+                for name in names
+                for s in others[name]
+                if s.peak <= helix.peak + 1e-9
+            )
+            print(f" {name} {best / helix.makespan:.3f} of its time;", end="")
+            key = f"{tokens}_p{ranks}_m{microbatches}_{label}_{link}_{which}"
+            gains[key.replace(", ", "_").replace(" ", "_")] = best / helix.makespan
+        print()
     for name, found in others.items():
         cells = f"{found[0].makespan / busy:17.3f} {found[0].peak:7.0f}"
         if len(found) > 1:
@@ -187,13 +202,32 @@ def main() -> int:
             f"\n{tokens // 1024}k tokens: attention takes {times.attention / weights:.2f} of the time "
             f"of a layer's products; a hidden state travels for {times.hidden_hop / weights:.3f} of it"
         )
+        # A hop of the same share of a layer's products as on the accelerator.
+        slower = (
+            ACCELERATOR["flops"]
+            * measured["linear"]
+            / (ACCELERATOR["bandwidth"] * measured["link"])
+        )
+        assumed = replace(
+            times, hidden_hop=slower * times.hidden_hop, weights_hop=slower * times.weights_hop
+        )
         for ranks, microbatches in PIPELINES:
-            gains |= compare(tokens, times, ranks, microbatches)
-    worth = [key for key, gain in gains.items() if gain >= WORTH_IT]
-    print(
-        f"\nIn HelixPipe's memory, the best V schedule takes {min(gains.values()):.3f} to "
-        f"{max(gains.values()):.3f} of its time; at least {WORTH_IT} in {len(worth)} of {len(gains)} cases"
-    )
+            for link, its in (("measured", times), ("assumed", assumed)):
+                gains |= compare(tokens, its, ranks, microbatches, link)
+    print("\nIn HelixPipe's memory, over its time:")
+    for link, which in itertools.product(("measured", "assumed"), ("v", "any")):
+        for per_rank in (2, 4):
+            of_kind = [
+                gain
+                for key, gain in gains.items()
+                if key.endswith(f"{link}_{which}")
+                and any(f"p{p}_m{m}_" in key for p, m in PIPELINES if m == per_rank * p)
+            ]
+            print(
+                f"  {link} link, {per_rank} microbatches a rank, best {which} schedule: "
+                f"{min(of_kind):.3f} to {max(of_kind):.3f}, at least {WORTH_IT} in "
+                f"{sum(gain >= WORTH_IT for gain in of_kind)} of {len(of_kind)}"
+            )
     if given.json:
         print(json.dumps({"benchmark": "long_rows", "ok": True, "figures": gains | {
             "attention_backward_over_forward": measured["attention"]["4096"][1] / measured["attention"]["4096"][0],
