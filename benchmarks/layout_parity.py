@@ -17,7 +17,8 @@ reference model.
 By default each kind of layout is run for at least one model, which takes about ten minutes on
 two cores. ``--quick`` leaves out the layouts of 8 ranks, compiled models, activation
 checkpointing and several updates a batch. ``--all`` runs every layout, which takes about 40
-minutes. The benchmark prints one row for each layout, and exits with status 1 if a layout
+minutes. ``--only TEXT`` runs of all layouts those whose name contains the text, and their baselines. The
+benchmark prints one row for each layout, and exits with status 1 if a layout
 differs. With ``--json`` the last line is a JSON object.
 """
 
@@ -76,6 +77,8 @@ class Layout:
             "ep": "parallelism.expert_parallel_degree",
             "etp": "parallelism.expert_tensor_parallel_degree",
             "precision": "training.mixed_precision_param",
+            "microbatch": "parallelism.pipeline_parallel_microbatch_size",
+            "offload": "grpo.pipeline_offload",
             "minibatches": "grpo.num_minibatches",
             "epochs": "grpo.num_epochs",
             "kl_in": "grpo.kl_in",
@@ -93,6 +96,8 @@ ONE = "one process, 4 updates a batch"
 MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
+# Smaller microbatches have no tensors of a size that is moved to the host.
+OFFLOAD = {"offload": 1, "microbatch": 4}
 SCHEDULES = (
     "1F1B", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin", "VHalf", "VZB", "auto",
 )  # fmt: skip
@@ -132,7 +137,11 @@ LAYOUTS = [
     Layout(MIXED, 2, {"pp": 2, "schedule": "Interleaved1F1B", "precision": "bfloat16"}, False, MIXED),
     Layout("PP x2, ZBVZeroBubble, bfloat16", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "precision": "bfloat16"}, False, MIXED),
     Layout("PP x2, ZBVZeroBubble, op AC", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "selective"}),
+    Layout("PP x2, Interleaved1F1B, offload", 2, {"pp": 2, "schedule": "Interleaved1F1B"} | OFFLOAD),
+    Layout("PP x2, VHalf, full AC, offload", 2, {"pp": 2, "schedule": "VHalf", "ac": "full"} | OFFLOAD),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, offload", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | OFFLOAD),
     Layout(ONE, 1, UPDATES, False, ONE),
+    Layout("PP x2, 1F1B, 4 updates a batch", 2, {"pp": 2, "schedule": "1F1B"} | UPDATES, False, ONE),
     Layout("TP x2, 4 updates a batch", 2, {"tp": 2} | UPDATES, False, ONE),
     Layout("CP x2, 4 updates a batch", 2, {"cp": 2} | UPDATES, False, ONE),
     Layout("PP x2, ZBVZeroBubble, 4 updates a batch", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | UPDATES, False, ONE),
@@ -149,6 +158,8 @@ LAYOUTS = [
     Layout("PP x2, Interleaved1F1B, compiled", 2, {"pp": 2, "schedule": "Interleaved1F1B", "compile": True}),
     Layout("PP x2, ZBVZeroBubble, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
     Layout("PP x2, ZBVZeroBubble, full AC, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "ac": "full", "compile": True}),
+    Layout("PP x2, VHalf, compiled", 2, {"pp": 2, "schedule": "VHalf", "compile": True}),
+    Layout("PP x2, auto, compiled", 2, {"pp": 2, "schedule": "auto", "compile": True}),
     Layout("FSDP2 x2, TP x2, compiled", 4, {"shard": 2, "tp": 2, "compile": True}),
     Layout("FSDP2 x2, PP x2, ZBVZeroBubble, compiled", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
 ]  # fmt: skip
@@ -185,7 +196,7 @@ ALSO_BY_DEFAULT = {
     ),
     "qwen3": (
         "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,
-        "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled",
+        "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled", "PP x2, VHalf, full AC, offload",
         "FSDP2 x2, full AC, compiled", "PP x2, ZBVZeroBubble, full AC, compiled",
     ),
     "qwen3_moe": (
@@ -195,9 +206,13 @@ ALSO_BY_DEFAULT = {
 }  # fmt: skip
 
 
-def layouts_of(model: str, choice: Choice) -> list[Layout]:
+def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layout]:
     """Returns the layouts that a model is run under; mixtures of experts have their own."""
     layouts = MOE_LAYOUTS if model == "qwen3_moe" else LAYOUTS
+    if only is not None:
+        found = [layout for layout in layouts if only in layout.name]
+        baselines = {layout.baseline for layout in found}
+        return [layout for layout in layouts if layout in found or layout.name in baselines]
     names = ALSO_BY_DEFAULT[model] if choice == "default" else ()
     return [
         layout for layout in layouts if choice == "all" or layout.is_quick or layout.name in names
@@ -388,12 +403,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     add_choice(parser)
+    parser.add_argument("--only", metavar="TEXT", help="all layouts with this text in their name")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models, batch = make_models(folder), folder / "batch.jsonl"
         record_batch(batch, steps=3)
-        layouts = {model: layouts_of(model, options.choice) for model in models}
+        layouts = {model: layouts_of(model, options.choice, options.only) for model in models}
         results = run_layouts(layouts, models, batch, folder)
     baselines = {
         (m, layout.name): layout.baseline for m, some in layouts.items() for layout in some

@@ -16,6 +16,9 @@ compared with the simulator's. Some schedules are run once more with stages in a
 checkpoints, without and with early recomputation (`grpo.recompute_early_blocks`). Rounds are
 interleaved, and medians are shown with their spread.
 
+At last, a real model is trained on two ranks under every schedule and ``auto``, and processor times of
+its passes are compared (`pipeline_compute.py`). This needs a machine without other work.
+
 The benchmark exits with status 1 if a bound is missed. With ``--json`` the last line is a JSON
 object. ``--quick`` runs a few of each. ``--pictures`` draws the schedules that
 docs/schedules.md shows.
@@ -31,6 +34,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pipeline_compute import compare_passes, compare_processor_times
 from ranks import run_ranks
 
 from torchtitan.grpo.pipeline.draw import draw_picture
@@ -195,7 +199,7 @@ def main() -> int:
         return 0
     paper, missed = on_paper((2, 8) if given.quick else DEGREES)
     figures, rounds = {}, 2 if given.quick else 5
-    for part in (sleeping, checkpointed):
+    for part in (sleeping, checkpointed, compare_passes, compare_processor_times):
         found, more = part(rounds)
         figures |= found
         missed += more

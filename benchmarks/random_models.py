@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Qwen3 models of a given size with random weights, for the benchmarks of the weight push."""
+"""Qwen3 models of a given size with random weights, for benchmarks of the weight push and of pipelines."""
 
 import os
 from pathlib import Path
@@ -15,10 +15,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "0.1M": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "heads": 2},
     "1M": {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "heads": 2},
     "5M": {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 2, "heads": 6},
+    "8 layers": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "heads": 4},
     "30M": {"hidden_size": 704, "intermediate_size": 2176, "num_hidden_layers": 5, "heads": 8},
     "120M": {"hidden_size": 1408, "intermediate_size": 4480, "num_hidden_layers": 5, "heads": 16},
 }
-"""The parameters are in few, wide layers: a step is to compute, not to wait for gloo."""
+"""The parameters are in few, wide layers: a step is to compute, not to wait for gloo. Pipelines
+need more layers."""
 
 
 def make_model(folder: Path, size: str) -> tuple[Path, int]:

@@ -17,6 +17,7 @@ from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.split import split_model
+from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.training.model_spec import hf_train_spec
 
 
@@ -27,6 +28,7 @@ class Built:
     adapter: BaseStateDictAdapter
     parts: list[nn.Module]
     dims: ParallelDims
+    measured: Costs | None = None
 
 
 def build(*arguments: Any, **settings: Any) -> Built:
@@ -79,9 +81,9 @@ def build_stages(
     spec = hf_train_spec(hf_model, config)
     with torch.device("meta"):
         whole = spec.model_cls(model_args)
-    cpu = torch.device("cpu")
+    cpu, measured = torch.device("cpu"), None
     if dims.pp_enabled:
-        resolve_schedule(whole, dims, config, cpu)
+        measured = resolve_schedule(whole, dims, config, cpu)
         stages, parts = split_model(whole, dims, config, cpu)
     else:
         stages: list[PipelineStage] = []
@@ -97,4 +99,4 @@ def build_stages(
     assert spec.state_dict_adapter is not None
     adapter = spec.state_dict_adapter(model_args, model)
     load_hf_weights(parts, adapter, model)
-    return Built(config, hf_model, adapter, parts, dims), stages
+    return Built(config, hf_model, adapter, parts, dims, measured), stages

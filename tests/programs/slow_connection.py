@@ -1,4 +1,4 @@
-"""Lets ``auto`` choose a schedule where a tensor takes long from rank to rank."""
+"""Lets ``auto`` choose a schedule where a tensor takes long from rank to rank, with checkpoints."""
 
 import time
 
@@ -15,6 +15,11 @@ def main(arguments):
 
     dist.send = send_late
     built, _ = build_stages(
-        arguments["model"], 12, pp=3, schedule="auto", folder=arguments["folder"]
+        arguments["model"], 12, pp=3, schedule="auto", ac="full", folder=arguments["folder"]
     )
-    return {"schedule": built.config.parallelism.pipeline_parallel_schedule}
+    assert built.measured is not None
+    return {
+        "schedule": built.config.parallelism.pipeline_parallel_schedule,
+        "recompute": [stage.recompute for stage in built.measured.stages],
+        "input_grad": [stage.input_grad for stage in built.measured.stages],
+    }

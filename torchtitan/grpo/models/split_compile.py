@@ -10,7 +10,7 @@ weight, and makes the graph return the two factors instead:
 
 1. Each parameter enters the compiled graph through a tap, an autograd function.
 2. The backward pass gives the tap a stand-in of the gradient's shape, which takes no memory and
-   carries the factors.
+   carries the factors. It is NaN, so that factors that were lost would not go unnoticed.
 3. The tap puts the factors into the store (`pipeline/weight_grads.py`), which multiplies them when
    the pipeline's schedule asks for it. Outside of such a schedule's passes, the product is computed
    at once.
@@ -298,8 +298,8 @@ def _with_stand_ins(
         grads = list(outputs[:num_grads])
         for i, cut in cuts.items():
             example = cut.example
-            zero = torch.zeros((), dtype=example.dtype, device=example.device)
-            grads[i] = zero.expand(example.shape)
+            missing = torch.full((), torch.nan, dtype=example.dtype, device=example.device)
+            grads[i] = missing.expand(example.shape)
             factors = _Factors(outputs[cut.left], outputs[cut.right], cut.multiply)
             setattr(grads[i], _STAND_IN, factors)
         return grads

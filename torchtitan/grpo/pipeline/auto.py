@@ -24,12 +24,11 @@ from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
 from torchtitan.grpo.pipeline.choice import choose, describe, predict
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
 from torchtitan.grpo.pipeline.hop import measure_hops
-from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 from torchtitan.grpo.pipeline.schedules import AUTO, Schedule, candidates, measured_with
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.table_schedule import TableSchedule
-from torchtitan.grpo.pipeline.tables.actions import Kind
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 
@@ -139,14 +138,19 @@ def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Cos
     dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))
     hops = [hop for _, hop in of_ranks if hop is not None]
 
-    def mean(stage: int, kind: Kind) -> float:
+    def mean(stage: int, kind: Part) -> float:
         found = [times[stage, kind] for times, _ in of_ranks if (stage, kind) in times]
-        assert found, f"No rank has measured {kind} of stage {stage}."
-        return sum(found) / len(found)
+        assert found or kind == "R", f"No rank has measured {kind} of stage {stage}."
+        return sum(found) / len(found) if found else 0.0
 
     memory = 1 / stages_per_rank
-    stages = (
-        StageCosts(mean(s, "F"), mean(s, "I"), mean(s, "W"), activation=memory, pending=memory)
-        for s in range(stages_per_rank * num_ranks)
-    )
-    return Costs(tuple(stages), hop=sum(hops) / len(hops))
+
+    def costs(stage: int) -> StageCosts:
+        forward, recompute, rest, weight_grad = (mean(stage, kind) for kind in ("F", "R", "I", "W"))
+        return StageCosts(
+            forward, recompute + rest, weight_grad,
+            activation=memory, pending=memory, recompute=recompute,
+        )  # fmt: skip
+
+    stages = tuple(costs(stage) for stage in range(stages_per_rank * num_ranks))
+    return Costs(stages, hop=sum(hops) / len(hops))

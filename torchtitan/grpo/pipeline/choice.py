@@ -61,6 +61,8 @@ def describe(
             [s.weight_grad for s in stages],
         )
     )
+    recompute = 1000 * sum(s.recompute for s in stages) / len(stages)
+    early = f"{recompute:.3g} ms of I can run before the gradient arrives. " if recompute else ""
     predictions = ", ".join(
         f"{name} {1000 * s.makespan:.4g} ms (idle {s.bubble:.1%}, holds {s.peak:g})"
         for name, (_, s) in tried.items()
@@ -68,8 +70,7 @@ def describe(
     return (
         f"The pipeline takes the schedule {chosen}. F, I and W of a stage take "
         f"{', '.join(times)} ms on average, and a tensor takes {1000 * costs.hop:.3g} ms from rank "
-        f"to rank. Predicted for {num_microbatches} microbatches: "
-        f"{predictions}."
+        f"to rank. {early}Predicted for {num_microbatches} microbatches: {predictions}."
     )
 
 
@@ -91,6 +92,7 @@ def costs_for(row: Schedule, costs: Costs, num_ranks: int) -> Costs:
             a.weight_grad + b.weight_grad,
             activation=a.activation + b.activation,
             pending=a.pending + b.pending,
+            recompute=b.recompute,  # the last blocks are recomputed early
         )
         for a, b in pairs
     )

@@ -4,11 +4,11 @@
 """Moves tensors from a device to the host and back, beside what the device computes.
 
 On a GPU, copies run on a stream of their own, to and from pinned memory, and only events order the
-two streams: the training stream waits for the arrival of a tensor that it is about to use, and for
-nothing else. Without a GPU, copies are ordinary ones, so that the same tensors move.
+two streams: the training stream waits for the arrival of a tensor that it is about to use, and
+before it uses the memory of one that has left. The host never waits. Without a GPU, copies are
+ordinary ones, so that the same tensors move.
 """
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        self._leaving: list[tuple[Any, torch.Tensor]] = []
+        self._leaving_longer: list[tuple[Any, torch.Tensor]] = []
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begins to copy a tensor to the host. Its memory is kept until the copy is complete."""
+        """Begins to copy a tensor to the host. Its memory is kept until :meth:`release`."""
         if self._stream is None:
             return tensor.clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -49,9 +50,22 @@ class HostCopies:
         return Arriving(tensor, self._stream.record_event())
 
     def release(self) -> None:
-        """Gives up the memory of tensors that have left. Does not wait."""
-        while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()
+        """Gives up the memory of tensors that began to leave before the last call.
+
+        The training stream waits for their copies first. Called once a pass, it leaves each copy the
+        time of a pass. To ask whether a copy is complete would not do: the host queues many passes
+        ahead of the device, finds nothing complete, and would take new memory for each of them.
+        """
+        if self._leaving_longer:
+            # Copies run in order, so that the last one's event stands for all.
+            last, tensor = self._leaving_longer[-1]
+            torch.cuda.current_stream(tensor.device).wait_event(last)
+        self._leaving_longer, self._leaving = self._leaving, []
+
+    def release_all(self) -> None:
+        """Gives up the memory of all tensors that are leaving."""
+        self.release()
+        self.release()
 
 
 class Arriving:

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute
 from torchtitan.grpo.pipeline.offload_plan import OffloadPlan
-from torchtitan.grpo.pipeline.pass_timer import PassTimer
-from torchtitan.grpo.pipeline.tables.actions import Kind
+from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
 class LeanStage(PipelineStage):
@@ -128,12 +127,17 @@ class LeanStage(PipelineStage):
     def _await_gradient(self, microbatch: int) -> AbstractContextManager[Any]:
         """Waits for the output's gradient, and recomputes blocks meanwhile."""
         arriving = self._arriving.pop(microbatch, [])
+        if self.timer is not None:
+            # The time of recomputing must contain no wait, and no wait may contain recomputing.
+            for work in arriving:
+                work.wait()
         group = nullcontext()
-        # A pass that is measured recomputes within the backward pass, to which the time belongs.
-        if arriving and self.early is not None and self.timer is None:
-            group = self.recompute(microbatch)
-        for work in arriving:
-            work.wait()
+        if self.early is not None and (arriving or self.timer is not None):
+            with self._timed("R"):
+                group = self.recompute(microbatch)
+        if self.timer is None:
+            for work in arriving:
+                work.wait()
         return group
 
     def finish_sending(self) -> None:
@@ -151,7 +155,7 @@ class LeanStage(PipelineStage):
         inputs = (*received, *tree_leaves((args, kwargs)))
         return self.offload.forward((self.stage_index, microbatch), self.submod, inputs)
 
-    def _timed(self, kind: Kind) -> AbstractContextManager[None]:
+    def _timed(self, kind: Part) -> AbstractContextManager[None]:
         return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:

@@ -139,6 +139,13 @@ def _with_exchanges(
     """Returns a rank's actions, with its exchanges when their tensors are ready."""
     lowered: list[_Action] = []
     waiting = deque(queue)
+    # A backward pass that recomputes blocks starts before its gradient arrives.
+    kinds = {RECV_F: (FORWARD,), RECV_B: (BACKWARD_INPUT, FULL_BACKWARD)}
+    arrivals = {
+        exchange._replace(computation_type=kind): ready
+        for ready, exchange in queue
+        for kind in kinds.get(exchange.computation_type, ())
+    }
 
     def queue_until(time: float) -> None:
         while waiting and waiting[0][0] <= time:
@@ -147,7 +154,7 @@ def _with_exchanges(
     for action in actions:
         assert action is not None
         if action in passes:
-            queue_until(simulation.starts[passes[action]])
+            queue_until(max(simulation.starts[passes[action]], arrivals.get(action, 0.0)))
         lowered.append(action)
         if action in passes:
             queue_until(simulation.ends[passes[action]])

@@ -97,8 +97,13 @@ class ActivationOffload:
         """Gives up the host memory of a pass whose backward pass has run."""
         for moved in self._moved.pop(key, {}).values():
             self.host_bytes -= moved.nbytes
-            moved.fetch().get()  # what nobody has asked for must not be freed on its way
-        self.copies.release()
+            moved.forget()
+
+    def forget_all(self) -> None:
+        """Gives up everything, such as what an exception in a step has left."""
+        for key in list(self._moved):
+            self.forget(key)
+        self.copies.release_all()
 
     def _is_movable(self, local: torch.Tensor) -> bool:
         # A tensor whose collective is still running is no plain one.
@@ -129,6 +134,14 @@ class _Moved:
             assert self._copies is not None and self._host is not None, "Nothing was moved."
             self._arriving = self._copies.to_device(self._host)
         return self._arriving
+
+    def forget(self) -> None:
+        """Orders the training stream after the arrival, if there is one that nobody has awaited.
+
+        Memory of the training stream's pool must not be freed while another stream fills it.
+        """
+        if self._arriving is not None:
+            self._arriving.get()
 
 
 class _Saved:

@@ -64,6 +64,7 @@ class OffloadPlan:
             rank: This rank.
         """
         self._num_passes += 1
+        self.memory.forget_all()
         actions = table.actions[rank]
         backward = [(a.stage, a.microbatch) for a in actions if a.kind in ("I", "B")]
         self._next = dict(itertools.pairwise(backward))
@@ -83,10 +84,13 @@ class OffloadPlan:
         times = {key: seconds for of_rank in of_ranks for key, seconds in of_rank.items()}
 
         def cost(stage: int) -> StageCosts:
-            forward, input_grad, weight_grad, both = (
-                times.get((stage, kind), 0.0) for kind in ("F", "I", "W", "B")
+            forward, recompute, input_grad, weight_grad, both = (
+                times.get((stage, kind), 0.0) for kind in ("F", "R", "I", "W", "B")
             )
-            return StageCosts(forward, input_grad, weight_grad, both or None)
+            return StageCosts(
+                forward, recompute + input_grad, weight_grad,
+                full_backward=recompute + both if both else None, recompute=recompute,
+            )  # fmt: skip
 
         self._costs = Costs(tuple(cost(stage) for stage in range(table.num_stages)))
         self._bandwidth = measured_bandwidth(self.memory, self._device)
@@ -102,6 +106,7 @@ class OffloadPlan:
         self, key: Key, module: nn.Module, inputs: Iterable[Any]
     ) -> AbstractContextManager[None]:
         """Returns the context of a forward pass."""
+        self.memory.copies.release()
         if key in self._away:
             return self.memory.saving(key, module, inputs)
         if self.measures:
@@ -117,6 +122,12 @@ class OffloadPlan:
     def after_backward(self, key: Key) -> None:
         """Gives up the host memory of a pass."""
         self.memory.forget(key)
+        self.memory.copies.release()
+
+    def finish(self) -> None:
+        """Ends a step, in which every activation that left has come back."""
+        assert self.memory.host_bytes == 0, f"{self.memory.host_bytes} bytes were not fetched."
+        self.memory.copies.release_all()
 
 
 def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, float]:
@@ -173,5 +184,5 @@ def measured_bandwidth(memory: ActivationOffload, device: torch.device) -> float
     host = memory.copies.to_host(tensor)
     out = statistics.median(seconds(lambda: memory.copies.to_host(tensor)) for _ in range(3))
     back = statistics.median(seconds(lambda: memory.copies.to_device(host)) for _ in range(3))
-    memory.copies.release()
+    memory.copies.release_all()
     return _PROBE_BYTES / max(out, back)

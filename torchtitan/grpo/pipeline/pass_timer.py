@@ -11,11 +11,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from torchtitan.grpo.pipeline.tables.actions import Kind
+
+Part = Kind | Literal["R"]
+"""A pass, or R: the part of a backward pass that recomputes blocks and needs no gradient."""
 
 
 class PassTimer:
@@ -30,11 +33,11 @@ class PassTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._marks: dict[tuple[int, Kind], list[tuple[Any, Any]]] = defaultdict(list)
+        self._marks: dict[tuple[int, Part], list[tuple[Any, Any]]] = defaultdict(list)
         self._exchanges: list[tuple[Any, Any]] = []
 
     @contextmanager
-    def measure(self, stage: int, kind: Kind) -> Iterator[None]:
+    def measure(self, stage: int, kind: Part) -> Iterator[None]:
         """Measures the block as one pass of a stage."""
         begin = self._mark()
         yield
@@ -53,8 +56,11 @@ class PassTimer:
             return None
         return statistics.median(self._seconds(*marks) for marks in self._exchanges) / 2
 
-    def medians(self) -> dict[tuple[int, Kind], float]:
-        """Returns the median time of each stage's passes of each kind, in seconds."""
+    def medians(self) -> dict[tuple[int, Part], float]:
+        """Returns the median time of each stage's passes of each kind, in seconds.
+
+        I and B do not contain R, which is measured for itself.
+        """
         return {
             key: statistics.median(self._seconds(*marks) for marks in every)
             for key, every in self._marks.items()

@@ -4,7 +4,8 @@
 """Simulates a table of pipeline actions: whether it can run, how long it takes, what it holds.
 
 Ranks run their actions in order, each as soon as its inputs are there. Tensors travel between ranks
-for a fixed time while both ranks go on.
+for a fixed time while both ranks go on. A rank that waits for a gradient recomputes checkpointed
+blocks meanwhile, as far as the costs say.
 """
 
 from collections import Counter
@@ -82,7 +83,9 @@ def simulate(table: Table, costs: Costs) -> Simulation:
                 ready = ready_time(action, table.ranks, ends, costs.hop)
                 if ready is None:
                     break
-                starts[action] = max(ready, free_at[rank])
+                # All that lies on this rank has ended: it is another rank's tensor that is awaited.
+                waits = max(0.0, ready - free_at[rank])
+                starts[action] = free_at[rank] + waits - min(waits, costs.recompute(action))
                 free_at[rank] = ends[action] = starts[action] + costs.time(action)
                 positions[rank] += 1
                 is_moving = True

@@ -169,11 +169,14 @@ class TableSchedule(_PipelineScheduleRuntime):
         timer = PassTimer(self.stages[0].device) if self._offload.measures else None
         for stage in self.stages:
             stage.timer = timer
-        yield
-        if timer is not None:
-            self._offload.end(table, timer)
+        try:
+            yield
+        finally:
             for stage in self.stages:
                 stage.timer = None
+        self._offload.finish()
+        if timer is not None:
+            self._offload.end(table, timer)
 
     def _number_stages(self) -> None:
         """Tells all stages which rank holds which number."""

@@ -21,7 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from torchtitan.grpo.models.split_compile import SplitBackend
+from torchtitan.grpo.models.split_compile import SplitBackend, _Tap
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 KEY = (0, 0)
@@ -124,6 +124,16 @@ def test_the_gradient_of_an_input_is_never_deferred_though_it_is_a_product(compi
     backend.store.run(KEY)
     assert_equal_gradients(plain, split)
     assert backend.graphs[0].deferred == 1
+
+
+def test_a_gradient_whose_factors_were_lost_is_not_taken_for_zero(compiled, monkeypatch):
+    _, split, backend = compiled(Bare())
+    tap_backward = _Tap.backward
+    lose = staticmethod(lambda ctx, grad: tap_backward(ctx, grad.clone()))
+    monkeypatch.setattr(_Tap, "backward", lose)
+    with backend.store.catching(KEY, add):
+        backward(split, 0)
+    assert split.up.weight.grad.isnan().all()
 
 
 def test_a_gradient_that_is_no_product_stays_and_is_reported(compiled, caplog):

@@ -47,6 +47,11 @@ def test_auto_measures_how_long_a_tensor_takes_from_rank_to_rank(make_model, run
     report = (tmp_path / "pipeline_schedule.txt").read_text()
     hop = re.search(r"a tensor takes (\S+) ms from rank to rank", report)
     assert hop is not None and float(hop[1]) >= 10
+    # What checkpointed blocks take again can be computed without a gradient.
+    recompute, input_grad = results[0]["recompute"], results[0]["input_grad"]
+    assert max(recompute) > 0
+    assert all(early < whole for early, whole in zip(recompute, input_grad, strict=True))
+    assert "ms of I can run before the gradient arrives" in report
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 
 """Ranks exchange tensors in one order, and never wait for each other for ever."""
 
+from dataclasses import replace
+
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -14,9 +16,11 @@ from torchtitan.grpo.pipeline.tables.costs import Costs
 SENDS, RECEIVES = ("SEND_F", "SEND_B"), ("RECV_F", "RECV_B")
 
 
-def lowered(name: str, degree: int, microbatches: int, times=(3, 4, 2), hop=0.5):
+def lowered(name: str, degree: int, microbatches: int, recompute=0.0):
     row = SCHEDULES[name]
-    costs = Costs.uniform(degree, row.stages_per_rank, times, hop)
+    costs = Costs.uniform(degree, row.stages_per_rank, (3, 4, 2), hop=0.5)
+    stages = (replace(s, recompute=recompute * s.input_grad) for s in costs.stages)
+    costs = replace(costs, stages=tuple(stages))
     table = row.make_table(degree, microbatches, row.stages_per_rank, costs)
     return table, lower(table, simulate(table, costs))
 
@@ -28,11 +32,12 @@ def exchange(action) -> tuple[int, str, int]:
     return sender, direction, action.microbatch_index
 
 
+@pytest.mark.parametrize("recompute", [0.0, 0.5])
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_exchanges_that_block_their_rank_until_they_are_done_finish(name, degree):
+def test_exchanges_that_block_their_rank_until_they_are_done_finish(name, degree, recompute):
     """The hardest case: a rank waits in each exchange for the other side, as on one NCCL stream."""
-    _, actions = lowered(name, degree, 2 * degree + 1)
+    _, actions = lowered(name, degree, 2 * degree + 1, recompute)
     queues = {
         rank: [exchange(a) for a in todo if a.computation_type.name in SENDS + RECEIVES]
         for rank, todo in actions.items()
@@ -46,9 +51,10 @@ def test_exchanges_that_block_their_rank_until_they_are_done_finish(name, degree
                 queue.pop(0)
 
 
+@pytest.mark.parametrize("recompute", [0.0, 0.5])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pass(name):
-    _, actions = lowered(name, 4, 9)
+def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pass(name, recompute):
+    _, actions = lowered(name, 4, 9, recompute)
     for todo in actions.values():
         assert len(set(todo)) == len(todo)
         running, received, num_exchanges = None, set(), 0
@@ -60,6 +66,7 @@ def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pas
                 received.add((kind[-1], *key))
             elif key[1] is not None and kind != "BACKWARD_WEIGHT":
                 running = ("F" if kind == "FORWARD" else "B", *key)
+                # A first stage's F, a last stage's B, and neighbours on one rank receive nothing.
                 received.discard(running)
             num_exchanges += kind in SENDS + RECEIVES
         assert received == set() and num_exchanges > 0

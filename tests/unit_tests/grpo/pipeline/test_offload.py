@@ -9,7 +9,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from torchtitan.grpo.pipeline.offload import ActivationOffload
-from torchtitan.grpo.pipeline.offload_plan import hidden_by_link, kept_for, longest_kept
+from torchtitan.grpo.pipeline.offload_plan import (
+    OffloadPlan,
+    hidden_by_link,
+    kept_for,
+    longest_kept,
+)
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.pipeline.tables.plain import one_forward_one_backward
@@ -94,6 +99,23 @@ def test_the_longest_kept_go_first_as_far_as_the_link_carries_them():
     assert all_six == set(kept)
     assert len(hidden_by_link(kept, {0: 30}, 10.0, found.makespan)) == 3
     assert hidden_by_link(kept, {0: 1000}, 10.0, found.makespan) == set()
+
+
+def test_what_a_step_leaves_behind_is_noticed_and_given_up():
+    table, costs = one_forward_one_backward(4, 6), Costs.uniform(4, 1, (1, 1, 1))
+    found = simulate(table, costs)
+    plan = OffloadPlan(torch.device("cpu"), 1.0, None)  # pyright: ignore[reportArgumentType]
+    plan.memory = memory = ActivationOffload(torch.device("cpu"), least_bytes=0)
+    plan.begin(table, found, 0)
+    net, x = Net(), torch.randn(5, 4, 6)
+    with plan.forward(KEY, net, [x]):
+        net(x)
+    assert memory.host_bytes > 0
+    with pytest.raises(AssertionError, match="were not fetched"):
+        plan.finish()
+    plan.begin(table, found, 0)
+    assert memory.host_bytes == 0
+    plan.finish()
 
 
 PLAIN = {"pp": 2, "schedule": "Interleaved1F1B"}

@@ -39,6 +39,20 @@ def test_times_by_hand():
     assert found.span_bubble == pytest.approx(6 / 14)
 
 
+def test_blocks_are_recomputed_while_a_rank_waits_for_a_gradient():
+    table = table_of("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", microbatches=2)
+    costs = Costs((StageCosts(1, 2, 1, recompute=1), StageCosts(1, 2, 1, recompute=1)))
+    found = simulate(table, costs)
+    starts = {str(action): time for action, time in found.starts.items()}
+    # The gradient of 0B0 is there at 5, and that of 0B1 at 9.
+    assert starts == {
+        "0F0": 0, "0F1": 1, "1F0": 1, "1B0": 2, "1F1": 5, "1B1": 6, "0B0": 4, "0B1": 8,
+    }  # fmt: skip
+    assert found.makespan == 11
+    late = simulate(table, Costs((StageCosts(1, 2, 1), StageCosts(1, 2, 1))))
+    assert late.makespan == 12
+
+
 def test_sizes_of_microbatches_stretch_their_passes():
     table = table_of("0F0 0B0 0F1 0B1", microbatches=2)
     costs = Costs((StageCosts(1, 1, 1),), sizes=(0.5, 2.0))

@@ -21,6 +21,8 @@ class StageCosts:
             can cost time.
         activation: Memory that F leaves and that I, or B, gives back when it ends.
         pending: Memory that I leaves and that W gives back when it ends.
+        recompute: Part of I, or B, that computes checkpointed blocks again and needs no gradient. A
+            rank that waits for the gradient from another rank computes it meanwhile.
     """
 
     forward: float
@@ -29,6 +31,7 @@ class StageCosts:
     full_backward: float | None = None
     activation: float = 1.0
     pending: float = 1.0
+    recompute: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -83,8 +86,16 @@ class Costs:
             "B": stage.backward,
             "G": stage.forward,
         }[action.kind]
+        return time * self._size(action)
+
+    def recompute(self, action: Action) -> float:
+        """Returns for how long an action needs no gradient, and so can run before it is there."""
+        is_backward = action.kind in ("I", "B")
+        return self.stages[action.stage].recompute * self._size(action) if is_backward else 0.0
+
+    def _size(self, action: Action) -> float:
         has_size = self.sizes and action.kind != "G"
-        return time * (self.sizes[action.microbatch] if has_size else 1.0)
+        return self.sizes[action.microbatch] if has_size else 1.0
 
     def memory(self, action: Action) -> float:
         """Returns by how much an action changes the memory held on its rank."""

@@ -69,7 +69,7 @@ def _weights_last(action: Action) -> int:
 
 
 _PREFERENCES: tuple[Callable[[Action], int], ...] = (_as_listed, _weights_last)
-"""Orders of the actions that could run; equal ones run as they are listed."""
+"""Orders of the actions that could run, from 0 on; equal ones run as they are listed."""
 
 
 @dataclass
@@ -136,10 +136,12 @@ class Work:
                 ends = self.ends(orders)
                 latest_first = [sorted(o, key=lambda i: -ends[i]) for o in orders]
                 from_right = pack(reverse, latest_first, max_memory, _as_listed)
-                orders = [order[::-1] for order in from_right]
-                yield orders
-                orders = pack(self, orders, max_memory, _as_listed)
-                yield orders
+                to_left = pack(self, [o[::-1] for o in from_right], max_memory, _as_listed)
+                yield [order[::-1] for order in from_right]
+                yield to_left
+                if to_left == orders:
+                    break  # further rounds would end here as well
+                orders = to_left
 
     def ends(self, orders: Orders) -> list[float]:
         """Returns when each action ends if the ranks run them in these orders."""
@@ -242,6 +244,8 @@ class _Packer:
                     if self._ready[number] <= now + _ROUND:
                         choice = self.preferences[number], position
                         chosen = choice if chosen is None else min(chosen, choice)
+                        if choice[0] == 0:  # none that comes later is preferred to it
+                            break
                     elif later is None or self._ready[number] < later:
                         later = self._ready[number]
                 if len(seen) == self._num_kinds[rank]:

@@ -1,0 +1,239 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Asks on paper whether HelixPipe pays for long rows, with the times of this machine.
+
+    python benchmarks/long_rows.py [--json]
+
+One rank times matrix products of a 7B model's layer and causal attention of a few of its heads at
+lengths that a CPU can compute, and two ranks time their link. Times at 32k, 64k and 128k tokens are
+extrapolated by FLOPs: those of attention grow with the square of the length, all others with the length.
+All schedules then recompute everything but attention in the backward pass, and are simulated
+with these times for one row a microbatch: HelixPipe (`helix.py`) and the schedules of the package.
+
+Memory is what forward passes leave plus the factors of weight gradients that wait, at the peak of the
+rank that holds most, in hidden states of one row [tokens, width]. HelixPipe keeps four of them for each
+layer (the residual stream and what is before and after attention, which lie on other ranks), the others
+two. HelixPipe is compared with the fastest V schedule, and the fastest of all, that hold no more than it
+does, with any bound of the weight gradients that wait (`grpo.max_pending_weight_grads_gib`).
+
+On a CPU, communication is next to nothing beside computation. All tables are therefore made once more with
+a link that is as slow beside the products as that of an accelerator would be. It has no queue.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from helix import PartTimes, best_helix
+from ranks import run_ranks
+
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.simulate import Simulation, simulate
+from torchtitan.grpo.pipeline.tables.actions import Action, Table
+from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+
+LAYERS, DIM, FFN, HEAD_DIM = 32, 4096, 11008, 128
+TOKENS = (32768, 65536, 131072)
+PIPELINES = ((4, 8), (4, 16), (8, 16), (8, 32))
+"""Ranks and microbatches."""
+MORE_STAGES = 4
+"""Stages of a rank in additional rows of interleaved schedules."""
+V_SCHEDULES = ("ZBVZeroBubble", "VMin", "VHalf", "VZB")
+MEASURED: dict[str, Any] = {
+    "dim": DIM, "ffn": FFN, "head_dim": HEAD_DIM, "linear_tokens": 256, "measured_heads": 2,
+    "lengths": [2048, 4096], "link_bytes": 32 * 2**20,
+}  # fmt: skip
+KEPT = 2
+"""Hidden states that a layer keeps for the backward pass, but under HelixPipe."""
+PENDING_LINEAR, PENDING_QKV = (4 * DIM + 3 * FFN) / DIM, 4.0
+PENDING = PENDING_LINEAR + PENDING_QKV
+"""Hidden states that the factors of a layer's weight gradients take: inputs and outputs' gradients."""
+ACCELERATOR = {"flops": 4e14, "bandwidth": 5e10}
+"""FLOP/s and bytes per second of an accelerator and its network, as an assumption."""
+WORTH_IT = 1.10
+"""By which HelixPipe would have to be faster to be worth a runtime."""
+BYTES = 2
+"""Of a number, in bfloat16. The time of a product is measured in float32, as the link's is in bytes."""
+
+
+def measure() -> dict[str, Any]:
+    """Returns seconds per FLOP and per byte; see `long_rows_run.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job.write_text(json.dumps(MEASURED))
+        run_ranks(2, "long_rows_run.py", job, result, timeout_seconds=300)
+        return json.loads(result.read_text())
+
+
+def times_at(tokens: int, measured: dict[str, Any]) -> PartTimes:
+    """Extrapolates to rows of so many tokens."""
+    forward, backward = measured["attention"][str(max(MEASURED["lengths"]))]
+    attention_flops = 2 * tokens**2 * DIM
+    linear = 2 * tokens * measured["linear"]
+    return PartTimes(
+        linear=linear * (DIM * DIM + 3 * DIM * FFN),
+        qkv=linear * 3 * DIM * DIM,
+        attention=attention_flops * forward,
+        attention_backward=attention_flops * backward,
+        hidden_hop=BYTES * tokens * DIM * measured["link"],
+        weights_hop=BYTES * 3 * DIM * DIM * measured["link"],
+        linear_pending=PENDING_LINEAR,
+        qkv_pending=PENDING_QKV,
+    )
+
+
+def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, list[Simulation]]:
+    """Simulates the schedules of the package, zero-bubble ones with several bounds of what waits."""
+    found = {}
+    weights = times.linear + times.qkv
+    rows = [(name, row, row.stages_per_rank) for name, row in SCHEDULES.items() if name != AUTO]
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rows.append((f"{name}, {MORE_STAGES} stages", SCHEDULES[name], MORE_STAGES))
+    for name, row, per_rank in rows:
+        layers = LAYERS / (ranks * per_rank)
+        stage = StageCosts(
+            layers * (weights + times.attention),
+            layers * (2 * weights + times.attention_backward),
+            layers * weights,
+            activation=layers * KEPT,
+            pending=layers * PENDING,
+            recompute=weights,  # one block, as grpo.recompute_early_blocks is by default
+        )
+        costs = Costs((stage,) * (ranks * per_rank), times.hidden_hop)
+        table = row.make_table(ranks, microbatches, per_rank, costs)
+        bounds = (math.inf, 32, 16, 8, 4, 2, 1, 0) if row.is_zero_bubble else (math.inf,)
+        found[name] = [
+            simulate(with_bound(table, costs, bound * stage.pending), costs) for bound in bounds
+        ]
+    return found
+
+
+def with_bound(table: Table, costs: Costs, most: float) -> Table:
+    """Returns a table in which the oldest W runs at once where more would wait, as in a run."""
+    orders = []
+    for actions in table.actions:
+        order: list[Action] = []
+        waiting: deque[Action] = deque()
+        for action in actions:
+            if action.kind != "W":
+                order.append(action)
+            elif action in waiting:
+                waiting.remove(action)
+                order.append(action)
+            if action.kind == "I":
+                waiting.append(action._replace(kind="W"))
+                while waiting and -sum(map(costs.memory, waiting)) > most:
+                    order.append(waiting.popleft())
+        orders.append(tuple(order))
+    return replace(table, actions=tuple(orders))
+
+
+def compare(
+    tokens: int, times: PartTimes, ranks: int, microbatches: int, link: str
+) -> dict[str, float]:
+    """Prints one table.
+
+    Returns:
+        For each row of HelixPipe, the time over its own of the best V schedule, and of the best of all.
+    """
+    weights = times.linear + times.qkv
+    busy = LAYERS * microbatches / ranks
+    busy *= 4 * weights + times.attention + times.attention_backward
+    print(f"\n{tokens // 1024}k tokens, {ranks} ranks, {microbatches} microbatches, {link} link")
+    print(f"{'':40} {'time / busy time':>17} {'memory':>7}")
+    gains = {}
+    others = simulate_all(times, ranks, microbatches)
+    # One loop at a time, which is the paper's, and all microbatches at once.
+    for held, defers in itertools.product(sorted({2 * ranks, microbatches}), (False, True)):
+        helix = best_helix(times, ranks, LAYERS, microbatches, held, defers=defers)
+        label = f"{held} held{', W deferred' if defers else ''}"
+        print(
+            f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   links send "
+            f"for {helix.sent / helix.makespan:.1%} of the time; in as much memory:",
+            end="",
+        )
+        for which, names in (("v", V_SCHEDULES), ("any", tuple(others))):
+            best, name = min(
+                (s.makespan, name)
+                for name in names
+                for s in others[name]
+                if s.peak <= helix.peak + 1e-9
+            )
+            print(f" {name} {best / helix.makespan:.3f} of its time;", end="")
+            key = f"{tokens}_p{ranks}_m{microbatches}_{label}_{link}_{which}"
+            gains[key.replace(", ", "_").replace(" ", "_")] = best / helix.makespan
+        print()
+    for name, found in others.items():
+        cells = f"{found[0].makespan / busy:17.3f} {found[0].peak:7.0f}"
+        if len(found) > 1:
+            cells += (
+                f"   weight gradients at once: {found[-1].makespan / busy:.3f} {found[-1].peak:.0f}"
+            )
+        print(f"{name:40} {cells}")
+    return gains
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
+    given = parser.parse_args()
+    measured = measure()
+    print(f"Products: {1e-9 / measured['linear']:.1f} GFLOP/s", end="")
+    for length, (forward, backward) in measured["attention"].items():
+        print(
+            f"; attention at {length} tokens: {1e-9 / forward:.1f} GFLOP/s, backward "
+            f"{backward / forward:.2f} times as long", end="",
+        )  # fmt: skip
+    print(f"; link: {1e-9 / measured['link']:.2f} GB/s")
+    gains: dict[str, float] = {}
+    for tokens in TOKENS:
+        times = times_at(tokens, measured)
+        weights = times.linear + times.qkv
+        print(
+            f"\n{tokens // 1024}k tokens: attention takes {times.attention / weights:.2f} of the time "
+            f"of a layer's products; a hidden state travels for {times.hidden_hop / weights:.3f} of it"
+        )
+        # A hop of the same share of a layer's products as on the accelerator.
+        slower = (
+            ACCELERATOR["flops"]
+            * measured["linear"]
+            / (ACCELERATOR["bandwidth"] * measured["link"])
+        )
+        assumed = replace(
+            times, hidden_hop=slower * times.hidden_hop, weights_hop=slower * times.weights_hop
+        )
+        for ranks, microbatches in PIPELINES:
+            for link, its in (("measured", times), ("assumed", assumed)):
+                gains |= compare(tokens, its, ranks, microbatches, link)
+    print("\nIn HelixPipe's memory, over its time:")
+    for link, which in itertools.product(("measured", "assumed"), ("v", "any")):
+        for per_rank in (2, 4):
+            of_kind = [
+                gain
+                for key, gain in gains.items()
+                if key.endswith(f"{link}_{which}")
+                and any(f"p{p}_m{m}_" in key for p, m in PIPELINES if m == per_rank * p)
+            ]
+            print(
+                f"  {link} link, {per_rank} microbatches a rank, best {which} schedule: "
+                f"{min(of_kind):.3f} to {max(of_kind):.3f}, at least {WORTH_IT} in "
+                f"{sum(gain >= WORTH_IT for gain in of_kind)} of {len(of_kind)}"
+            )
+    if given.json:
+        print(json.dumps({"benchmark": "long_rows", "ok": True, "figures": gains | {
+            "attention_backward_over_forward": measured["attention"]["4096"][1] / measured["attention"]["4096"][0],
+        }}))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

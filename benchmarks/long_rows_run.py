@@ -1,0 +1,84 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A rank of `long_rows.py`: rank 0 times parts of a layer, and both the link between them."""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+def seconds(run: Callable[[], Any], rounds: int = 5) -> float:
+    """Returns the median time of a call after one that warms up."""
+    run()
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def linear_rate(settings: dict[str, Any]) -> float:
+    """Returns the seconds per FLOP of matrix products of the layer's width."""
+    tokens, dim, hidden = settings["linear_tokens"], settings["dim"], settings["ffn"]
+    x, weight = torch.randn(tokens, dim), torch.randn(hidden, dim)
+    return seconds(lambda: F.linear(x, weight)) / (2 * tokens * dim * hidden)
+
+
+def attention_rates(settings: dict[str, Any], length: int) -> tuple[float, float]:
+    """Returns the seconds per FLOP of the forward pass: that of causal attention, and its backward's."""
+    heads, dim = settings["measured_heads"], settings["head_dim"]
+    q, k, v = (torch.randn(1, heads, length, dim, requires_grad=True) for _ in range(3))
+    flops = 2 * length * length * dim * heads
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    output = forward()
+    grad = torch.randn_like(output)
+    inputs = (q, k, v)
+    back = seconds(lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True), 3)
+    return seconds(forward, 3) / flops, back / flops
+
+
+def link_rate(num_bytes: int) -> float:
+    """Returns the seconds per byte of a tensor's way to the other rank."""
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def there_and_back() -> None:
+        for rank in (0, 1):
+            if dist.get_rank() == rank:
+                dist.send(tensor, 1 - rank)
+            else:
+                dist.recv(tensor, rank)
+
+    return seconds(there_and_back) / (2 * num_bytes)
+
+
+def main() -> None:
+    job, result = map(Path, sys.argv[1:])
+    settings = json.loads(job.read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        measured["linear"] = linear_rate(settings)
+        measured["attention"] = {n: attention_rates(settings, n) for n in settings["lengths"]}
+    dist.barrier()
+    measured["link"] = link_rate(settings["link_bytes"])
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(measured))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

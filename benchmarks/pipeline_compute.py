@@ -1,0 +1,154 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Compares pipeline schedules with real computation on two ranks; a part of `pipeline_schedules.py`.
+
+A Qwen3 model of eight layers with random weights is trained under every schedule and ``auto``, with
+and without full activation checkpoints. Rounds are interleaved, and medians are shown.
+
+Processor times are measured for each stage and kind of pass, without the time for which a rank waits
+or has no core. Replayed through the dependencies of a schedule, they say how long a pass would
+take if every rank had a core of its own.
+"""
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from random_models import make_model
+from ranks import run_ranks
+
+from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
+from torchtitan.grpo.pipeline.simulate import simulate
+from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+
+RANKS, SEQ_LEN = 2, 128
+COUNTS = (2, 4, 8, 16)
+"""Microbatches of a pass."""
+REPLAYED = 4
+"""Microbatches of a pass that is replayed."""
+AUTO_MOST = 1.05
+"""Of the time of the best schedule."""
+SPLIT_MOST = {"none": 1.05, "full": 1.05, "none, compiled": 1.10, "full, compiled": 1.10}
+"""Of the processor time of I and W over that of a whole backward pass."""
+REPLAY_MOST = {"ZBVZeroBubble": 0.98, "ZBVZeroBubble, early": 0.95}
+"""Of the replayed time over that of Interleaved1F1B, with full checkpoints."""
+
+Result = tuple[dict[str, float], list[str]]
+"""Figures, and the bounds that were missed."""
+
+
+def run(
+    folder: Path, what: str, cases: dict[str, Any], counts: tuple[int, ...], rounds: int
+) -> Any:
+    """Runs `pipeline_compute_run.py`; returns what it found."""
+    model = folder / "model-8 layers"
+    if not model.exists():
+        make_model(folder, "8 layers")
+    job, result = folder / "job.json", folder / "result.json"
+    job.write_text(json.dumps({
+        "what": what, "cases": cases, "microbatches": counts, "rounds": rounds,
+        "model": str(model), "folder": str(folder), "seq_len": SEQ_LEN, "ranks": RANKS,
+    }))  # fmt: skip
+    run_ranks(RANKS, "pipeline_compute_run.py", job, result, timeout_seconds=900)
+    return json.loads(result.read_text())
+
+
+def compare_passes(rounds: int) -> Result:
+    """Times passes under every schedule; ``auto`` must be about as fast as the best."""
+    figures: dict[str, float] = {}
+    missed = []
+    for mode in ("none", "full"):
+        cases = {name: {"schedule": name, "ac": mode} for name in SCHEDULES}
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(Path(folder), "passes", cases, COUNTS, rounds)
+        chosen = found["names"][AUTO]
+        print(f"\nReal computation, {RANKS} ranks, checkpoints: {mode}; auto took {chosen}")
+        print(f"{'':22}" + "".join(f"{f'm = {m}':>22}" for m in COUNTS) + "   ms, medians (range)")
+        medians = {
+            name: {m: statistics.median(of_counts[str(m)]) for m in COUNTS}
+            for name, of_counts in found["seconds"].items()
+        }
+        for name, of_counts in found["seconds"].items():
+            cells = [
+                f"{1000 * medians[name][m]:.0f} ({1000 * min(of_counts[str(m)]):.0f} to "
+                f"{1000 * max(of_counts[str(m)]):.0f})".rjust(22)
+                for m in COUNTS
+            ]
+            print(f"{name:22}" + "".join(cells))
+        for m in COUNTS:
+            ratio = medians[AUTO][m] / min(of[m] for of in medians.values())
+            figures[f"auto_over_best_{mode}_m{m}"] = ratio
+            print(f"  auto over the best at {m} microbatches: {ratio:.3f}")
+            if ratio > AUTO_MOST:
+                missed.append(f"auto takes {ratio:.3f} of the best at {m} microbatches, {mode}")
+    return figures, missed
+
+
+def compare_processor_times(rounds: int) -> Result:
+    """Compares I and W with whole backward passes, and replays passes under full checkpoints."""
+    figures: dict[str, float] = {}
+    missed = []
+    print(f"\nProcessor time of I and W over that of whole backward passes, {RANKS} ranks")
+    for mode, most in SPLIT_MOST.items():
+        ac, _, compiled = mode.partition(", ")
+        common = {"ac": ac, "compiled": bool(compiled), "early_blocks": 0}
+        cases = {name: {"schedule": name} | common for name in ("Interleaved1F1B", "ZBVZeroBubble")}
+        if ac == "full" and not compiled:
+            cases |= {f"{n}, early": c | {"early_blocks": -1} for n, c in tuple(cases.items())}
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(Path(folder), "processor", cases, (REPLAYED,), rounds)
+        split, whole = (_total(found[name], kinds) for name, kinds in (
+            ("ZBVZeroBubble", "IW"), ("Interleaved1F1B", "B"),
+        ))  # fmt: skip
+        figures[f"split_over_whole_{mode}"] = split / whole
+        print(f"  checkpoints: {mode:16} {split / whole:.3f}")
+        if split / whole > most:
+            missed.append(f"I and W take {split / whole:.3f} of a backward pass, {mode}")
+        if len(cases) > 2:
+            more = replay(found)
+            figures |= more[0]
+            missed += more[1]
+    return figures, missed
+
+
+def replay(found: dict[str, list[Any]]) -> Result:
+    """Replays processor times through the dependencies of their schedules."""
+    made = {label: _replayed(label.partition(",")[0], times) for label, times in found.items()}
+    print(
+        f"\nReplayed, full checkpoints, {RANKS} ranks, {REPLAYED} microbatches: over Interleaved1F1B"
+    )
+    figures, missed = {}, []
+    for label, seconds in made.items():
+        ratio = seconds / made["Interleaved1F1B"]
+        figures[f"replayed_{label}"] = ratio
+        print(f"  {label:24} {1000 * seconds:6.0f} ms   {ratio:.3f}")
+        if ratio > REPLAY_MOST.get(label, ratio):
+            missed.append(f"{label} replayed takes {ratio:.3f} of Interleaved1F1B")
+    return figures, missed
+
+
+def _replayed(name: str, times: list[Any]) -> float:
+    """Returns the makespan of a schedule with these times of stages and kinds of passes."""
+    by_kind = {(stage, kind): seconds for stage, kind, seconds in times}
+    num_stages = 1 + max(stage for stage, _ in by_kind)
+
+    def cost(stage: int) -> StageCosts:
+        forward, recompute, rest, weight, both = (
+            by_kind.get((stage, kind), 0.0) for kind in ("F", "R", "I", "W", "B")
+        )
+        return StageCosts(
+            forward, recompute + rest, weight,
+            full_backward=recompute + both if both else None, recompute=recompute,
+        )  # fmt: skip
+
+    costs = Costs(tuple(cost(stage) for stage in range(num_stages)))
+    row = SCHEDULES[name]
+    table = row.make_table(RANKS, REPLAYED, num_stages // RANKS, costs)
+    return simulate(table, costs).makespan
+
+
+def _total(times: list[Any], kinds: str) -> float:
+    return sum(seconds for _, kind, seconds in times if kind in kinds)

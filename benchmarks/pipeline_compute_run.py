@@ -1,0 +1,118 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A rank of `pipeline_compute.py`: a real model under every schedule."""
+
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "programs"))
+
+from build_model import build_stages
+
+from torchtitan.grpo.pipeline.pass_timer import PassTimer
+from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+
+FOLDER = "pipeline"
+
+
+class ProcessorTimer(PassTimer):
+    """Measures for how long this thread had a core, which others that share it do not lengthen."""
+
+    def _mark(self) -> float:
+        return time.thread_time()
+
+
+def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str]:
+    """Returns the schedule of a case over the stages of a real model, and its name."""
+    built, stages = build_stages(
+        job["model"], job["seq_len"], local_batch_size=1, pp=job["ranks"],
+        folder=str(Path(job["folder"], FOLDER)), **case,
+    )  # fmt: skip
+    schedule = build_schedule(
+        built.config, stages, lambda output, _: output[..., 0].sum(), built.measured
+    )
+    return schedule, built.config.parallelism.pipeline_parallel_schedule
+
+
+def run_pass(schedule: TableSchedule, job: dict[str, Any], microbatches: int) -> float:
+    """Runs one pass; returns the time from the first rank's start to the last one's end."""
+    shape = (1, job["seq_len"])
+    rows = [torch.randint(1, 500, shape) for _ in range(microbatches)]
+    has_first = any(stage.is_first for stage in schedule.stages)
+    has_last = any(stage.is_last for stage in schedule.stages)
+    named = [
+        {
+            "sequence_ids": torch.zeros(shape, dtype=torch.int64),
+            "positions": torch.arange(shape[1]).expand(shape),
+            "labels": row,
+        }
+        for row in rows
+    ]
+    dist.barrier()
+    begin = time.perf_counter()
+    schedule.run(
+        [(row,) if has_first else () for row in rows], named,
+        [torch.zeros(1)] * microbatches if has_last else None,
+    )  # fmt: skip
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    for stage in schedule.stages:
+        stage.submod.zero_grad()
+    return seconds
+
+
+def passes(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the seconds of each round, by case and number of microbatches, and what auto took."""
+    built = {label: build(job, case) for label, case in job["cases"].items()}
+    found: dict[str, Any] = {label: defaultdict(list) for label in built}
+    for count in job["microbatches"]:
+        for schedule, _ in built.values():
+            run_pass(schedule, job, count)
+        for _ in range(job["rounds"]):
+            for label, (schedule, _) in built.items():
+                found[label][count].append(run_pass(schedule, job, count))
+    return {"seconds": found, "names": {label: name for label, (_, name) in built.items()}}
+
+
+def processor_times(job: dict[str, Any]) -> dict[str, Any]:
+    """Returns the processor time of each stage's passes of each kind, by case."""
+    built = {label: build(job, case)[0] for label, case in job["cases"].items()}
+    timers = {label: ProcessorTimer(torch.device("cpu")) for label in built}
+    for schedule in built.values():
+        run_pass(schedule, job, job["microbatches"][0])
+    for _ in range(job["rounds"]):
+        for label, schedule in built.items():
+            for stage in schedule.stages:
+                stage.timer = timers[label]
+            run_pass(schedule, job, job["microbatches"][0])
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {label: timer.medians() for label, timer in timers.items()})
+    return {
+        label: [[*key, t] for of_rank in of_ranks for key, t in of_rank[label].items()]
+        for label in built
+    }
+
+
+def main() -> None:
+    file, result = map(Path, sys.argv[1:])
+    job = json.loads(file.read_text())
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    measure = {"passes": passes, "processor": processor_times}[job["what"]]
+    found = measure(job)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
