@@ -356,6 +356,8 @@ class Engine:
     def _give_rows(self, prefill: Prefill) -> None:
         rowless = [request for request in prefill.requests if request.row is None]
         new_rows = [self._take_row(request) for request in rowless]
+        # At once for all chunks: to grow the storage takes longer than a step.
+        self._runner.cache.reserve(len(self._rows), len(prefill.tokens))
         if new_rows and prefill.start > 0:
             # They have joined a prompt of which some chunks were computed.
             source = prefill.requests[0].row

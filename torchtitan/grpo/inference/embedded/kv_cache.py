@@ -54,7 +54,7 @@ class SlotCache(Cache):
         if step.whole is not None:
             # The padding of a short prompt may reach beyond the longest row.
             longest = max(longest, step.whole.ids.shape[1])
-        self._reserve(step.num_rows, longest)
+        self.reserve(step.num_rows, longest)
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of all slots, [slots, kv_heads, length, head_dim] each."""
@@ -62,7 +62,7 @@ class SlotCache(Cache):
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first ``length`` positions of slots ``sources`` over ``targets``."""
-        self._reserve(max(targets) + 1, length)
+        self.reserve(max(targets) + 1, length)
         for tensors in (self._keys, self._values):
             for tensor in tensors:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
@@ -110,7 +110,8 @@ class SlotCache(Cache):
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._num_slots, like.shape[1], self._length, like.shape[3])
 
-    def _reserve(self, num_slots: int, length: int) -> None:
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Makes room for slots ``0 .. num_slots`` of ``length`` positions, keeping what is stored."""
         if num_slots <= self._num_slots and length <= self._length:
             return
         old_slots, old_length = self._num_slots, self._length

@@ -16,6 +16,7 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--device", spec.device, "--dtype", spec.dtype]
     command += ["--max-model-len", str(spec.max_model_len)]
     command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += ["--max-batched-tokens", str(spec.max_batched_tokens)]
     command += seed_option("--seed", spec)
     keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key}
     return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"}, keys)
