@@ -80,6 +80,16 @@ class Inference:
     """Maximum length of a sequence on launched servers, in tokens. It must fit the longest prompt
     with ``rollout.max_new_tokens``."""
 
+    max_batched_tokens: Annotated[int, at_least(1).or_value(0, "chosen by the kind")] = 0
+    """Maximum number of tokens that a launched server computes in one step (chunked prefill). Each
+    running request has one token in a step, and prompts get what is left, so a long prompt makes
+    running requests wait for no more than a step of this size. It must be above
+    ``rollout.max_concurrent_rollouts`` divided by ``num_servers``. It is vLLM's
+    ``--max-num-batched-tokens`` and SGLang's ``--chunked-prefill-size``, which must be a multiple
+    of its page size. With 0, vLLM and SGLang get 2,048 on a GPU and 256 on a CPU, or twice the
+    number of running requests if that is more. The embedded server then adds 512 on a GPU, and a
+    quarter on a CPU, to the number of running requests."""
+
     extra_args: list[str] = field(default_factory=list)
     """Further command line arguments of launched servers, passed on unchanged. Each server also gets
     a sampling seed: ``debug.seed`` plus the index of the server."""

@@ -70,6 +70,13 @@ def check_inference(config: JobConfig) -> None:
             refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
         except ValueError as error:
             raise ConfigError(str(error)) from error
+    running = -(-config.rollout.max_concurrent_rollouts // inference.num_servers)
+    budget = inference.max_batched_tokens
+    require(
+        not inference.launch or budget == 0 or budget > running,
+        f"inference.max_batched_tokens must be 0 or above {running}, the completions that a server "
+        f"samples at once (rollout.max_concurrent_rollouts / inference.num_servers), got {budget}.",
+    )
     python = inference.python
     require(
         python is None or os.access(python, os.X_OK),
@@ -107,7 +114,8 @@ def _check_reachable(urls: list[str]) -> None:
 
 
 _LAUNCH_ONLY = (
-    "num_servers", "python", "device", "dtype", "extra_args", "max_restarts", "restart_seconds",
+    "num_servers", "python", "device", "dtype", "max_batched_tokens", "extra_args", "max_restarts",
+    "restart_seconds",
 )  # fmt: skip
 """Further keys of ``[inference]`` that only servers which the run starts read. A file may hold them
 for a run that launches servers, while the command line names servers that run already."""

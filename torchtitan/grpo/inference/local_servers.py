@@ -226,6 +226,7 @@ def server_specs(
             gpu_memory_utilization=share.memory,
             # Servers with equal seeds would sample equal completions of a prompt.
             seed=config.seed + index,
+            max_batched_tokens=inference.max_batched_tokens,
         )
         for index, (port, share) in enumerate(zip(ports, shares, strict=True))
     ]

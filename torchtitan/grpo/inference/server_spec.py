@@ -35,6 +35,8 @@ class ServerSpec:
         gpu_memory_utilization: Part of each GPU's memory that the server may use; ``None`` leaves
             the server's default. The embedded server takes what it needs.
         seed: Sampling seed; ``None`` leaves the server's default.
+        max_batched_tokens: Token budget of a step; see ``inference.max_batched_tokens``. 0 chooses
+            it.
     """
 
     kind: ServerKind
@@ -53,6 +55,7 @@ class ServerSpec:
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     seed: int | None = None
+    max_batched_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,23 @@ class LaunchCommand:
     arguments: list[str]
     defaults: dict[str, str] = field(default_factory=dict)
     keys: dict[str, str | None] = field(default_factory=dict)
+
+
+_CHOSEN_TOKENS = {"cpu": 256, "cuda": 2048}
+
+
+def batched_tokens(spec: ServerSpec) -> int:
+    """Returns the token budget of a step of a vLLM or SGLang server.
+
+    Without a setting, it is 2,048 on a GPU and 256 on a CPU. Both saturate the device with a few
+    running requests, so that a larger budget would only make running requests wait longer. With
+    many running requests it is twice their number, so that half of it is left for prompts. SGLang
+    wants a multiple of its page size, a power of 2.
+    """
+    if spec.max_batched_tokens:
+        return spec.max_batched_tokens
+    wanted = max(_CHOSEN_TOKENS[spec.device], 2 * spec.max_running_requests)
+    return -(-wanted // 64) * 64
 
 
 def seed_option(option: str, spec: ServerSpec) -> list[str]:

@@ -82,10 +82,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="prompt and completion together; 0 is the model's own limit, but at most 4096",
     )
     add(
+        "--max-batched-tokens",
+        type=int,
+        default=0,
+        help="maximum number of tokens of a step, running requests first and prompts with what is "
+        "left; 0 chooses it",
+    )
+    add(
         "--max-prefill-tokens",
         type=int,
         default=4096,
-        help="maximum number of padded tokens in one prefill",
+        help="maximum number of prompt tokens of a step that no running request waits for",
     )
     add(
         "--max-connections",
@@ -115,6 +122,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         require_keys(arguments.host, os.environ)
     except ValueError as error:
         parser.error(str(error))
+    budget = arguments.max_batched_tokens
+    if budget and budget <= arguments.max_running_requests:
+        parser.error(
+            "--max-batched-tokens must be 0 or above --max-running-requests "
+            f"({arguments.max_running_requests}), got {budget}"
+        )
     if arguments.max_model_len < 0:
         parser.error("--max-model-len must be 0 or above")
     return arguments
@@ -136,7 +149,11 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
     seed = random.SystemRandom().getrandbits(31) if arguments.seed is None else arguments.seed
     return EmbeddedServer(
         lambda report: Engine(
-            runner, report, seed=seed, max_prefill_tokens=arguments.max_prefill_tokens
+            runner,
+            report,
+            seed=seed,
+            step_tokens=arguments.max_batched_tokens or None,
+            max_prefill_tokens=arguments.max_prefill_tokens,
         ),
         lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout),
         table,

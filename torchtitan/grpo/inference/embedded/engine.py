@@ -4,14 +4,16 @@
 """Runs the engine, one thread that schedules requests, samples tokens and swaps weights.
 
 Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
-pause, swap weights). Then, unless the engine is paused, it prefills waiting requests into free
-rows and decodes one token for every row. Calls run only between two steps. Therefore
+pause, swap weights). Then, unless the engine is paused, it computes one step: a token for every
+running request, and waiting prompts as far as the step's token budget goes (see `prefill.py`).
+Calls run only between two steps. Therefore
 
     - each token is sampled with the weights of a single version;
     - a pause is complete when its future is done;
-    - new weights are never combined with keys and values of old ones: a swap sends every running
-      request back to the front of the queue, and its prompt and tokens are computed again. The
-      exception is a swap during an ``in_place`` pause, which keeps the old keys and values.
+    - new weights are never combined with keys and values of old ones: a swap sends every request
+      that has a row back to the front of the queue, and its prompt and tokens are computed again.
+      A prompt of which some chunks were computed begins anew, too. The exception is a swap during
+      an ``in_place`` pause, which keeps the old keys and values.
 
 Modes of a pause: ``abort`` ends all requests; ``retract`` and ``in_place`` keep them.
 
@@ -31,6 +33,12 @@ import torch
 
 from torchtitan.grpo.inference.client import ServerLoad
 from torchtitan.grpo.inference.embedded.model import ModelRunner
+from torchtitan.grpo.inference.embedded.prefill import (
+    Prefill,
+    PrefillPlan,
+    PrefillQueue,
+    default_step_tokens,
+)
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 
@@ -41,6 +49,8 @@ Events = list[tuple[Request, int, bool]]
 """``(request, num_tokens, finished)`` of every request that has changed."""
 
 _T = TypeVar("_T")
+# Token and position of each row, and how it is sampled.
+_Batch = tuple[torch.Tensor, torch.Tensor, SamplingBatch]
 
 
 class EngineError(RuntimeError):
@@ -57,8 +67,10 @@ class Engine:
         runner: The model. Only the engine's thread uses it after :meth:`start`.
         report: Called on the engine's thread with the events of each step.
         seed: Seed of the random numbers of requests that have none of their own.
-        max_prefill_tokens: Maximum number of padded tokens in one prefill, which bounds how long
-            running requests wait for new ones. A longer prompt is prefilled by itself.
+        step_tokens: Maximum number of tokens of a step, which bounds how long running requests
+            wait for prompts. It must be above the number of rows. ``None`` chooses it, see
+            :func:`default_step_tokens`.
+        max_prefill_tokens: The same bound for prompts while no request is running.
         version: Version of the weights at the start.
     """
 
@@ -68,12 +80,16 @@ class Engine:
         report: Callable[[Events], None],
         *,
         seed: int = 0,
+        step_tokens: int | None = None,
         max_prefill_tokens: int = 4096,
         version: str = "default",
     ) -> None:
         self._runner = runner
         self._report = report
-        self._max_prefill_tokens = max_prefill_tokens
+        if step_tokens is None:
+            step_tokens = default_step_tokens(runner.max_slots, runner.device.type)
+        self.step_tokens = step_tokens
+        self._queue = PrefillQueue(step_tokens, max_prefill_tokens)
         self._generator = torch.Generator(runner.device)
         self._generator.manual_seed(seed)
         self.version = version
@@ -83,12 +99,11 @@ class Engine:
         self.num_steps = 0
         self.num_recomputed = 0
         self.num_swaps = 0
-        self._waiting: deque[Request] = deque()
         self._rows: list[Request | None] = []
         self._holes: list[int] = []
         self._events: Events = []
         # Tensors of the current rows, rebuilt when the rows have changed.
-        self._batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingBatch] | None = None
+        self._batch: _Batch | None = None
         self._calls: deque[tuple[Callable[[], object], Future]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -122,7 +137,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Number of requests that wait for a row."""
-        return len(self._waiting)
+        return len(self._queue.waiting)
 
     def load(self) -> ServerLoad:
         """Returns how busy the engine is, between two steps or during one.
@@ -212,7 +227,7 @@ class Engine:
             self._end()
 
     def _has_work(self) -> bool:
-        return self.pause_mode is None and bool(self._waiting or self.num_running)
+        return self.pause_mode is None and bool(self._queue.waiting or self.num_running)
 
     def _carry_out_calls(self) -> bool:
         """Waits while there is nothing to do; returns False when closing."""
@@ -269,10 +284,10 @@ class Engine:
                 generator = torch.Generator(self._runner.device)
                 generator.manual_seed(seed)
                 request.generator = generator
-            self._waiting.append(request)
+            self._queue.waiting.append(request)
 
     def _abort(self, prefix: str | None, reason: str) -> int:
-        everyone = [r for r in self._rows if r is not None] + list(self._waiting)
+        everyone = [r for r in self._rows if r is not None] + list(self._queue.waiting)
         chosen = [r for r in everyone if prefix is None or r.request_id.startswith(prefix)]
         for request in chosen:
             self._finish(request, reason)
@@ -282,10 +297,9 @@ class Engine:
         if request.finish_reason is not None:
             return
         request.finish_reason = {"type": "abort", "message": reason}
+        self._queue.drop(request)
         if request.row is not None:
             self._vacate(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
         self._events.append((request, len(request.output_ids), True))
 
     def _vacate(self, request: Request) -> None:
@@ -305,7 +319,7 @@ class Engine:
 
     def _set_version(self, version: str) -> None:
         self.version = version
-        for request in (*self._rows, *self._waiting):
+        for request in (*self._rows, *self._queue.waiting):
             if request is not None:
                 request.start_segment(version)
 
@@ -322,54 +336,33 @@ class Engine:
         return time.perf_counter() - started
 
     def _requeue_running(self) -> None:
-        running = [r for r in self._rows if r is not None]
-        for request in running:
-            request.row = None
-        self.num_recomputed += len(running)
-        self._waiting.extendleft(reversed(running))
+        running = [r for r in self._rows if r is not None and r.prefilled_to is None]
+        self.num_recomputed += self._queue.put_back(running)
         self._rows, self._holes, self._batch = [], [], None
 
     # -- one step ---------------------------------------------------------------------
 
     def _step(self) -> None:
-        if self._waiting and self.num_running < self._runner.max_slots:
-            self._prefill()
+        num_decoding = self.num_running - self._queue.num_cut
+        plan = self._queue.plan(num_decoding, self._runner.max_slots - self.num_running)
+        for prefill in plan.prefills:
+            self._give_rows(prefill)
+            self._batch = None
         self._close_holes()
         if self._rows:
-            self._decode()
+            self._forward(plan)
         self.num_steps += 1
 
-    def _prefill(self) -> None:
-        """Prefills as many waiting requests as free rows and the token budget allow.
-
-        Equal token sequences, such as the prompts of a group, are computed once.
-        """
-        unique: dict[tuple[int, ...], int] = {}
-        requests: list[Request] = []
-        sources: list[int] = []
-        longest = 0
-        num_free = self._runner.max_slots - self.num_running
-        while self._waiting and len(requests) < num_free:
-            tokens = tuple(self._waiting[0].token_ids)
-            if tokens not in unique:
-                padded = (len(unique) + 1) * max(longest, len(tokens))
-                if unique and padded > self._max_prefill_tokens:
-                    break
-                longest = max(longest, len(tokens))
-            request = self._waiting.popleft()
-            if tokens in unique and not request.output_ids:
-                request.shared_prompt_tokens = len(request.prompt_ids)
-            sources.append(unique.setdefault(tokens, len(unique)))
-            requests.append(request)
-        slots = [self._take_row(request) for request in requests]
-        self._batch = None
-        logits = self._runner.prefill(
-            [list(tokens) for tokens in unique],
-            slots,
-            None if len(unique) == len(requests) else sources,
-        )
-        sampling = self._sampling_of(requests)
-        self._take_tokens(requests, *sample(logits, sampling, self._generator))
+    def _give_rows(self, prefill: Prefill) -> None:
+        rowless = [request for request in prefill.requests if request.row is None]
+        new_rows = [self._take_row(request) for request in rowless]
+        # At once for all chunks: to grow the storage takes longer than a step.
+        self._runner.cache.reserve(len(self._rows), len(prefill.tokens))
+        if new_rows and prefill.start > 0:
+            # They have joined a prompt of which some chunks were computed.
+            source = prefill.requests[0].row
+            assert source is not None, "the first request of a chunk has a row"
+            self._runner.cache.copy([source] * len(new_rows), new_rows, prefill.start)
 
     def _take_row(self, request: Request) -> int:
         if self._holes:
@@ -394,34 +387,34 @@ class Engine:
             assert request is not None and request.row is not None, "the last row is taken"
             sources.append(request.row)
             targets.append(hole)
-            longest = max(longest, request.length)
+            longest = max(longest, request.num_cached)
             request.row = hole
             self._rows[hole] = request
             while self._rows and self._rows[-1] is None:
                 self._rows.pop()
         self._holes.clear()
         if targets:
-            self._runner.cache.move(sources, targets, longest)
+            self._runner.cache.copy(sources, targets, longest)
 
-    def _decode(self) -> None:
+    def _forward(self, plan: PrefillPlan) -> None:
         requests = [r for r in self._rows if r is not None]
         if self._batch is None:
-            device = self._runner.device
-            self._batch = (
-                torch.tensor([r.output_ids[-1] for r in requests], device=device),
-                torch.arange(len(requests), device=device),
-                torch.tensor([r.length - 1 for r in requests], device=device),
-                self._sampling_of(requests),
-            )
-        ids, rows, positions, sampling = self._batch
-        logits = self._runner.decode(ids, rows, positions, max(r.length for r in requests))
+            self._batch = self._build_batch(requests)
+        ids, positions, sampling = self._batch
+        logits = self._runner.step(ids, positions, [r.num_cached for r in requests], plan)
         ids, logprobs = sample(logits, sampling, self._generator)
-        self._batch = (ids, rows, positions + 1, sampling)
+        # A prompt that is cut has another token in its row in the next step.
+        self._batch = None if self._queue.cut else (ids, positions + 1, sampling)
         self._take_tokens(requests, ids, logprobs)
 
-    def _sampling_of(self, requests: list[Request]) -> SamplingBatch:
-        return SamplingBatch.build(
-            [r.sampling for r in requests], [r.generator for r in requests], self._runner.device
+    def _build_batch(self, requests: list[Request]) -> _Batch:
+        # A row whose prompt is not complete samples nothing, so its own random numbers stay.
+        generators = [r.generator if r.prefilled_to is None else None for r in requests]
+        device = self._runner.device
+        return (
+            torch.tensor([r.next_input for r in requests], device=device),
+            torch.tensor([r.num_cached - 1 for r in requests], device=device),
+            SamplingBatch.build([r.sampling for r in requests], generators, device),
         )
 
     def _take_tokens(
@@ -430,9 +423,11 @@ class Engine:
         for request, token_id, logprob in zip(
             requests, ids.tolist(), logprobs.tolist(), strict=True
         ):
+            if request.prefilled_to is not None:
+                continue
+            self.num_tokens += 1
             finished = request.append(token_id, logprob)
             if finished:
                 self._vacate(request)
             if finished or request.stream:
                 self._events.append((request, len(request.output_ids), finished))
-        self.num_tokens += len(requests)

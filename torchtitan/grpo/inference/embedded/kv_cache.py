@@ -3,14 +3,14 @@
 
 """Keys and values of the running requests, one slot for each.
 
-A running request is row ``i`` of every decode batch and owns slot ``i``. The engine keeps the rows
-dense, so a decode step reads slots ``0 .. num_rows`` as a view, without a gather. When requests
-end, the last rows move into the free slots.
+A running request is row ``i`` of every step and owns slot ``i``. The engine keeps the rows dense,
+so a step reads ranges of slots as views, without a gather. When requests end, the last rows move
+into the free slots.
 
 Invariants:
-    - Positions ``[0, length)`` of a slot hold the tokens of its request. The rest is finite but
-      meaningless, and masked. (It is zeroed on allocation, because an attention weight of 0
-      times NaN is NaN.)
+    - Positions ``[0, length)`` of a slot hold the tokens of its request that have been computed.
+      The rest is finite but meaningless, and masked. (It is zeroed on allocation, because an
+      attention weight of 0 times NaN is NaN.)
     - Storage grows by doubling and never shrinks, so it is allocated a few times in a run.
 """
 
@@ -19,16 +19,21 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from torchtitan.grpo.inference.embedded.step_layout import StepLayout
+
 
 class SlotCache(Cache):
     """A transformers cache whose rows have different lengths.
 
-    :meth:`plan_prefill` or :meth:`plan_decode` must be called before each forward.
+    :meth:`plan` must be called before each forward.
 
     Args:
         max_slots: Maximum number of rows.
         max_length: Maximum number of tokens of a row.
     """
+
+    step: StepLayout
+    """Layout of the current forward."""
 
     def __init__(self, max_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
@@ -39,36 +44,25 @@ class SlotCache(Cache):
         # One tensor a layer: [slots, kv_heads, length, head_dim].
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
-        self._slots = torch.empty(0, dtype=torch.long)
-        self._sources: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
-        self._view_length = 0
+        self._rows = torch.empty(0, dtype=torch.long)
 
-    def plan_prefill(self, slots: torch.Tensor, sources: torch.Tensor | None, length: int) -> None:
-        """Prepares for a forward over whole sequences.
+    def plan(self, step: StepLayout) -> None:
+        """Prepares for a forward over the tokens of ``step``."""
+        self.step = step
+        self._rows = torch.arange(step.num_rows, device=step.positions.device)
+        longest = max(rows.length for rows in step.ranges)
+        if step.whole is not None:
+            # The padding of a short prompt may reach beyond the longest row.
+            longest = max(longest, step.whole.ids.shape[1])
+        self.reserve(step.num_rows, longest)
 
-        Args:
-            slots: [num_new] long, slots of the new rows.
-            sources: [num_new] long, for each slot the row of the forward's batch that it stores,
-                or ``None`` if slot ``i`` stores row ``i``. Several slots may store one row.
-            length: Padded length of the sequences.
-        """
-        self._slots, self._sources, self._positions = slots, sources, None
-        self._reserve(int(slots.max()) + 1, length)
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of all slots, [slots, kv_heads, length, head_dim] each."""
+        return self._keys[layer_idx], self._values[layer_idx]
 
-    def plan_decode(self, rows: torch.Tensor, positions: torch.Tensor, view_length: int) -> None:
-        """Prepares for a forward over one token of each row.
-
-        Args:
-            rows: [num_rows] long, ``0 .. num_rows``.
-            positions: [num_rows] long, position of each row's new token.
-            view_length: Largest position plus 1, which is the length that attention reads.
-        """
-        self._slots, self._positions, self._view_length = rows, positions, view_length
-        self._reserve(len(rows), view_length)
-
-    def move(self, sources: list[int], targets: list[int], length: int) -> None:
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first ``length`` positions of slots ``sources`` over ``targets``."""
+        self.reserve(max(targets) + 1, length)
         for tensors in (self._keys, self._values):
             for tensor in tensors:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
@@ -81,43 +75,43 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new keys and values of a layer and returns those that attention reads.
+        """Stores the new keys and values of a layer.
 
         Args:
-            key_states: [batch, kv_heads, seq, head_dim], after the rotary embedding.
+            key_states: [1, kv_heads, num_tokens, head_dim], after the rotary embedding.
             value_states: Same shape as ``key_states``.
 
         Returns:
-            In a prefill, the arguments themselves. In a decode step, views of shape [num_rows,
-            kv_heads, view_length, head_dim].
+            The arguments themselves. Attention reads the slots with :meth:`layer`.
         """
         if layer_idx == len(self._keys):
             self._keys.append(self._allocate(key_states))
             self._values.append(self._allocate(value_states))
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if self._positions is not None:
-            keys[self._slots, :, self._positions] = key_states[:, :, 0]
-            values[self._slots, :, self._positions] = value_states[:, :, 0]
-            num_rows = len(self._slots)
-            return keys[:num_rows, :, : self._view_length], values[
-                :num_rows, :, : self._view_length
-            ]
-        length = key_states.shape[2]
-        new_keys, new_values = key_states, value_states
-        if self._sources is not None:
-            new_keys, new_values = key_states[self._sources], value_states[self._sources]
-        keys[self._slots, :, :length] = new_keys
-        values[self._slots, :, :length] = new_values
+        self._store(self._keys[layer_idx], key_states[0])
+        self._store(self._values[layer_idx], value_states[0])
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns 0: rows have no common length, and positions and masks are passed explicitly."""
         return 0
 
+    def _store(self, slots: torch.Tensor, new: torch.Tensor) -> None:
+        step = self.step
+        if step.whole is not None:
+            num_prompts, length = step.whole.ids.shape
+            block = new[:, step.num_rows : step.chunk_start].unflatten(1, (num_prompts, length))
+            slots[step.whole.slots, :, :length] = block.transpose(0, 1)[step.whole.sources]
+        if step.chunk is not None:
+            for slot in step.chunk.slots:
+                slots[slot, :, step.chunk.start : step.chunk.stop] = new[:, step.chunk_start :]
+        # Last, because the padding of a short prompt lies where its row's token belongs.
+        slots[self._rows, :, step.positions] = new[:, : step.num_rows].transpose(0, 1)
+
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._num_slots, like.shape[1], self._length, like.shape[3])
 
-    def _reserve(self, num_slots: int, length: int) -> None:
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Makes room for slots ``0 .. num_slots`` of ``length`` positions, keeping what is stored."""
         if num_slots <= self._num_slots and length <= self._length:
             return
         old_slots, old_length = self._num_slots, self._length

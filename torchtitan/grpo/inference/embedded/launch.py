@@ -15,5 +15,6 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--device", spec.device, "--dtype", spec.dtype]
     command += ["--max-model-len", str(spec.max_model_len)]
     command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += ["--max-batched-tokens", str(spec.max_batched_tokens)]
     command += seed_option("--seed", spec)
     return LaunchCommand(command, {"HF_HUB_OFFLINE": "1"})

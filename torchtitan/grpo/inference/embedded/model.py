@@ -5,56 +5,30 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import AttentionInterface
 
+from torchtitan.grpo.inference.embedded.attention import ATTENTION
 from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
+from torchtitan.grpo.inference.embedded.prefill import Prefill, PrefillPlan
+from torchtitan.grpo.inference.embedded.step_layout import (
+    ChunkPart,
+    RowRange,
+    StepLayout,
+    WholePart,
+    split_rows,
+)
 
 logger = logging.getLogger(__name__)
 
-_ATTENTION = "grouped_sdpa"
+# Bytes of keys and values that attention reads in the time that one more call of it takes.
+_CALL_BYTES = {"cpu": 128 * 1024, "cuda": 16 * 1024 * 1024}
 # Number of positions whose logits over the vocabulary are in memory at once.
 _LOGIT_ROWS = 256
-
-
-def _grouped_sdpa(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention that does not copy keys and values for each query head of a group.
-
-    ``attention_mask`` is ``None`` for whole sequences, whose attention is causal, or an additive
-    mask [rows, 1, 1, length] for one token a row. In the latter case the query heads of a group are
-    treated as query positions of one head.
-    """
-    rows, num_heads, seq_len, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    if attention_mask is not None:
-        query = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        scale=scaling,
-        is_causal=attention_mask is None,
-        enable_gqa=attention_mask is None and num_heads != num_kv_heads,
-    )
-    output = output.reshape(rows, num_heads, seq_len, value.shape[-1])
-    return output.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(_ATTENTION, _grouped_sdpa)
 
 
 class ModelRunner:
@@ -70,7 +44,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, max_slots: int, max_length: int) -> None:
         _check_attention(model)
-        model.config._attn_implementation = _ATTENTION
+        model.config._attn_implementation = ATTENTION
         self.model = model.eval().requires_grad_(False)
         self.device = model.device
         self.dtype = model.dtype
@@ -78,63 +52,76 @@ class ModelRunner:
         self.max_slots = max_slots
         self.max_length = max_length
         self.cache = SlotCache(max_slots, max_length)
+        self._call_positions = _call_positions(model)
 
-    def prefill(
-        self, sequences: list[list[int]], slots: list[int], sources: list[int] | None
+    def step(
+        self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int], plan: PrefillPlan
     ) -> torch.Tensor:
-        """Computes whole sequences and stores their keys and values.
+        """Computes one token of each row and the prompts of ``plan``.
 
         Args:
-            sequences: Token ids of each sequence, at least one.
-            slots: Slot of each new row.
-            sources: For each slot the index of its sequence; ``None`` is the identity.
-
-        Returns:
-            [len(slots), vocab] logits after each row's last token.
-        """
-        lengths = [len(tokens) for tokens in sequences]
-        longest = max(lengths)
-        # Padded on the right, where a causal mask hides the padding from all real tokens.
-        padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
-        picked = None if sources is None else torch.tensor(sources, device=self.device)
-        self.cache.plan_prefill(torch.tensor(slots, device=self.device), picked, longest)
-        hidden = self.model.model(
-            input_ids=torch.tensor(padded, device=self.device),
-            position_ids=torch.arange(longest, device=self.device).unsqueeze(0),
-            past_key_values=self.cache,
-            use_cache=True,
-        ).last_hidden_state
-        rows = torch.arange(len(sequences), device=self.device)
-        last = hidden[rows, torch.tensor(lengths, device=self.device) - 1]
-        logits = self.model.lm_head(last)
-        return logits if picked is None else logits[picked]
-
-    def decode(
-        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        """Computes one token of each row.
-
-        Args:
-            ids: [rows] long, newest token of each row.
-            rows: [rows] long, ``0 .. num_rows``.
+            ids: [rows] long, one token of each row, rows ``0 .. num_rows``.
             positions: [rows] long, position of that token.
-            longest: Largest position plus 1.
+            lengths: Position of that token plus 1, for each row.
+            plan: Prompts whose tokens are computed, all but the last of this step, which is the
+                token of the prompt's rows.
 
         Returns:
             [rows, vocab] logits.
         """
-        self.cache.plan_decode(rows, positions, longest)
-        hidden_from = torch.arange(longest, device=self.device) > positions.unsqueeze(1)
-        mask = torch.zeros(hidden_from.shape, dtype=self.dtype, device=self.device)
-        mask = mask.masked_fill_(hidden_from, float("-inf"))[:, None, None, :]
+        whole, chunk = self._whole_part(plan.whole), self._chunk_part(plan.chunk)
+        ranges = self._masked(split_rows(lengths, self._call_positions), lengths, positions)
+        step = StepLayout(positions, ranges, whole, chunk)
+        self.cache.plan(step)
         hidden = self.model.model(
-            input_ids=ids.unsqueeze(1),
-            attention_mask=mask,
-            position_ids=positions.unsqueeze(1),
+            input_ids=step.flat_ids(ids),
+            position_ids=step.flat_positions(),
             past_key_values=self.cache,
             use_cache=True,
+            slot_cache=self.cache,
         ).last_hidden_state
-        return self.model.lm_head(hidden[:, 0])
+        return self.model.lm_head(hidden[0, : step.num_rows])
+
+    def _masked(
+        self, ranges: list[RowRange], lengths: list[int], positions: torch.Tensor
+    ) -> list[RowRange]:
+        """Adds the masks of ranges whose rows differ in length."""
+        masked = []
+        for rows in ranges:
+            if min(lengths[rows.start : rows.stop]) < rows.length:
+                read = torch.arange(rows.length, device=self.device)
+                hidden_from = read > positions[rows.start : rows.stop].unsqueeze(1)
+                rows = replace(rows, mask=self._additive(hidden_from)[:, None, None, :])
+            masked.append(rows)
+        return masked
+
+    def _additive(self, hidden_from: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(hidden_from.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(hidden_from, float("-inf"))
+
+    def _whole_part(self, prefills: list[Prefill]) -> WholePart | None:
+        """Pads prompts on the right, where a causal mask hides the padding from all real tokens."""
+        # A prompt of one token is computed by its row alone.
+        prefills = [prefill for prefill in prefills if len(prefill.tokens) > 1]
+        if not prefills:
+            return None
+        longest = max(len(prefill.tokens) for prefill in prefills) - 1
+        ids = [p.tokens[:-1] + [0] * (longest + 1 - len(p.tokens)) for p in prefills]
+        pairs = [(r.row, i) for i, prefill in enumerate(prefills) for r in prefill.requests]
+        slots, sources = torch.tensor(pairs, device=self.device).unbind(1)
+        return WholePart(torch.tensor(ids, device=self.device), slots, sources)
+
+    def _chunk_part(self, prefill: Prefill | None) -> ChunkPart | None:
+        if prefill is None or prefill.stop - prefill.start < 2:
+            return None
+        start, stop = prefill.start, prefill.stop - 1
+        ids = torch.tensor(prefill.tokens[start:stop], device=self.device)
+        slots = [request.row for request in prefill.requests if request.row is not None]
+        mask = None
+        if start:
+            own = torch.arange(start, stop, device=self.device).unsqueeze(1)
+            mask = self._additive(torch.arange(stop, device=self.device) > own)
+        return ChunkPart(ids, slots, start, mask)
 
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
         """Returns the log-probability of each token but the first, without using the slots.
@@ -151,6 +138,16 @@ class ModelRunner:
             logprobs = torch.log_softmax(self.model.lm_head(part).float(), dim=-1)
             found += logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return found
+
+
+def _call_positions(model: PreTrainedModel) -> int:
+    """Returns the cost of an attention call, as a number of positions that it could read."""
+    config = model.config
+    heads = config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    position_bytes = 2 * heads * head_dim * model.dtype.itemsize
+    return _CALL_BYTES.get(model.device.type, _CALL_BYTES["cuda"]) // position_bytes
 
 
 def _check_attention(model: PreTrainedModel) -> None:

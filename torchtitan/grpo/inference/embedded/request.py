@@ -19,15 +19,18 @@ class Request:
     Only the engine's thread writes to it. The lists of tokens only grow, so another thread may
     read the first ``num_tokens`` entries after the listener was told of them.
 
-    WAITING (``row`` is ``None``) -> RUNNING (``row`` is its slot) -> finished (``finish_reason`` is
-    set). New weights send a running request back to WAITING, so that its keys and values are
-    computed again.
+    WAITING (``row`` is ``None``) -> PREFILLING (``prefilled_to`` is set) -> RUNNING (``row`` is its
+    slot) -> finished (``finish_reason`` is set). A prompt that one step computes is never
+    PREFILLING. New weights send a request that has a row back to WAITING, so that its keys and
+    values are computed again.
 
     Attributes:
         request_id: SGLang's ``rid``.
         prompt_ids: At least one token id below the vocabulary size.
         sampling: See :class:`SamplingParams`.
         stop_ids: Tokens that end the completion, the model's own included.
+        prefilled_to: While the prompt is computed in chunks, the number of its tokens that are in the
+            slot after the current step; else ``None``.
         stream: Whether the listener is told of every token, or of the end alone.
         listener: Called with ``(num_tokens, finished)`` on the server's event loop.
         segments: ``(version, start)`` for each version that sampled tokens of the completion.
@@ -47,6 +50,7 @@ class Request:
     listener: Callable[[int, bool], None]
     generator: torch.Generator | None = None
     row: int | None = None
+    prefilled_to: int | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[tuple[str, int]] = field(default_factory=list)
@@ -64,6 +68,17 @@ class Request:
     def length(self) -> int:
         """Number of tokens so far, those of the prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens that are in the slot after the current step."""
+        return self.length if self.prefilled_to is None else self.prefilled_to
+
+    @property
+    def next_input(self) -> int:
+        """Token that the current step computes in the request's row, the last of those cached."""
+        position = self.num_cached - 1 - len(self.prompt_ids)
+        return self.output_ids[position] if position >= 0 else self.prompt_ids[position]
 
     def start_segment(self, version: str) -> None:
         """Attributes all further tokens to ``version``."""

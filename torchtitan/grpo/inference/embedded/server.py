@@ -274,6 +274,7 @@ class EmbeddedServer:
                 "dp_size": 1,
                 "weight_version": engine.version,
                 "pause_mode": engine.pause_mode,
+                "max_batched_tokens": engine.step_tokens,
                 "num_running": engine.num_running,
                 "num_waiting": engine.num_waiting,
                 "num_tokens": engine.num_tokens,

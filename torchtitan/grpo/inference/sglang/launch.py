@@ -6,7 +6,12 @@
 import sys
 from pathlib import Path
 
-from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
+from torchtitan.grpo.inference.server_spec import (
+    LaunchCommand,
+    ServerSpec,
+    batched_tokens,
+    seed_option,
+)
 
 _SERVER_MAIN = Path(__file__).with_name("server_main.py")
 # On a CPU, SGLang would otherwise allocate 15 GB for its KV cache.
@@ -25,6 +30,11 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--device", spec.device, "--dtype", spec.dtype]
     command += ["--context-length", str(spec.max_model_len)] if spec.max_model_len else []
     command += ["--max-running-requests", str(spec.max_running_requests)]
+    # SGLang does not mix prompts and running requests in one batch when logprobs are asked for, so
+    # its option --enable-mixed-chunk would do nothing here. The interval makes running requests
+    # wait for one chunk of a prompt, and not for all of its chunks.
+    command += ["--chunked-prefill-size", str(batched_tokens(spec))]
+    command += ["--prefill-decode-interval", "1"]
     command += ["--tp-size", str(spec.tensor_parallel_size)]
     if spec.gpu_memory_utilization is not None and spec.device == "cuda":
         command += ["--mem-fraction-static", f"{spec.gpu_memory_utilization:g}"]

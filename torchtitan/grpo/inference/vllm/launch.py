@@ -6,7 +6,12 @@
 import json
 import sys
 
-from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec, seed_option
+from torchtitan.grpo.inference.server_spec import (
+    LaunchCommand,
+    ServerSpec,
+    batched_tokens,
+    seed_option,
+)
 
 WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtension"
 """Class whose methods vLLM adds to its workers, for requests to ``/collective_rpc``."""
@@ -23,6 +28,8 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--model", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
     command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len or "auto")]
     command += ["--max-num-seqs", str(spec.max_running_requests)]
+    # Running requests come first in vLLM, and prompts get what is left of the budget.
+    command += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(batched_tokens(spec))]
     # The route that takes and returns token ids, with the weight version of each token.
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]

@@ -3,110 +3,26 @@
 
 """Compares the embedded engine with plain forwards of transformers, in one process."""
 
-import queue
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from engine_harness import (
+    TIMEOUT,
+    Harness,
+    harness,
+    make_model,
+    random_prompt,
+    reference_logprobs,
+    swap_to,
+)
 
-from torchtitan.grpo.inference.embedded.engine import Engine, EngineError
+from torchtitan.grpo.inference.embedded.engine import EngineError
 from torchtitan.grpo.inference.embedded.model import ModelRunner
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
-from torchtitan.grpo.inference.embedded.weights import WeightTable
-
-VOCAB = 53
-TIMEOUT = 60.0
-
-
-def make_model(kind: str, seed: int = 0) -> Any:
-    """Returns a tiny random model whose weights are large enough to make logits differ."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "initializer_range": 0.3,
-    }
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[kind](**sizes)
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def reference_logprobs(model: Any, request: Request) -> torch.Tensor:
-    """Returns the [completion] logprobs of a finished request, from a forward without a cache."""
-    ids = torch.tensor([request.token_ids])
-    attention = model.config._attn_implementation
-    model.config._attn_implementation = "sdpa"
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits[0].float()
-    model.config._attn_implementation = attention
-    start = len(request.prompt_ids) - 1
-    temperature = request.sampling.temperature or 1.0
-    logprobs = torch.log_softmax(logits[start:-1] / temperature, -1)
-    return logprobs.gather(-1, torch.tensor(request.output_ids).unsqueeze(-1)).squeeze(-1)
-
-
-class Harness:
-    """An engine, and a queue of the events of its requests."""
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.model = model
-        self.news: queue.Queue[tuple[Request, int, bool]] = queue.Queue()
-        slots = options.pop("max_slots", 4)
-        self.runner = ModelRunner(model, slots, options.pop("max_length", 300))
-        self.engine = Engine(self.runner, self._report, **options)
-        self.engine.start()
-        self.count = 0
-
-    def _report(self, events: list[tuple[Request, int, bool]]) -> None:
-        for event in events:
-            self.news.put(event)
-
-    def submit(self, prompt: list[int], stream: bool = False, **sampling: Any) -> Request:
-        self.count += 1
-        params = SamplingParams(**sampling)
-        request = Request(
-            f"request-{self.count}", prompt, params, params.stop_token_ids, stream, lambda *_: None
-        )
-        self.engine.submit([request]).result(TIMEOUT)
-        return request
-
-    def finish(self, requests: list[Request]) -> None:
-        waiting = {id(r) for r in requests}
-        while waiting:
-            request, _, finished = self.news.get(timeout=TIMEOUT)
-            if finished:
-                waiting.discard(id(request))
-
-    def wait_for_tokens(self, request: Request, count: int) -> None:
-        """Waits until a streaming request has ``count`` tokens."""
-        while True:
-            told, num_tokens, finished = self.news.get(timeout=TIMEOUT)
-            if told is request and num_tokens >= count:
-                assert not finished
-                return
-
-
-@contextmanager
-def harness(model: Any, **options: Any) -> Iterator[Harness]:
-    made = Harness(model, **options)
-    try:
-        yield made
-    finally:
-        assert made.engine.close(10.0)
-
-
-def random_prompt(rng: random.Random, low: int = 1, high: int = 40) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -176,13 +92,6 @@ def test_a_seeded_request_repeats_whatever_runs_beside_it() -> None:
         other_seed = h.submit([9, 8], max_new_tokens=20, sampling_seed=8)
         h.finish([*others, again, other_seed])
     assert again.output_ids == alone.output_ids != other_seed.output_ids
-
-
-def swap_to(h: Harness, other: Any, version: str) -> None:
-    tensors = {k: v.clone() for k, v in other.state_dict().items()}
-    table = WeightTable(h.model)
-    prepared = {name: table.prepared(name, tensor) for name, tensor in tensors.items()}
-    h.engine.swap_weights(lambda: table.adopt(prepared), version).result(TIMEOUT)
 
 
 @pytest.mark.parametrize("pause", [None, "retract"])

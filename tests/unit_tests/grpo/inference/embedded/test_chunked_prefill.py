@@ -1,0 +1,155 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Long prompts beside running requests: nobody stalls, and no number depends on the chunks."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import (
+    TIMEOUT,
+    VOCAB,
+    Harness,
+    harness,
+    make_model,
+    random_prompt,
+    reference_logprobs,
+    swap_to,
+)
+
+LONG = [(7 * i + i // 9) % VOCAB for i in range(240)]
+CHUNKED = {"max_slots": 4, "step_tokens": 14}
+
+
+def assert_exact(model: Any, requests: list) -> None:
+    for request in requests:
+        torch.testing.assert_close(
+            torch.tensor(request.logprobs), reference_logprobs(model, request), atol=1e-4, rtol=0
+        )
+
+
+def start_long(h: Harness) -> tuple[Any, Any]:
+    """Starts a request, and then one with a long prompt; returns while chunks are computed."""
+    watched = h.submit([11, 12], stream=True, max_new_tokens=250)
+    h.wait_for_tokens(watched, 2)
+    long = h.submit(LONG, max_new_tokens=3)
+    h.wait_for_tokens(watched, len(watched.output_ids) + 3)
+    done = h.engine.run(lambda: long.prefilled_to).result(TIMEOUT)
+    assert done is not None and 0 < done < len(LONG), "the prompt is cut"
+    return watched, long
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_samples_and_logprobs_do_not_depend_on_the_chunks(kind: str) -> None:
+    model = make_model(kind)
+    found = []
+    for options in ({"step_tokens": 9}, {"step_tokens": 23}, {"step_tokens": 1000}):
+        rng = random.Random(3)
+        with harness(model, max_slots=5, max_prefill_tokens=50, **options) as h:
+            requests = []
+            for i in range(16):
+                prompt = requests[-1].prompt_ids if i % 4 == 3 else random_prompt(rng, high=150)
+                sampling = {"temperature": 0.0} if i % 3 == 0 else {"sampling_seed": i}
+                requests.append(h.submit(prompt, max_new_tokens=rng.randint(1, 30), **sampling))
+            h.finish(requests)
+        assert_exact(model, requests)
+        found.append([request.output_ids for request in requests])
+    assert found[0] == found[1] == found[2]
+
+
+def test_running_requests_sample_while_a_long_prompt_is_computed() -> None:
+    model = make_model("qwen3")
+    with harness(model, **CHUNKED) as h:
+        running = h.submit([11, 12], stream=True, max_new_tokens=250)
+        h.wait_for_tokens(running, 2)
+        long = h.submit(LONG, stream=True, max_new_tokens=2)
+        before = len(running.output_ids)
+        h.wait_for_tokens(long, 1)
+        # 13 tokens of the prompt in each step; the harness may see the first of them late.
+        assert len(running.output_ids) - before >= len(LONG) // 13 - 3
+        h.engine.abort("request-1").result(TIMEOUT)
+        h.finish([long, running])
+    assert_exact(model, [running, long])
+
+
+@pytest.mark.parametrize("pause", [None, "retract"])
+def test_new_weights_between_two_chunks_start_the_prompt_anew(pause: Any) -> None:
+    old, new = make_model("qwen3", seed=1), make_model("qwen3", seed=2)
+    with harness(make_model("qwen3", seed=1), **CHUNKED) as h:
+        watched, long = start_long(h)
+        if pause is not None:
+            h.engine.pause(pause).result(TIMEOUT)
+        swap_to(h, new, "v2")
+        assert h.engine.num_recomputed == 2
+        h.engine.resume().result(TIMEOUT)
+        h.finish([watched, long])
+    assert long.segments == [("v2", 0)]
+    assert_exact(new, [long])
+    cut = watched.segments[1][1]
+    got = torch.tensor(watched.logprobs)
+    torch.testing.assert_close(got[:cut], reference_logprobs(old, watched)[:cut], atol=1e-4, rtol=0)
+    torch.testing.assert_close(got[cut:], reference_logprobs(new, watched)[cut:], atol=1e-4, rtol=0)
+
+
+def test_an_in_place_pause_keeps_the_chunks_of_old_weights() -> None:
+    new = make_model("qwen3", seed=2)
+    with harness(make_model("qwen3", seed=1), **CHUNKED) as h:
+        watched, long = start_long(h)
+        h.engine.pause("in_place").result(TIMEOUT)
+        swap_to(h, new, "v2")
+        assert h.engine.num_recomputed == 0 and long.prefilled_to is not None
+        h.engine.resume().result(TIMEOUT)
+        h.engine.abort(watched.request_id).result(TIMEOUT)
+        h.finish([watched, long])
+    assert long.segments == [("v2", 0)]
+    assert (torch.tensor(long.logprobs) - reference_logprobs(new, long)).abs().max() > 1e-3
+
+
+def test_a_pause_between_two_chunks_loses_nothing() -> None:
+    model = make_model("llama")
+    with harness(model, **CHUNKED) as h:
+        watched, long = start_long(h)
+        h.engine.pause("retract").result(TIMEOUT)
+        done = long.prefilled_to
+        h.engine.run(lambda: None).result(TIMEOUT)
+        assert long.prefilled_to == done is not None
+        h.engine.resume().result(TIMEOUT)
+        h.finish([watched, long])
+    assert h.engine.num_recomputed == 0
+    assert_exact(model, [watched, long])
+
+
+def test_a_request_aborted_between_two_chunks_frees_its_row() -> None:
+    model = make_model("llama")
+    with harness(model, **CHUNKED) as h:
+        watched, long = start_long(h)
+        assert h.engine.abort(long.request_id).result(TIMEOUT) == 1
+        assert h.engine.num_running == 1
+        others = [h.submit([i] * 30, max_new_tokens=9) for i in range(5)]
+        h.finish([watched, long, *others])
+    assert long.output_ids == [] and long.finish_reason is not None
+    assert_exact(model, [watched, *others])
+
+
+def test_rows_move_while_a_prompt_is_computed() -> None:
+    """Short requests end and leave holes, into which the row of the long prompt moves."""
+    model = make_model("qwen3")
+    with harness(model, **CHUNKED) as h:
+        h.engine.pause("retract").result(TIMEOUT)
+        short = [h.submit([i, 5], max_new_tokens=4 + i) for i in range(3)]
+        long = h.submit(LONG, max_new_tokens=5)
+        h.engine.resume().result(TIMEOUT)
+        h.finish([*short, long])
+    assert_exact(model, [*short, long])
+
+
+def test_a_group_joins_a_prompt_that_is_being_computed() -> None:
+    model = make_model("qwen3")
+    with harness(model, **CHUNKED) as h:
+        watched, long = start_long(h)
+        late = h.submit(LONG, max_new_tokens=3, temperature=0.0)
+        h.finish([watched, long, late])
+    assert (long.shared_prompt_tokens, late.shared_prompt_tokens) == (0, len(LONG))
+    assert_exact(model, [watched, long, late])

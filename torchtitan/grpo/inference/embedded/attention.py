@@ -1,0 +1,142 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Attention of one step, over the slots and over the step's own tokens.
+
+Keys and values are never copied for each query head of a group. For one token of each row, the
+query heads of a group are treated as query positions of one head. For a chunk, the groups are
+treated as a batch, and the heads of a group read the same memory.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import AttentionInterface
+
+from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
+from torchtitan.grpo.inference.embedded.step_layout import ChunkPart, RowRange
+
+ATTENTION = "slot_attention"
+"""Name of this attention in a model's configuration."""
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    slot_cache: SlotCache | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes the attention of one layer.
+
+    Args:
+        module: The layer, whose ``layer_idx`` names its slots.
+        query: [1, num_heads, num_tokens, head_dim], in the order of the step's layout.
+        key: [1, num_kv_heads, num_tokens, head_dim], the new keys, which the slots hold by now.
+        value: The new values, like ``key``.
+        attention_mask: Not used, because the layout tells what a token may see.
+        scaling: Factor of the scores.
+        slot_cache: Cache with the layout of this step; ``None`` computes plain causal attention
+            over sequences that do not use the slots.
+
+    Returns:
+        [batch, num_tokens, num_heads, head_dim], and no weights.
+    """
+    if slot_cache is None:
+        return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    step = slot_cache.step
+    keys, values = slot_cache.layer(module.layer_idx)  # pyright: ignore[reportArgumentType]
+    num_heads, _, head_dim = query.shape[1:]
+    output = query.new_empty(query.shape[2], num_heads, head_dim)
+    for rows in step.ranges:
+        output[rows.start : rows.stop] = _attend_rows(query, keys, values, rows, scaling)
+    if step.whole is not None:
+        num_prompts, length = step.whole.ids.shape
+        place = slice(step.num_rows, step.chunk_start)
+        query_w, key_w, value_w = (
+            t[0, :, place].unflatten(1, (num_prompts, length)).transpose(0, 1)
+            for t in (query, key, value)
+        )
+        whole = _causal(query_w, key_w, value_w, scaling)
+        output[place] = whole.transpose(1, 2).flatten(0, 1)
+    if step.chunk is not None:
+        slot, stop = step.chunk.slots[0], step.chunk.stop
+        output[step.chunk_start :] = _attend_chunk(
+            query[0, :, step.chunk_start :],
+            keys[slot, :, :stop],
+            values[slot, :, :stop],
+            step.chunk,
+            scaling,
+        )
+    return output.unsqueeze(0), None
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attention of whole sequences, [batch, heads, seq, head_dim] each."""
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        scale=scaling,
+        is_causal=True,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: RowRange,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Returns the [rows, heads, head_dim] attention of one token of each row of a range."""
+    place, num_kv_heads = slice(rows.start, rows.stop), keys.shape[1]
+    grouped = query[0, :, place].transpose(0, 1).unflatten(1, (num_kv_heads, -1))
+    output = scaled_dot_product_attention(
+        grouped,
+        keys[place, :, : rows.length],
+        values[place, :, : rows.length],
+        attn_mask=rows.mask,
+        scale=scaling,
+    )
+    return output.flatten(1, 2)
+
+
+def _attend_chunk(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    chunk: ChunkPart,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Returns the [tokens, heads, head_dim] attention of a chunk.
+
+    Args:
+        query: [heads, tokens, head_dim].
+        keys: [kv_heads, chunk.stop, head_dim], the chunk's own included.
+        values: Same shape as ``keys``.
+        chunk: The chunk.
+        scaling: Factor of the scores.
+    """
+    num_kv_heads = keys.shape[0]
+    grouped = query.unflatten(0, (num_kv_heads, -1))
+    shape = (num_kv_heads, grouped.shape[1], *keys.shape[1:])
+    output = scaled_dot_product_attention(
+        grouped,
+        keys.unsqueeze(1).expand(shape),
+        values.unsqueeze(1).expand(shape),
+        attn_mask=chunk.mask,
+        scale=scaling,
+        is_causal=chunk.mask is None,
+    )
+    return output.flatten(0, 1).transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION, slot_attention)

@@ -1,0 +1,189 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Decides which tokens of waiting prompts the next step computes.
+
+Stall-free batching after Sarathi-Serve (https://arxiv.org/abs/2403.02310). Each step computes one
+token of every running request first. What is left of its token budget goes to prompts, in the
+order of their arrival. A prompt that does not fit is cut: the step computes a chunk of it, and the
+following steps the rest. Kept from the paper are the budget, decodes first, and the batch of
+decodes and chunks in one forward. Left out is the choice of the budget from a profile.
+
+Invariants:
+    - At most one prompt is cut at a time, and nothing overtakes it.
+    - A step computes at least one token of the first prompt that waits and has a row.
+    - The running requests and the tokens of prompts, padding included, are at most the budget.
+      Further requests for the same tokens are free, because each adds only its row's token.
+
+There are two exceptions, in which nobody would gain from small steps, and the budget is the
+larger ``max_prefill_tokens``: no request is running, or requests are computed again because the
+weights have changed, when all of them wait for the same work.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchtitan.grpo.inference.embedded.request import Request
+
+
+@dataclass(eq=False)
+class Prefill:
+    """A sequence of tokens on its way into the slots.
+
+    Attributes:
+        tokens: The sequence.
+        requests: Requests that begin with it, at least one. Each stores it in a row of its own.
+        start: Number of tokens that are in the slots.
+        stop: Number of tokens that are in the slots when the planned step is over.
+    """
+
+    tokens: list[int]
+    requests: list[Request]
+    start: int = 0
+    stop: int = 0
+
+    def plan(self, num_tokens: int) -> int:
+        """Plans the next ``num_tokens`` tokens, or all that are left; returns how many."""
+        self.start, self.stop = self.stop, min(self.stop + num_tokens, len(self.tokens))
+        for request in self.requests:
+            request.prefilled_to = self.stop if self.is_cut else None
+        return self.stop - self.start
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are left for later steps."""
+        return self.stop < len(self.tokens)
+
+
+@dataclass
+class PrefillPlan:
+    """What one step computes besides the tokens of running requests.
+
+    Attributes:
+        whole: Prompts that are computed at once, padded to the longest of them.
+        chunk: A part of one prompt, if any.
+    """
+
+    whole: list[Prefill] = field(default_factory=list)
+    chunk: Prefill | None = None
+
+    @property
+    def prefills(self) -> list[Prefill]:
+        """All prompts of the plan, in the order of their arrival."""
+        return [*self.whole, *([] if self.chunk is None else [self.chunk])]
+
+
+class PrefillQueue:
+    """The requests that wait for a row, and the prompt that is cut.
+
+    Args:
+        step_tokens: Token budget of a step.
+        max_prefill_tokens: Number of prompt tokens of a step that delays nobody.
+    """
+
+    def __init__(self, step_tokens: int, max_prefill_tokens: int) -> None:
+        self._step_tokens = step_tokens
+        self._max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Request] = deque()
+        self.cut: Prefill | None = None
+
+    @property
+    def num_cut(self) -> int:
+        """Number of rows that belong to the prompt that is cut."""
+        return 0 if self.cut is None else len(self.cut.requests)
+
+    def plan(self, num_running: int, num_free: int) -> PrefillPlan:
+        """Returns what the next step computes besides the tokens of running requests.
+
+        The requests of the plan leave the queue. Those that have no row must be given one.
+
+        Args:
+            num_running: Number of requests whose next token the step samples anyway.
+            num_free: Number of free rows.
+        """
+        budget = self._budget(num_running)
+        plan = PrefillPlan(chunk=self.cut)
+        if self.cut is not None:
+            num_free -= self._take_equal(self.cut, num_free)
+            budget -= self.cut.plan(budget)
+            if self.cut.is_cut:
+                return plan
+            self.cut = None
+        self._plan_waiting(plan, budget, num_free)
+        return plan
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request that has ended."""
+        if self.cut is not None and request in self.cut.requests:
+            self.cut.requests.remove(request)
+            if not self.cut.requests:
+                self.cut = None
+        elif request.row is None and request in self.waiting:
+            self.waiting.remove(request)
+
+    def put_back(self, running: Iterable[Request]) -> int:
+        """Puts requests and the prompt that is cut back to the front; returns how many there are.
+
+        Their keys and values are to be computed again, from the first token on.
+        """
+        first = list(running)
+        if self.cut is not None:
+            first += self.cut.requests
+            self.cut = None
+        for request in first:
+            request.row = request.prefilled_to = None
+        self.waiting.extendleft(reversed(first))
+        return len(first)
+
+    def _budget(self, num_running: int) -> int:
+        next_request = self.cut.requests[0] if self.cut is not None else None
+        if next_request is None and self.waiting:
+            next_request = self.waiting[0]
+        runs_again = next_request is not None and bool(next_request.output_ids)
+        if num_running == 0 or runs_again:
+            return self._max_prefill_tokens
+        return self._step_tokens - num_running
+
+    def _take_equal(self, prefill: Prefill, num_free: int) -> int:
+        """Adds waiting requests with the same tokens; returns how many."""
+        count = 0
+        while count < num_free and self.waiting and self.waiting[0].token_ids == prefill.tokens:
+            request = self.waiting.popleft()
+            if not request.output_ids:
+                request.shared_prompt_tokens = len(request.prompt_ids)
+            prefill.requests.append(request)
+            count += 1
+        return count
+
+    def _plan_waiting(self, plan: PrefillPlan, budget: int, num_free: int) -> None:
+        """Adds whole prompts while they fit and, unless there is a chunk, part of the next one."""
+        found: dict[tuple[int, ...], Prefill] = {}
+        longest = 0
+        while self.waiting and num_free > 0:
+            tokens = tuple(self.waiting[0].token_ids)
+            if tokens in found:
+                num_free -= self._take_equal(found[tokens], num_free)
+                continue
+            wider, room = max(longest, len(tokens)), budget - len(found) * longest
+            fits = (len(found) + 1) * wider <= budget
+            if not fits and (plan.chunk is not None or room <= 0):
+                return
+            prefill = Prefill(list(tokens), [self.waiting.popleft()])
+            num_free -= 1 + self._take_equal(prefill, num_free - 1)
+            prefill.plan(len(tokens) if fits else room)
+            if not fits:
+                plan.chunk = prefill
+                self.cut = prefill if prefill.is_cut else None
+                return
+            plan.whole.append(prefill)
+            found[tokens], longest = prefill, wider
+
+
+def default_step_tokens(max_slots: int, device: str) -> int:
+    """Returns the token budget of a step if none is configured.
+
+    On a GPU, decoding waits for memory, and some hundred more tokens cost little. On a CPU each
+    token costs about as much as one more running request.
+    """
+    return max_slots + (512 if device == "cuda" else max(16, max_slots // 4))

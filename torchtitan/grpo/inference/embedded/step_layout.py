@@ -1,0 +1,154 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Describes which tokens one forward computes, and where their keys and values go.
+
+The tokens of a step lie behind one another in a single sequence of three parts:
+
+    rows        one token of each row: the newest token of a running request, or the last token of
+                this step's part of a prompt
+    whole       prompts that are computed at once, all but their last tokens, padded to one length
+    chunk       a part of one long prompt, all but its last token
+
+All linear layers therefore run once a step, whatever the mixture, and only attention tells the
+parts apart. The last token of a prompt is computed as its row's token, because that is the only
+one whose logits are needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Neighbouring rows whose attention is computed together.
+
+    Attributes:
+        start: First row.
+        stop: One past the last row.
+        length: Number of positions that attention reads, which is the longest row's.
+        mask: [rows, 1, 1, length] additive mask of the shorter rows; ``None`` if there are none.
+    """
+
+    start: int
+    stop: int
+    length: int
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class WholePart:
+    """Prompts that are computed at once.
+
+    Attributes:
+        ids: [num_prompts, length] long, padded on the right.
+        slots: [num_slots] long, slots that store them.
+        sources: [num_slots] long, for each slot the prompt that it stores. Several slots may store
+            one prompt.
+    """
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    sources: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ChunkPart:
+    """A part of one prompt whose earlier tokens are in the slots already.
+
+    Attributes:
+        ids: [num_tokens] long, at least one token.
+        slots: Slots that store it. All of them hold the prompt's earlier tokens.
+        start: Position of the first token.
+        mask: [num_tokens, start + num_tokens] additive mask; ``None`` if ``start`` is 0.
+    """
+
+    ids: torch.Tensor
+    slots: list[int]
+    start: int
+    mask: torch.Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past the position of the last token."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The tokens of one forward.
+
+    Attributes:
+        positions: [num_rows] long, position of each row's token.
+        ranges: All rows, in order.
+        whole: Prompts that are computed at once, if any.
+        chunk: Part of a long prompt, if any.
+    """
+
+    positions: torch.Tensor
+    ranges: list[RowRange]
+    whole: WholePart | None = None
+    chunk: ChunkPart | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    @property
+    def chunk_start(self) -> int:
+        """Index of the chunk's first token in the flat sequence."""
+        return self.num_rows + (0 if self.whole is None else self.whole.ids.numel())
+
+    def flat_ids(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the [1, num_tokens] token ids of the step."""
+        parts = [row_ids]
+        if self.whole is not None:
+            parts.append(self.whole.ids.flatten())
+        if self.chunk is not None:
+            parts.append(self.chunk.ids)
+        return torch.cat(parts).unsqueeze(0)
+
+    def flat_positions(self) -> torch.Tensor:
+        """Returns the [1, num_tokens] positions of the step's tokens."""
+        device = self.positions.device
+        parts = [self.positions]
+        if self.whole is not None:
+            num_prompts, length = self.whole.ids.shape
+            parts.append(torch.arange(length, device=device).repeat(num_prompts))
+        if self.chunk is not None:
+            parts.append(torch.arange(self.chunk.start, self.chunk.stop, device=device))
+        return torch.cat(parts).unsqueeze(0)
+
+
+def split_rows(lengths: Sequence[int], call_positions: int) -> list[RowRange]:
+    """Cuts the rows into ranges, so that short rows do not read as much as the longest one.
+
+    Each range costs one attention call, and each of its rows reads as many positions as the
+    longest one. A range therefore ends before the row with which its rows together would read
+    more positions in vain than one more call costs.
+
+    Args:
+        lengths: Number of positions that each row has to read.
+        call_positions: Cost of one call, as a number of positions.
+
+    Returns:
+        Ranges without masks. Together they are all rows, in order.
+
+    Example:
+        >>> [(r.start, r.stop, r.length) for r in split_rows([5, 6, 90, 5, 5], 20)]
+        [(0, 2, 6), (2, 3, 90), (3, 5, 5)]
+    """
+    ranges: list[RowRange] = []
+    start, longest, total = 0, 0, 0
+    for row, length in enumerate(lengths):
+        wider = max(longest, length)
+        in_vain = wider * (row - start + 1) - (total + length)
+        if row > start and in_vain > call_positions:
+            ranges.append(RowRange(start, row, longest))
+            start, wider, total = row, length, 0
+        longest, total = wider, total + length
+    if lengths:
+        ranges.append(RowRange(start, len(lengths), longest))
+    return ranges
