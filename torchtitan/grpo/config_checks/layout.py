@@ -201,7 +201,7 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"attention heads and {kv_heads} key-value heads ({model.path})."
         )
         return
-    width = _feed_forward_width(args)
+    width: int = args.hidden_dim
     if width % tensor:
         yield (
             f"parallelism.tensor_parallel_degree ({tensor}) must divide the width of the model's "
@@ -264,11 +264,6 @@ def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"parallelism.expert_parallel_degree must be 1 for a model with tied embeddings "
             f"({model.path}), got {experts}: experts have no FSDP group of their own in such a model."
         )
-
-
-def _feed_forward_width(args: Any) -> int:
-    """Returns the ``intermediate_size`` of a model of either family."""
-    return getattr(args, "hidden_dim", None) or getattr(args, "multiple_of", 0)
 
 
 def describe_layout(config: JobConfig) -> str:
