@@ -31,7 +31,6 @@ settle_device()
 import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
@@ -55,6 +54,7 @@ from torchtitan.grpo.resume.resumption import plan_start
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.forward_job import ForwardJob
+from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.training.model_spec import (
@@ -96,6 +96,9 @@ class GRPOTrainer(Trainer):
         super().__init__(job_config)
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
+        self.clipper = GradientClipper(
+            self.model_parts, self.parallel_dims, job_config.training.max_norm
+        )
         self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
         if self.reference is not None:
             self.checkpointer.states.update(self.reference.checkpoint_state())
@@ -268,13 +271,7 @@ class GRPOTrainer(Trainer):
 
     def _apply_gradient(self) -> float:
         """Clips the gradient, steps the optimizer and returns the norm before clipping."""
-        grad_norm = dist_utils.clip_grad_norm_(
-            self._parameters(),
-            self.config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=self.parallel_dims.ep_enabled,
-        )
+        grad_norm = self.clipper.clip()
         self.checkpointer.maybe_wait_for_staging()
         # The optimizer must not overwrite weights that are still being copied into a slot.
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):

@@ -57,7 +57,12 @@ class Decoder(Qwen3Model):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Initializes as upstream does; biases begin at zero."""
+        tied = self.enable_weight_tying
+        # Leaving the meta device has undone the tie, which upstream restores, but a stage of a
+        # pipeline may have one of the two layers, or none.
+        self.enable_weight_tying = tied and None not in (self.tok_embeddings, self.output)
         super().init_weights(cast(torch.device, buffer_device))
+        self.enable_weight_tying = tied
         for projection in self._biased():
             nn.init.zeros_(projection.bias)
 

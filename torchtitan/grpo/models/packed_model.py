@@ -22,6 +22,7 @@ from torchtitan.grpo.models.packed_attention import (
     packed_mask,
 )
 from torchtitan.grpo.models.scored_tokens import ScoredTokens
+from torchtitan.grpo.models.tied_embeddings import embeds_tokens
 from torchtitan.grpo.models.ulysses import context_part, gather_sequence
 
 
@@ -97,7 +98,7 @@ class PackedModel(nn.Module):
             context parallelism leave a part to each rank.
         """
         group = self.context_group
-        if self.tok_embeddings is not None:
+        if embeds_tokens(self):
             tokens = context_part(tokens, group)
         mask = packed_mask(sequence_ids, self.settings.attention)
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}

@@ -31,7 +31,12 @@ from torchtitan.tools import utils
 
 from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel
-from torchtitan.grpo.models.tied_embeddings import apply_fsdp_tied, tie_again
+from torchtitan.grpo.models.tied_embeddings import (
+    apply_fsdp_tied,
+    embeds_tokens,
+    is_tied,
+    tie_again,
+)
 from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 
@@ -108,12 +113,15 @@ def _wait_for_embeddings(model: PackedModel) -> None:
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
-    if model.tok_embeddings is not None:
+    if embeds_tokens(model):
         model.tok_embeddings.register_forward_hook(wait)  # pyright: ignore
 
 
 def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:
     if dims.tp_enabled:
+        embeddings = model.tok_embeddings
+        if not embeds_tokens(model):
+            model.tok_embeddings = None  # what passes hidden states on has nothing to shard
         with warnings.catch_warnings():
             # Upstream's plan shards the norms of queries and keys, which only some families have.
             warnings.filterwarnings("ignore", "Parallelize plan key '[qk]_norm'")
@@ -126,6 +134,7 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
                 enable_async_tp=config.parallelism.enable_async_tensor_parallel,
                 cp_enabled=True,  # upstream accepts positions only so
             )
+        model.tok_embeddings = embeddings
         tie_again(model)
     apply_moe_ep_tp(
         model,
@@ -152,7 +161,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
             "pp_enabled": dims.pp_enabled,
             "reshard_after_forward_policy": config.parallelism.fsdp_reshard_after_forward,
         }
-        if getattr(model, "enable_weight_tying", False):
+        if is_tied(model):
             apply_fsdp_tied(model, **dtypes, **sharing)
         else:
             edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])
