@@ -16,6 +16,6 @@ if [[ -f "scripts/install_$SERVER.sh" && ! -x "$SERVER_PYTHON" ]]; then
     bash "scripts/install_$SERVER.sh" --cpu
 fi
 PYTHON="$REPOSITORY/.venv/bin/python"
-DUMP_FOLDER="outputs/verify-cpu-$SERVER"
+DUMP_FOLDER="outputs/verify-cpu-$SERVER-$(basename "$MODEL")"
 start_server cpu float32
 train_and_verify 2 1e-3 "${EXTRA[@]}"

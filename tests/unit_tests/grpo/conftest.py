@@ -82,7 +82,7 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3_mixed": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
-        {"hidden_size": 50, "head_dim": 16, "mlp_only_layers": [1]} | EXPERTS,
+        {"hidden_size": 48, "head_dim": 16, "mlp_only_layers": [1]} | EXPERTS,
     ),
 }
 

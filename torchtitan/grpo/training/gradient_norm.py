@@ -92,5 +92,11 @@ def _local_gradient(weight: nn.Parameter) -> torch.Tensor:
     """Returns this rank's shard of a gradient; both copies are sharded alike."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
+    if not isinstance(weight, DTensor):
+        return weight.grad
     grad = weight.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    assert isinstance(grad, DTensor)
+    if grad.placements != weight.placements:
+        # Under tensor parallelism an embedding's gradient may be whole, or a sum to be completed.
+        weight.grad = grad = grad.redistribute(placements=weight.placements)
+    return grad.to_local()
