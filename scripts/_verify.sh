@@ -8,7 +8,7 @@ cd "$REPOSITORY"
 
 MODEL=assets/reverse_digits/model
 
-# parse_server "$@": sets SERVER and EXTRA.
+# parse_server "$@": sets SERVER, MODEL and EXTRA.
 parse_server() {
     SERVER=embedded
     EXTRA=()
@@ -19,6 +19,10 @@ parse_server() {
                 shift
                 ;;
             --server=*) SERVER="${1#*=}" ;;
+            --model)
+                MODEL="${2-}"
+                shift
+                ;;
             *) EXTRA+=("$1") ;;
         esac
         shift
@@ -67,7 +71,7 @@ train_and_verify() {
     # -m by path: `torchrun` on PATH might be another environment's.
     "$PYTHON" -m torch.distributed.run --rdzv-backend torchtitan_grpo --nproc_per_node="$ranks" -m torchtitan.grpo_train \
         --job.config_file train_configs/verify.toml --job.dump_folder "$DUMP_FOLDER" --job.overwrite \
-        --inference.kind "$SERVER" --inference.urls "$URL" "$@"
+        --model.hf_assets_path "$MODEL" --inference.kind "$SERVER" --inference.urls "$URL" "$@"
     "$PYTHON" -m torchtitan.grpo.verify --kind "$SERVER" --url "$URL" --run "$DUMP_FOLDER" \
         --prompts assets/reverse_digits/heldout.jsonl --tolerance "$tolerance"
     echo "verified: $SERVER serves what the trainer has"

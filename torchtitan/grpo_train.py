@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
@@ -58,6 +57,7 @@ from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.forward_job import ForwardJob
+from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.guard_rules import Reading
 from torchtitan.grpo.training.guards import Guards, Verdict
@@ -103,6 +103,9 @@ class GRPOTrainer(Trainer):
         adopt(self.checkpointer, job_config.checkpoint)
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
+        self.clipper = GradientClipper(
+            self.model_parts, self.parallel_dims, job_config.training.max_norm
+        )
         self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
         if self.reference is not None:
             self.checkpointer.states.update(self.reference.checkpoint_state())
@@ -323,13 +326,7 @@ class GRPOTrainer(Trainer):
             totals: This rank's metrics of the optimizer step.
         """
         self.enter("optimizer step")
-        grad_norm = dist_utils.clip_grad_norm_(
-            self._parameters(),
-            self.config.training.max_norm,
-            foreach=True,
-            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            ep_enabled=self.parallel_dims.ep_enabled,
-        )
+        grad_norm = self.clipper.clip()
         self.checkpointer.maybe_wait_for_staging()
         # The optimizer must not overwrite weights that are still being copied into a slot.
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):

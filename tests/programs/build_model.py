@@ -15,6 +15,7 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, read_hf_model
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
+from torchtitan.grpo.models.tied_embeddings import is_tied
 from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.tables.costs import Costs
@@ -88,10 +89,11 @@ def build_stages(
     else:
         stages: list[PipelineStage] = []
         parts = [parallelize(whole, dims, config)]
-    if getattr(model_args, "enable_weight_tying", False):
-        # Before weights are initialized, where upstream ties once more: two parameters would
-        # by then be sharded, gathered and kept in memory twice.
-        assert parts[0].output.weight is parts[0].tok_embeddings.weight
+    for part in parts:
+        if is_tied(part) and None not in (part.output, part.tok_embeddings):
+            # Before weights are initialized, where upstream ties once more: two parameters would
+            # by then be sharded, gathered and kept in memory twice.
+            assert part.output.weight is part.tok_embeddings.weight
     for part in parts:
         part.to_empty(device="cpu")
         with torch.no_grad():

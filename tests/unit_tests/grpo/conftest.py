@@ -9,9 +9,15 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 # Few sizes divide evenly, and heads x head_dim is not the hidden size where that is allowed.
@@ -27,21 +33,72 @@ COMMON: dict[str, Any] = {
 }
 
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 20,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "initializer_range": 0.3,  # or the router hardly tells experts apart
+}
+# For each kind of model: its classes, and what its configuration has beside the common sizes.
+KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"hidden_size": 48}),
+    "llama_tied": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"hidden_size": 48, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "mistral": (
+        MistralConfig,
+        MistralForCausalLM,
+        {"hidden_size": 50, "head_dim": 16, "sliding_window": None},
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"hidden_size": 48}),
+    "qwen2_tied": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"hidden_size": 48, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"hidden_size": 50, "head_dim": 16}),
+    "qwen3_tied": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"hidden_size": 50, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "qwen3_mixed": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"hidden_size": 48, "head_dim": 16, "mlp_only_layers": [1]} | EXPERTS,
+    ),
+}
+
+
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., tuple[PreTrainedModel, str]]:
-    """Makes ``llama``, ``qwen3`` or ``qwen3_tied``, and tells the directory it is saved in."""
+    """Makes a model of one of :data:`KINDS`, and tells the directory it is saved in."""
 
     def make(kind: str, **sizes: Any) -> tuple[PreTrainedModel, str]:
         torch.manual_seed(0)
-        if kind == "llama":
-            config = LlamaConfig(tie_word_embeddings=False, **{"hidden_size": 48} | COMMON | sizes)
-            model = LlamaForCausalLM(config)
-        else:
-            config = Qwen3Config(
-                tie_word_embeddings=kind == "qwen3_tied",
-                **{"hidden_size": 50, "head_dim": 16} | COMMON | sizes,
-            )
-            model = Qwen3ForCausalLM(config)
+        make_config, make_model, further = KINDS[kind]
+        config = make_config(**COMMON | {"tie_word_embeddings": False} | further | sizes)
+        model = make_model(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # transformers begins with zeros
+                torch.nn.init.normal_(parameter, std=0.2)
         folder = tmp_path / kind
         model.save_pretrained(folder)
         return model, str(folder)

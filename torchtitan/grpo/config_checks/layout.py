@@ -6,7 +6,7 @@
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import Parallelism
@@ -201,7 +201,7 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"attention heads and {kv_heads} key-value heads ({model.path})."
         )
         return
-    width = _feed_forward_width(args)
+    width: int = args.hidden_dim
     if width % tensor:
         yield (
             f"parallelism.tensor_parallel_degree ({tensor}) must divide the width of the model's "
@@ -213,13 +213,6 @@ def model_layout_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"parallelism.context_parallel_degree ({context}) must divide the {local_heads} "
             f"attention heads that each tensor-parallel rank has, in groups that share a "
             f"key-value head (of {local_kv_heads})."
-        )
-    is_tied = getattr(args, "enable_weight_tying", False)
-    if is_tied and settings.pipeline_parallel_degree > 1:
-        yield (
-            "parallelism.pipeline_parallel_degree must be 1 for a model with tied embeddings "
-            f"({model.path}), because its first and last stage would share a weight. Use tensor or "
-            "data parallelism instead."
         )
     if settings.pipeline_parallel_degree > 1:
         try:
@@ -264,11 +257,6 @@ def _expert_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
             f"parallelism.expert_parallel_degree must be 1 for a model with tied embeddings "
             f"({model.path}), got {experts}: experts have no FSDP group of their own in such a model."
         )
-
-
-def _feed_forward_width(args: Any) -> int:
-    """Returns the ``intermediate_size`` of a model of either family."""
-    return getattr(args, "hidden_dim", None) or getattr(args, "multiple_of", 0)
 
 
 def describe_layout(config: JobConfig) -> str:

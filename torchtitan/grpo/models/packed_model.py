@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Upstream's models for packed rows; they return logprobs instead of logits.
+"""The model for packed rows; it returns logprobs instead of logits.
 
 One ``forward`` serves every layout. Each stage builds its own mask from the sequence ids and, under
 context parallelism, takes its own part of the row.
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torchtitan.models.llama3.model.model import Transformer as Llama
-from torchtitan.models.qwen3.model.model import Qwen3Model
 
+from torchtitan.grpo.models.decoder import Decoder
 from torchtitan.grpo.models.logprob_head import LogprobHead, replace_output
 from torchtitan.grpo.models.packed_attention import (
     PackedAttention,
@@ -23,6 +22,7 @@ from torchtitan.grpo.models.packed_attention import (
     packed_mask,
 )
 from torchtitan.grpo.models.scored_tokens import ScoredTokens
+from torchtitan.grpo.models.tied_embeddings import embeds_tokens
 from torchtitan.grpo.models.ulysses import context_part, gather_sequence
 
 
@@ -98,7 +98,7 @@ class PackedModel(nn.Module):
             context parallelism leave a part to each rank.
         """
         group = self.context_group
-        if self.tok_embeddings is not None:
+        if embeds_tokens(self):
             tokens = context_part(tokens, group)
         mask = packed_mask(sequence_ids, self.settings.attention)
         inputs = {"attention_masks": mask, "positions": context_part(positions, group)}
@@ -110,15 +110,5 @@ class PackedModel(nn.Module):
             return gather_sequence(super().forward(tokens, **inputs), group)  # pyright: ignore
 
 
-class PackedLlama(PackedModel, Llama):
-    """Adapts upstream's Llama 3 to packed rows."""
-
-    def __init__(self, model_args, settings: ScoringSettings) -> None:
-        super().__init__(model_args, settings)
-        for block in self.layers.values():
-            # Upstream's sharding reads this attribute of every block; only Qwen3's blocks set it.
-            block.moe_enabled = False  # pyright: ignore
-
-
-class PackedQwen3(PackedModel, Qwen3Model):
-    """Adapts upstream's Qwen3 and Qwen3-MoE to packed rows."""
+class PackedDecoder(PackedModel, Decoder):
+    """Adapts the model of all families to packed rows."""

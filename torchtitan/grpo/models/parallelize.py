@@ -3,12 +3,12 @@
 
 """Applies every parallelism except the pipeline's to a model or to one of its stages.
 
-The functions and their order are upstream's. One function serves all model families, because
-four things differ from upstream: context parallelism uses all-to-all, tied embeddings form one
-FSDP group, plain replication sums gradients instead of averaging them, and tensor parallelism
-accepts the positions of packed rows.
+The functions and their order are upstream's. Four things differ: context parallelism uses
+all-to-all, tied embeddings form one FSDP group, plain replication sums gradients instead of
+averaging them, and tensor parallelism accepts the positions of packed rows.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -23,17 +23,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
-from torchtitan.models.llama3.infra.parallelize import apply_tp as apply_llama_tp
 from torchtitan.models.llama3.infra.parallelize import disable_fsdp_gradient_division
 from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp, apply_moe_ep_tp
 from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
-from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_qwen3_tp
+from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_tp
 from torchtitan.tools import utils
 
 from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
-from torchtitan.grpo.models.packed_model import PackedModel, PackedQwen3
-from torchtitan.grpo.models.tied_embeddings import apply_fsdp_tied, tie_again
+from torchtitan.grpo.models.packed_model import PackedModel
+from torchtitan.grpo.models.tied_embeddings import (
+    apply_fsdp_tied,
+    embeds_tokens,
+    is_tied,
+    tie_again,
+)
 from torchtitan.grpo.system.device import prepare_fsdp_for_gloo
 
 
@@ -110,32 +113,36 @@ def _wait_for_embeddings(model: PackedModel) -> None:
     def wait(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         return output.clone() if isinstance(output, AsyncCollectiveTensor) else output
 
-    if model.tok_embeddings is not None:
+    if embeds_tokens(model):
         model.tok_embeddings.register_forward_hook(wait)  # pyright: ignore
 
 
 def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: JobConfig) -> None:
-    is_qwen3 = isinstance(model, PackedQwen3)
     if dims.tp_enabled:
-        mesh = dims.get_mesh("tp")
-        # The output layer returns the same result on all ranks and never exposes its logits.
-        settings = {"loss_parallel": False, "enable_float8_tensorwise_tp": False}
-        if is_qwen3:
-            asynchronous = config.parallelism.enable_async_tensor_parallel
-            # Upstream accepts positions only with `cp_enabled`.
-            apply_qwen3_tp(model, mesh, **settings, enable_async_tp=asynchronous, cp_enabled=True)
-        else:
-            apply_llama_tp(model, mesh, **settings)
-            maybe_enable_async_tp(config, mesh)
+        embeddings = model.tok_embeddings
+        if not embeds_tokens(model):
+            model.tok_embeddings = None  # what passes hidden states on has nothing to shard
+        with warnings.catch_warnings():
+            # Upstream's plan shards the norms of queries and keys, which only some families have.
+            warnings.filterwarnings("ignore", "Parallelize plan key '[qk]_norm'")
+            apply_tp(
+                model,
+                dims.get_mesh("tp"),
+                # The output layer returns the same result on all ranks and never exposes its logits.
+                loss_parallel=False,
+                enable_float8_tensorwise_tp=False,
+                enable_async_tp=config.parallelism.enable_async_tensor_parallel,
+                cp_enabled=True,  # upstream accepts positions only so
+            )
+        model.tok_embeddings = embeddings
         tie_again(model)
-    if is_qwen3:
-        apply_moe_ep_tp(
-            model,
-            tp_mesh=dims.get_optional_mesh("tp"),
-            ep_mesh=dims.get_optional_mesh("ep"),
-            etp_mesh=dims.get_optional_mesh("etp"),
-            ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
-        )
+    apply_moe_ep_tp(
+        model,
+        tp_mesh=dims.get_optional_mesh("tp"),
+        ep_mesh=dims.get_optional_mesh("ep"),
+        etp_mesh=dims.get_optional_mesh("etp"),
+        ep_etp_mesh=dims.get_optional_mesh(["ep", "etp"]),
+    )
     if dims.tp_enabled:
         sum_moe_gradients(
             model, dims.get_mesh("tp"), splits_tokens=dims.ep_enabled and not dims.etp_enabled
@@ -154,7 +161,7 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
             "pp_enabled": dims.pp_enabled,
             "reshard_after_forward_policy": config.parallelism.fsdp_reshard_after_forward,
         }
-        if getattr(model, "enable_weight_tying", False):
+        if is_tied(model):
             apply_fsdp_tied(model, **dtypes, **sharing)
         else:
             edp_mesh = dims.get_optional_mesh([*replicas, "efsdp"])

@@ -14,8 +14,11 @@ from typing import Any
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
 
-# No weight depends on the longest sequence; the multiplier follows from other arguments.
-_IRRELEVANT = frozenset({"max_seq_len", "ffn_dim_multiplier"})
+# No weight depends on the longest sequence. Upstream's base of the rotary embedding is not read, and
+# its frequencies follow from base and scaling.
+_IRRELEVANT = frozenset(
+    {"max_seq_len", "rope_theta", "rotary.frequencies", "rotary.attention_factor"}
+)
 # Keys in `config.json` of those torchtitan arguments that have another name there.
 _NAME_IN_CONFIG = {
     "dim": "hidden_size",
@@ -23,14 +26,15 @@ _NAME_IN_CONFIG = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
     "hidden_dim": "intermediate_size",
-    "multiple_of": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "enable_weight_tying": "tie_word_embeddings",
     "moe_inter_dim": "moe_intermediate_size",
     "moe_args.top_k": "num_experts_per_tok",
     "moe_args.num_experts": "num_experts",
     "moe_args.route_norm": "norm_topk_prob",
-    "rope_scaling_args.scaling_factor": "rope_scaling.factor",
+    "rotary.theta": "rope_theta",
+    "rotary.scaling": "rope_scaling",
+    "dense_layers": "mlp_only_layers",
 }
 
 
@@ -75,6 +79,6 @@ def _arguments(model_args: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(model_args, field.name)
         if is_dataclass(value):
             found |= _arguments(value, f"{prefix}{field.name}.")
-        elif field.name not in _IRRELEVANT:
+        elif prefix + field.name not in _IRRELEVANT:
             found[prefix + field.name] = value
     return found

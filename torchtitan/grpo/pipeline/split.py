@@ -13,6 +13,7 @@ from torchtitan.grpo.models.deferred_experts import defer_experts
 from torchtitan.grpo.models.deferred_linear import defer_linears
 from torchtitan.grpo.models.parallelize import compiles_model, parallelize
 from torchtitan.grpo.models.split_compile import SplitBackend
+from torchtitan.grpo.models.tied_embeddings import hold_output_embedding, is_tied
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.early_recompute import EarlyRecompute, num_early_blocks
 from torchtitan.grpo.pipeline.lean_stage import LeanStage
@@ -46,6 +47,8 @@ def split_model(
         backend = SplitBackend(store)
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
+        if stage.is_last and is_tied(part):
+            hold_output_embedding(part)
         if store is not None:
             # Before checkpoints and shards are laid around the layers.
             if backend is None:

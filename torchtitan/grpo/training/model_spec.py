@@ -12,17 +12,19 @@ import torch.nn as nn
 import torchtitan.protocols.train_spec as train_specs
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.qwen3 import get_train_spec as qwen3_train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.policy_terms import BUILTIN
+from torchtitan.grpo.models.decoder import DecoderAdapter
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.moe_on_cpu import prepare_moe_for_cpu
 from torchtitan.grpo.models.packed_attention import choose_packed_attention
-from torchtitan.grpo.models.packed_model import PackedLlama, PackedQwen3, ScoringSettings
+from torchtitan.grpo.models.packed_model import PackedDecoder, ScoringSettings
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.same_model import check_reference
 from torchtitan.grpo.observe.metrics_processor import build_grpo_metrics_processor
@@ -39,13 +41,13 @@ from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, Pipelin
 def hf_train_spec(
     model: HFModel, config: JobConfig, schedule_steps: int | None = None
 ) -> TrainSpec:
-    """Returns upstream's spec of the model family, changed for this directory and for rollouts."""
+    """Returns upstream's spec of Qwen3, changed for this directory and for rollouts."""
     if utils.device_type == "cpu" and getattr(model.model_args, "moe_enabled", False):
         prepare_moe_for_cpu(model.model_args)
-    model_cls = PackedLlama if model.architecture.startswith("Llama") else PackedQwen3
     return replace(
-        model.train_spec,
-        model_cls=partial(model_cls, settings=scoring_settings(config)),  # pyright: ignore
+        qwen3_train_spec(),
+        model_cls=partial(PackedDecoder, settings=scoring_settings(config)),  # pyright: ignore
+        state_dict_adapter=DecoderAdapter,
         parallelize_fn=parallelize,
         pipelining_fn=_pipeline,
         model_args={config.model.flavor: model.model_args},

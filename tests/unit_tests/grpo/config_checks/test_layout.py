@@ -188,11 +188,6 @@ def test_stages_that_are_named_must_be_the_whole_model(stages, schedule, words):
         (["tensor_parallel_degree=3"], {}, ["tensor_parallel_degree (3)", "8 attention heads"]),
         (["context_parallel_degree=3"], {}, ["context_parallel_degree (3)", "8 attention heads"]),
         (
-            PIPELINE,
-            {"enable_weight_tying": True},
-            ["parallelism.pipeline_parallel_degree", "tied embeddings"],
-        ),
-        (
             ["pipeline_parallel_degree=8", "pipeline_parallel_schedule=ZBVZeroBubble"],
             {},
             ["parallelism.pipeline_parallel_degree = 8", "ZBVZeroBubble"],

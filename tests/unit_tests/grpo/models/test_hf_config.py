@@ -48,14 +48,14 @@ def test_sizes_come_from_the_directory(directory):
     model = read_hf_model(directory(QWEN3, {"eos_token_id": [3, 5]}))
     args = model.model_args
     assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (64, 2, 4, 2)
-    assert (args.head_dim, args.hidden_dim, args.rope_theta) == (32, 96, 5e5)
+    assert (args.head_dim, args.hidden_dim, args.rotary.theta) == (32, 96, 5e5)
     assert model.eos_token_ids == (3, 5)
 
 
 def test_both_spellings_of_the_rotary_base_are_read(directory):
     config = {key: v for key, v in QWEN3.items() if key != "rope_theta"}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 7e5}
-    assert read_hf_model(directory(config)).model_args.rope_theta == 7e5
+    assert read_hf_model(directory(config)).model_args.rotary.theta == 7e5
 
 
 @pytest.mark.parametrize("intermediate", [97, 8192, 14336, 28672])

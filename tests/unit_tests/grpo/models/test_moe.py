@@ -2,18 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hf_reference import ROWS, SEQUENCES, reference
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.moe_on_cpu import histogram
 
-SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
-ROWS = [[0, 1], [2, 3], [], []]
 LAYOUTS = {
     1: {"one": {}, "one, full AC": {"ac": "full"}, "one, compiled": {"compiled": True}},
     2: {
@@ -58,37 +56,13 @@ def moe_model(tmp_path) -> tuple[Qwen3MoeForCausalLM, Path]:
     return model, tmp_path / "moe"
 
 
-def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs of all trained tokens, sequence by sequence, and gradients as files name them."""
-    logprobs = []
-    for ids in SEQUENCES:
-        logits = model(torch.tensor([ids])).logits[0, :-1]
-        picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        logprobs.append(picked[1:])  # the first two tokens are the prompt
-    torch.cat(logprobs).sum().backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        stem, _, kind = name.rpartition(".experts.")
-        if not stem:
-            gradients[name] = parameter.grad
-            continue
-        # transformers keeps the experts of a layer in one tensor, and files each on its own.
-        parts = {"down_proj": parameter.grad}
-        if kind == "gate_up_proj":
-            parts = dict(zip(("gate_proj", "up_proj"), parameter.grad.chunk(2, 1), strict=True))
-        for part, gradient in parts.items():
-            for i, of_expert in enumerate(gradient):
-                gradients[f"{stem}.experts.{i}.{part}.weight"] = of_expert.contiguous()
-    return torch.cat(logprobs).detach(), gradients
-
-
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 def test_logprobs_and_gradients_are_hugging_faces(num_ranks, moe_model, run_ranks, tmp_path):
     model, folder = moe_model
     logprobs, gradients = reference(model)
     save_file(gradients, tmp_path / "gradients.safetensors")
     results = run_ranks(
-        "moe_layouts", num_ranks, model=str(folder), seq_len=12, sequences=SEQUENCES, rows=ROWS,
+        "family_layouts", num_ranks, model=str(folder), seq_len=12, sequences=SEQUENCES, rows=ROWS,
         gradients=str(tmp_path / "gradients.safetensors"), layouts=LAYOUTS[num_ranks],
     )  # fmt: skip
     for result in results:

@@ -210,7 +210,7 @@ def check(policy: str, reference: str | None) -> None:
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
             "rope_theta": 10000.0,
-        }}, r"rope_scaling\.factor 8\.0 instead of 1\.0"),
+        }}, r"rope_scaling llama3 \(factor = 8\.0.* instead of default"),
     ],
 )  # fmt: skip
 def test_a_reference_that_computes_otherwise_is_refused(

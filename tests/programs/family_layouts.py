@@ -1,20 +1,22 @@
-"""Logprobs and gradients of a mixture of experts under several layouts."""
+"""Logprobs, gradients and the gradient norm of a model under several layouts."""
 
-import numpy as np
 import torch
-from build_model import Built, build
+from build_model import Built, build_stages
 from safetensors.torch import load_file
+from sharded_model import rows_of
 from torch.distributed.tensor import DTensor
 
-from torchtitan.grpo.data.rows import Sample, build_rows
 from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.pipeline.schedule_builder import build_schedule
+from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.runner import WholeModelRunner
+from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
 
 
 def gradient_errors(
     built: Built, expected: dict[str, torch.Tensor], num_copies: int
 ) -> dict[str, float]:
-    """Returns the relative error of the gradient of each parameter."""
+    """Returns the relative error of the gradient of each parameter that this rank holds."""
     errors = {}
     for name, parameter in named_parameters(built.parts):
         grad = parameter.grad
@@ -22,29 +24,32 @@ def gradient_errors(
         full = grad.full_tensor() if isinstance(grad, DTensor) else grad
         found = built.adapter.to_hf({name: full / num_copies})
         distance = torch.stack([(found[key] - expected[key]).norm() for key in found]).norm()
-        errors[name] = float(distance / torch.stack([expected[k].norm() for k in found]).norm())
+        error = float(distance / torch.stack([expected[k].norm() for k in found]).norm())
+        errors[name] = max(error, errors.get(name, 0.0))
     return errors
 
 
 def main(arguments):
-    samples = [
-        Sample(np.array(ids[:2], np.int32), np.array(ids[2:], np.int32), np.zeros(len(ids) - 2))
-        for ids in arguments["sequences"]
-    ]
-    rows = build_rows(samples, arguments["rows"], arguments["seq_len"])
+    rows = rows_of(arguments)
     expected = load_file(arguments["gradients"])
     results = {}
     for name, layout in arguments["layouts"].items():
-        built = build(arguments["model"], arguments["seq_len"], **layout)
-        runner = WholeModelRunner(built.parts[0], rows_at_once=2)
-        logprobs = runner.forward(rows)[..., 0]
+        built, stages = build_stages(arguments["model"], arguments["seq_len"], **layout)
+        if stages:
+            loss = StageLoss()
+            runner = PipelineRunner(build_schedule(built.config, stages, loss), loss, built.config)
+        else:
+            runner = WholeModelRunner(built.parts[0], rows_at_once=2)
+        logprobs = runner.forward(rows)
         runner.forward_backward(
             rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
         )
+        norm = GradientClipper(built.parts, built.dims, 1e9).clip()
         # Every data-parallel rank had all rows, and gradients are summed.
         num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
         results[name] = {
-            "logprobs": logprobs[rows.loss_mask].tolist(),
+            "logprobs": None if logprobs is None else logprobs[..., 0][rows.loss_mask].tolist(),
             "gradient_errors": gradient_errors(built, expected, num_copies),
+            "norm": float(norm) / num_copies,
         }
     return results

@@ -1,0 +1,32 @@
+"""What a Hugging Face model computes for a few sequences."""
+
+from typing import Any
+
+import torch
+
+SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7, 6]]
+ROWS = [[0, 1], [2, 3], [], []]
+
+
+def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logprobs of all trained tokens, sequence by sequence, and gradients as files name them."""
+    logprobs = []
+    for ids in SEQUENCES:
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        logprobs.append(picked[1:])  # the first two tokens are the prompt
+    torch.cat(logprobs).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        stem, _, kind = name.rpartition(".experts.")
+        if not stem:
+            gradients[name] = parameter.grad
+            continue
+        # transformers keeps the experts of a layer in one tensor, and files each on its own.
+        parts = {"down_proj": parameter.grad}
+        if kind == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), parameter.grad.chunk(2, 1), strict=True))
+        for part, gradient in parts.items():
+            for i, of_expert in enumerate(gradient):
+                gradients[f"{stem}.experts.{i}.{part}.weight"] = of_expert.contiguous()
+    return torch.cat(logprobs).detach(), gradients

@@ -1,0 +1,102 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Clips the gradient of all ranks' parameters by its norm.
+
+A pipeline with tied embeddings holds one weight twice, in its first and in its last stage. Each
+copy has a part of the gradient: from embedding tokens, and from scoring them. The parts are added
+up before clipping, and the norm counts the sum once. Both copies then have equal gradients, equal
+optimizer states and, from one step to the next, equal values.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+
+from torchtitan.grpo.models.tied_embeddings import OutputEmbedding, embeds_tokens, is_tied
+
+
+class GradientClipper:
+    """Clips the gradient of one optimizer step; every rank has one.
+
+    Args:
+        parts: The model, or this rank's stages of it.
+        dims: Parallel dimensions of the run.
+        max_norm: ``training.max_norm``.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], dims: ParallelDims, max_norm: float) -> None:
+        self._parts, self._dims, self._max_norm = parts, dims, max_norm
+
+    def clip(self) -> torch.Tensor:
+        """Clips the gradient in place and returns its norm before clipping, on the device."""
+        twins = self._add_up_tied()
+        # The copy in the last stage is another name of what the first stage counts.
+        uncounted = {id(parameter) for parameter in twins}
+        parameters = [p for part in self._parts for p in part.parameters()]
+        norm = dist_utils.clip_grad_norm_(
+            [p for p in parameters if id(p) not in uncounted],
+            self._max_norm,
+            foreach=True,
+            pp_mesh=self._dims.get_optional_mesh("pp"),
+            ep_enabled=self._dims.ep_enabled,
+        )
+        torch.nn.utils.clip_grads_with_norm_(twins, self._max_norm, norm, foreach=True)
+        return norm
+
+    def _add_up_tied(self) -> list[nn.Parameter]:
+        """Adds the gradients of a weight that two stages hold; returns the last stage's copy."""
+        if not (self._dims.pp_enabled and is_tied(self._parts[0])):
+            return []
+        first = [_weight(part) for part in self._parts if embeds_tokens(part)]
+        last = [
+            _weight(part)
+            for part in self._parts
+            if isinstance(part.tok_embeddings, OutputEmbedding)
+        ]
+        copies = [_local_gradient(weight) for weight in first + last]
+        if len(copies) == 2:  # a V places both stages on one rank
+            copies[0].add_(copies[1])
+            copies[1].copy_(copies[0])
+        elif copies:
+            copies[0].add_(self._other_copy(copies[0], to_last=bool(first)))
+        return last
+
+    def _other_copy(self, mine: torch.Tensor, *, to_last: bool) -> torch.Tensor:
+        """Exchanges gradients with the rank of this pipeline that holds the other copy."""
+        group = self._dims.get_mesh("pp").get_group()
+        # Stages that go round and round end on the last rank.
+        peer = dist.get_global_rank(group, group.size() - 1 if to_last else 0)
+        theirs = torch.empty_like(mine)
+        exchange = [
+            dist.P2POp(dist.isend, mine, peer, group),
+            dist.P2POp(dist.irecv, theirs, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        return theirs
+
+
+def _weight(stage: nn.Module) -> nn.Parameter:
+    embeddings = stage.tok_embeddings
+    assert isinstance(embeddings, nn.Embedding)
+    return embeddings.weight
+
+
+def _local_gradient(weight: nn.Parameter) -> torch.Tensor:
+    """Returns this rank's shard of a gradient; both copies are sharded alike."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    if not isinstance(weight, DTensor):
+        return weight.grad
+    grad = weight.grad
+    assert isinstance(grad, DTensor)
+    if grad.placements != weight.placements:
+        # Under tensor parallelism an embedding's gradient may be whole, or a sum to be completed.
+        weight.grad = grad = grad.redistribute(placements=weight.placements)
+    return grad.to_local()
