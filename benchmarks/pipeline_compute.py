@@ -24,7 +24,9 @@ from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES
 from torchtitan.grpo.pipeline.simulate import simulate
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
-RANKS, SEQ_LEN = 2, 128
+RANKS = 2
+SEQ_LEN, REPLAYED_SEQ_LEN = 128, 512
+"""Tokens of a row: few for passes of many microbatches, more where passes are timed one by one."""
 COUNTS = (2, 4, 8, 16)
 """Microbatches of a pass."""
 REPLAYED = 4
@@ -41,7 +43,12 @@ Result = tuple[dict[str, float], list[str]]
 
 
 def run(
-    folder: Path, what: str, cases: dict[str, Any], counts: tuple[int, ...], rounds: int
+    folder: Path,
+    what: str,
+    cases: dict[str, Any],
+    counts: tuple[int, ...],
+    seq_len: int,
+    rounds: int,
 ) -> Any:
     """Runs `pipeline_compute_run.py`; returns what it found."""
     model = folder / "model-8 layers"
@@ -50,7 +57,7 @@ def run(
     job, result = folder / "job.json", folder / "result.json"
     job.write_text(json.dumps({
         "what": what, "cases": cases, "microbatches": counts, "rounds": rounds,
-        "model": str(model), "folder": str(folder), "seq_len": SEQ_LEN, "ranks": RANKS,
+        "model": str(model), "folder": str(folder), "seq_len": seq_len, "ranks": RANKS,
     }))  # fmt: skip
     run_ranks(RANKS, "pipeline_compute_run.py", job, result, timeout_seconds=900)
     return json.loads(result.read_text())
@@ -63,7 +70,7 @@ def compare_passes(rounds: int) -> Result:
     for mode in ("none", "full"):
         cases = {name: {"schedule": name, "ac": mode} for name in SCHEDULES}
         with tempfile.TemporaryDirectory() as folder:
-            found = run(Path(folder), "passes", cases, COUNTS, rounds)
+            found = run(Path(folder), "passes", cases, COUNTS, SEQ_LEN, rounds)
         chosen = found["names"][AUTO]
         print(f"\nReal computation, {RANKS} ranks, checkpoints: {mode}; auto took {chosen}")
         print(f"{'':22}" + "".join(f"{f'm = {m}':>22}" for m in COUNTS) + "   ms, medians (range)")
@@ -99,7 +106,7 @@ def compare_processor_times(rounds: int) -> Result:
         if ac == "full" and not compiled:
             cases |= {f"{n}, early": c | {"early_blocks": -1} for n, c in tuple(cases.items())}
         with tempfile.TemporaryDirectory() as folder:
-            found = run(Path(folder), "processor", cases, (REPLAYED,), rounds)
+            found = run(Path(folder), "processor", cases, (REPLAYED,), REPLAYED_SEQ_LEN, rounds)
         split, whole = (_total(found[name], kinds) for name, kinds in (
             ("ZBVZeroBubble", "IW"), ("Interleaved1F1B", "B"),
         ))  # fmt: skip
