@@ -14,6 +14,7 @@ FIRST_TABLES = (
     "rollout",
     "inference",
     "weight_sync",
+    "workers",
     "observe",
 )
 
@@ -40,6 +41,7 @@ HEADINGS: dict[str, str] = {
     "rollout.record": "Record and replay",
     "inference.kind": "Servers",
     "weight_sync.transport": "How weights reach the servers",
+    "workers.pass_variables": "Processes that run your code",
     "observe.samples_per_step": "What a run prints and writes",
 }
 """Heading that stands before a setting, by the setting's key."""
