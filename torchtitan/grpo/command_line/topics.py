@@ -15,6 +15,7 @@ FIRST_TABLES = (
     "inference",
     "weight_sync",
     "guards",
+    "workers",
     "observe",
 )
 
@@ -42,6 +43,7 @@ HEADINGS: dict[str, str] = {
     "inference.kind": "Servers",
     "weight_sync.transport": "How weights reach the servers",
     "guards.nonfinite": "What happens when a run goes wrong",
+    "workers.pass_variables": "Processes that run your code",
     "observe.samples_per_step": "What a run prints and writes",
 }
 """Heading that stands before a setting, by the setting's key."""

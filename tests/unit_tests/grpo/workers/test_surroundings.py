@@ -92,4 +92,4 @@ def test_a_worker_that_computes_beyond_the_limit_is_ended(functions: str):
             await pool.score(PROMPT, ["1"], [[1]])
 
     # The imports of a worker take processor time as well; the limit of a call is far above.
-    run_with_pool(f"{functions}:compute", Surroundings(max_cpu_seconds=8), body)
+    run_with_pool(f"{functions}:compute", Surroundings(max_cpu_seconds=5), body)
