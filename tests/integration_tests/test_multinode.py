@@ -9,6 +9,7 @@ test is skipped with the reason.
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ PATIENCE_SECONDS = 600.0
 NUM_STEPS = 12
 ENDPOINT, REGISTRY = "10.77.0.1:29400", "10.77.0.1:29500"
 RUN = (
-    "--job.dump_folder=/mnt/run", "--training.steps", str(NUM_STEPS), "--grpo.prompts_per_step=6",
+    f"--job.dump_folder={SHARED}/run", "--training.steps", str(NUM_STEPS), "--grpo.prompts_per_step=6",
     "--evaluation.num_prompts=8", "--checkpoint.enable", "--checkpoint.interval=1",
     "--checkpoint.keep_latest_k=3", "--inference.no-launch", "--inference.dtype=auto",
     "--inference.registry_address", REGISTRY, "--weight_sync.timeout_seconds=6",
@@ -108,6 +109,12 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         made.close()
 
 
+def served(cluster: Cluster) -> int:
+    """Returns the newest version that the server on the second host has said it serves."""
+    found = re.findall(r"tensors as version (\d+)", cluster.log(cluster.second, "server"))
+    return int(found[-1]) if found else -1
+
+
 def beats(cluster: Cluster) -> int:
     """Returns the number of the last beat of the server on the second host."""
     files = list((cluster.folder / "run/registry").glob("*.json"))
@@ -139,9 +146,10 @@ def test_a_run_on_two_hosts_outlives_a_cut_link_and_a_dead_host(cluster: Cluster
     while time.monotonic() < silent_since + 8:  # longer than a bucket may take
         time.sleep(0.5)
     assert beats(cluster) == last, "the link is down"
-    steps = len(cluster.steps)
+    steps, version = len(cluster.steps), served(cluster)
     second.mend()
     cluster.wait("steps after the cut", lambda: len(cluster.steps) >= min(steps + 2, NUM_STEPS - 2))
+    cluster.wait("weights after the cut", lambda: served(cluster) > version)
     assert "round 2" not in cluster.log(first), "the ranks outlive the cut"
 
     second.kill()

@@ -232,6 +232,34 @@ def test_what_sglang_cannot_do_is_not_silently_left_out(load, key):
         load(BASE, *sglang, f"--weight_sync.{key}")
 
 
+def test_a_registry_is_a_folder_or_an_address_with_a_key(load, monkeypatch):
+    variable = "TORCHTITAN_GRPO_ADMIN_KEY"
+    monkeypatch.delenv(variable, raising=False)
+    folder = ["--inference.no-launch", "--inference.registry=/shared/registry"]
+    assert "that register themselves in /shared/registry" in describe(load(BASE, *folder))
+    with pytest.raises(ConfigError, match=r"got inference\.urls and inference\.registry"):
+        load(BASE, *folder, "--inference.urls=http://a:1")
+    address = ["--inference.no-launch", "--inference.registry_address=10.0.0.1:29500"]
+    with pytest.raises(ConfigError, match=rf"registry_address needs a key.*set {variable}"):
+        load(BASE, *address)
+    monkeypatch.setenv(variable, "a-key")
+    assert "/registry" in describe(load(BASE, *address))
+    for wrong in ("0.0.0.0:29500", "10.0.0.1", ":29500"):
+        with pytest.raises(ConfigError, match=r"registry_address must be host:port"):
+            load(BASE, "--inference.no-launch", f"--inference.registry_address={wrong}")
+
+
+def test_servers_on_loopback_are_refused_in_a_run_on_several_nodes(load, monkeypatch):
+    urls = ["--inference.no-launch", "--inference.urls=http://127.0.0.1:8000"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    load(BASE, *urls)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="addresses that all nodes of a run on several nodes"):
+        load(BASE, *urls)
+    load(BASE, "--inference.no-launch", "--inference.urls=http://10.0.0.1:8000")
+
+
 def test_servers_are_named_in_one_place_alone(load, tmp_path):
     file = tmp_path / "servers.txt"
     file.write_text("# two\nhttp://a:1\nhttp://b:2/\n")

@@ -91,7 +91,7 @@ def _check_registry(inference: grpo_config.Inference) -> None:
 
 def _check_reachable(urls: list[str]) -> None:
     """Refuses servers on loopback if ranks of other nodes are to push weights to them."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+    if os.environ.get("LOCAL_WORLD_SIZE") in (None, os.environ.get("WORLD_SIZE")):
         return
     hidden = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
     require(

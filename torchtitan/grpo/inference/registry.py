@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.types import ServerKind
@@ -80,12 +80,11 @@ def parse_registration(content: bytes) -> Registration:
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{wanted}: {error}.") from error
     numbers = (found.pid, found.started, found.beat)
-    if found.kind not in get_args(ServerKind) or not isinstance(found.host, str):
-        raise ValueError(f"{wanted}, got kind {found.kind!r} and host {found.host!r}.")
+    texts = found.url, found.kind, found.host
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{wanted}, got {texts} for the first three.")
     if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
         raise ValueError(f"{wanted}, got {numbers} for the last three.")
-    if not isinstance(found.url, str):
-        raise ValueError(f"{wanted}, got url {found.url!r}.")
     checked_urls([found.url], "The url of a registration")
     return found
 
@@ -115,9 +114,9 @@ class RegistryFolder:
         """
         # Whoever can write here is sent prompts and the servers' keys.
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part, name = tempfile.mkstemp(dir=self._path, prefix=".part-")
+        descriptor, name = tempfile.mkstemp(dir=self._path, prefix=".part-")
         try:
-            with open(part, "w", encoding="utf-8") as file:
+            with open(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(registration), file)
             os.replace(name, self._file(registration.url))
         except BaseException:

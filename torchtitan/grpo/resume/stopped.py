@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.run_folder.start_record import without_keys
 
@@ -64,6 +65,9 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
         kept.append(f"--checkpoint.load_step={load_step}")
     elif config.checkpoint.load_step != -1 or named & {*_WITH_VALUE}:
         kept.append("--checkpoint.load_step=-1")
+    if (launch := os.environ.get(LAUNCH_VARIABLE)) is not None:
+        # It names the configuration itself, and passes the rest on after two dashes.
+        return f"{launch} -- {shlex.join(kept[2:])}\non each node, with its own --nproc."
     return shlex.join([*_launcher(), "-m", _MODULE, *kept])
 
 

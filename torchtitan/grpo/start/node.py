@@ -9,6 +9,7 @@ rendezvous which ranks are here. The ranks run under torchrun's agent, see `torc
 
 import argparse
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.command_line.light_tables import without_torch
 from torchtitan.grpo.system.interfaces import address_of, interface_of, is_loopback
 from torchtitan.grpo.weight_wire.routes import source_address
@@ -187,6 +189,7 @@ def run_node(options: NodeOptions) -> int:
         from torchtitan.grpo.command_line.reading import read_config
 
     words = ["--job.config_file", options.config_file, *options.rest]
+    os.environ[LAUNCH_VARIABLE] = launch_command(options)
     stop_seconds = read_config(words).grpo.stop_timeout_seconds
     place = find_place(options)
 
@@ -198,6 +201,20 @@ def run_node(options: NodeOptions) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")  # "=": not as a prefix
     return _run_ranks(options, place, num_ranks, words, stop_seconds)
+
+
+def launch_command(options: NodeOptions) -> str:
+    """Returns the command that starts this node again, without the settings after the two dashes."""
+    low, high = options.num_nodes
+    words = ["bash", "scripts/launch_multinode.sh", options.config_file]
+    words += ["--nnodes", f"{low}" if low == high else f"{low}:{high}"]
+    host, port = options.endpoint
+    words += ["--rdzv-endpoint", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+    if options.num_ranks is not None:
+        words += ["--nproc", str(options.num_ranks)]
+    if options.max_restarts:
+        words += ["--max-restarts", str(options.max_restarts)]
+    return shlex.join(words)
 
 
 def _run_ranks(

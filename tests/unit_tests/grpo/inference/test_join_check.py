@@ -146,7 +146,7 @@ def test_an_unknown_release_is_a_warning_and_a_known_one_is_not() -> None:
 
 def test_a_server_for_other_hosts_listens_to_them(model: str) -> None:
     command = serve_command("vllm", "http://10.0.0.7:8000", model)
-    assert command == f"bash scripts/serve_vllm.sh {model} --host 10.0.0.5 --port 8000"
+    assert command == f"bash scripts/serve_vllm.sh {model} --host 10.0.0.7 --port 8000"
 
 
 def vllm_without_options(missing: set[str]) -> web.Application:

@@ -116,7 +116,7 @@ def test_the_folder_is_for_its_owner_alone(tmp_path, folder):
 @pytest.mark.parametrize(
     "change",
     [
-        {"url": "file:///etc/passwd"}, {"url": 3}, {"kind": "other"}, {"pid": "1"}, {"host": None},
+        {"url": "file:///etc/passwd"}, {"url": 3}, {"kind": 1}, {"pid": "1"}, {"host": None},
         {"beat": True}, {"more": 1},
     ],
 )  # fmt: skip

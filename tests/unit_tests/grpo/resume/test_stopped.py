@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.resume.stopped import describe_stop, resume_command
 
@@ -67,3 +68,12 @@ def test_a_run_without_a_checkpoint_says_why(config):
     assert describe_stop(config, 0, 0, []).endswith("because the run had taken no step.")
     config.checkpoint.enable = False
     assert describe_stop(config, 40, 0, []).endswith("because checkpoint.enable is false.")
+
+
+def test_a_run_on_several_nodes_names_the_command_of_the_nodes(config, monkeypatch):
+    launch = "bash scripts/launch_multinode.sh x.toml --nnodes 2 --rdzv-endpoint a:29400"
+    monkeypatch.setenv(LAUNCH_VARIABLE, launch)
+    arguments = ["--job.config_file", "x.toml", "--job.overwrite", "--training.steps=9"]
+    assert resume_command(config, arguments, None) == (
+        f"{launch} -- --training.steps=9 --job.no-overwrite\non each node, with its own --nproc."
+    )

@@ -6,7 +6,7 @@
 import pytest
 
 from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.start.node import find_place, parse
+from torchtitan.grpo.start.node import find_place, launch_command, parse
 
 COMMAND = ["x.toml", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29400"]
 VARIABLES = {
@@ -81,3 +81,10 @@ def test_a_node_finds_itself_by_the_route_to_the_endpoint():
 def test_an_endpoint_or_interface_that_leads_nowhere_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         find_place(parse(["x.toml", "--nnodes", "2", *arguments], {}))
+
+
+def test_the_command_that_a_stopped_run_prints_starts_the_same_node():
+    given = parse([*COMMAND, "--nproc", "3", "--max-restarts", "2", "--", "--a.b", "1"], {})
+    words = launch_command(given).split()
+    assert words[:2] == ["bash", "scripts/launch_multinode.sh"]
+    assert parse([*words[2:], "--", "--a.b", "1"], {}) == given

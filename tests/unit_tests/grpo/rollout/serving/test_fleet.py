@@ -20,13 +20,16 @@ from torchtitan.grpo.config import (
     Rollout,
     RolloutProcessConfig,
 )
+from torchtitan.grpo.inference.registry import Registration, RegistryFolder
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
 from torchtitan.grpo.types import PromptProgress
 
 
-def fleet_of(*urls: str, file: Path | None = None, announce=None) -> ServerFleet:
-    """A fleet of servers that the configuration, or a file, names."""
+def fleet_of(
+    *urls: str, file: Path | None = None, registry: Path | None = None, announce=None
+) -> ServerFleet:
+    """A fleet of servers that the configuration, or a file, names, or that register themselves."""
     return ServerFleet(
         RolloutProcessConfig(
             grpo=GRPO(),
@@ -38,6 +41,7 @@ def fleet_of(*urls: str, file: Path | None = None, announce=None) -> ServerFleet
                 urls=list(urls),
                 startup_timeout_seconds=1.0,
                 urls_file=None if file is None else str(file),
+                registry=None if registry is None else str(registry),
             ),
             reward=Reward(),
             evaluation=Evaluation(),
@@ -138,6 +142,65 @@ def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_p
         (text,) = announced
         assert unusable in text and "SGLang answers there" in text
         assert "The run goes on without it" in text
+
+    asyncio.run(main())
+
+
+def test_servers_that_register_join_and_those_that_leave_are_let_go_but_for_the_last(
+    tmp_path: Path,
+):
+    folder = RegistryFolder(tmp_path / "registry")
+
+    async def main() -> None:
+        runners, records = [], []
+        for index in range(2):
+            runner, port = await healthy_server()
+            runners.append(runner)
+            url = f"http://127.0.0.1:{port}"
+            records.append(Registration(url, "embedded", "host", index, 1.0))
+        first, second = records
+        stale = Registration("http://127.0.0.1:9", "embedded", "killed long ago", 3, 0.0)
+        folder.write(stale)
+        changes: asyncio.Queue[list[str]] = asyncio.Queue()
+
+        async def tell(servers) -> None:
+            changes.put_nowait([server.url for server in servers])
+
+        fleet = fleet_of(registry=tmp_path / "registry")
+        try:
+            with pytest.raises(TimeoutError, match="must register itself within"):
+                await fleet.start()
+            await fleet.close()
+            fleet = fleet_of(registry=tmp_path / "registry")
+            starting = asyncio.create_task(fleet.start())
+            while not starting.done():  # as a server does, every two seconds
+                first = first.next()
+                folder.write(first)
+                await asyncio.sleep(0.05)
+            await starting
+            assert [client.url for client in fleet.clients] == [first.url]
+            dispatcher = Dispatcher(
+                fleet.clients,
+                vocab_size=128,
+                request_timeout_seconds=60,
+                max_consecutive_failures=8,
+            )
+            watching = asyncio.create_task(fleet.watch(dispatcher, tell))
+            folder.write(second)
+            async with asyncio.timeout(120):
+                assert sorted(await changes.get()) == sorted([first.url, second.url])
+                folder.remove(first)
+                assert await changes.get() == [second.url]
+                folder.remove(second)
+                folder.write(first.next())
+                assert await changes.get() == [first.url]
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            assert list(dispatcher.servers) == [first.url]
+        finally:
+            await fleet.close()
+            for runner in runners:
+                await runner.cleanup()
 
     asyncio.run(main())
 
