@@ -13,6 +13,7 @@ case "${1-}" in
     sky) package="skypilot==0.14.1" ;;
     *) die "usage: bash scripts/install_launcher.sh ray|sky" ;;
 esac
+# shellcheck disable=SC2034  # open_environment reads it
 DEVICE=any
 open_environment "$REPOSITORY/.venv-$1" "${BASH_SOURCE[0]}"
 "$PYTHON" -m pip install -q "$package"

@@ -330,7 +330,12 @@ class Launch:
             say(f"{server.name} ended{cause} and is not placed again (--replacements).")
             return
         say(f"{server.name} ended{cause}.")
-        self._start_server(server)
+        try:
+            self._start_server(server)
+        except (TimeoutError, RayError) as error:
+            # The run goes on with the servers that are left.
+            self.servers.remove(server)
+            say(f"{server.name} is not placed again: {error}")
 
     def _begin_again(self, trainer: Placed, status: int | None) -> bool:
         """Starts all training nodes again; returns False if the run has failed for good."""

@@ -186,6 +186,7 @@ def test_each_skypilot_node_starts_what_its_rank_says(stage, monkeypatch):
     task = yaml.safe_load((REPOSITORY / "scripts/skypilot/grpo.yaml").read_text())
     nodes = ["10.0.0.1", "10.0.0.2", "127.0.0.1"]
     assert task["num_nodes"] == len(nodes)
+    run = stage.here(task["run"])
     given = {name: stage.here(value) for name, value in task["envs"].items()}
     given |= dict.fromkeys(task["secrets"], "a-key") | {
         "SKYPILOT_NODE_IPS": "\n".join(nodes),
@@ -194,13 +195,13 @@ def test_each_skypilot_node_starts_what_its_rank_says(stage, monkeypatch):
     }
     for rank in (1, 0):
         environment = given | {"SKYPILOT_NODE_RANK": str(rank)}
-        ((argv, environ),) = stage.run(["bash", "-c", task["run"]], environment)
+        ((argv, environ),) = stage.run(["bash", "-c", run], environment)
         node = _check_trainer(argv, environ, stage, monkeypatch)
         assert node.num_nodes == (2, 2)
         assert node.endpoint == ("10.0.0.1", 29400)
     # Rank 0's node has ended by now, which is how those of the servers know that they may.
     environment = given | {"SKYPILOT_NODE_RANK": "2", "SERVER_RESTARTS": "0"}
-    text = task["run"].replace("until [", "wait; until [")  # recorders end by themselves
+    text = run.replace("until [", "wait; until [")  # recorders end by themselves
     servers = stage.run(["bash", "-c", text], environment)
     assert sorted(environ["CUDA_VISIBLE_DEVICES"] for _, environ in servers) == ["0", "1"]
     for argv, environ in servers:
