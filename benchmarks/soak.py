@@ -89,6 +89,8 @@ class SoakedRun(KilledRun):
             "checkpoint.interval": 10,
             "checkpoint.keep_latest_k": 2,
             "observe.progress": "none",
+            # The flight recorder's ring fills in the beginning, at 1.2 KiB a collective.
+            "comm.trace_buf_size": 1000,
         }
         if self._kind != "embedded":
             default = REPOSITORY / f".venv-{self._kind}/bin/python"
