@@ -10,7 +10,10 @@ import pytest
 from torchtitan.grpo.rollout.saved import file_of, read_saved
 
 SMALL = ("--grpo.prompts_per_step=2", "--evaluation.num_prompts=4", "--training.steps=1000")
-CHECKPOINT = ("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0")
+CHECKPOINT = (
+    *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
+    "--checkpoint.async_mode=async",  # a stop must wait for what is being written
+)
 # A run of its own needs less than 10 s; tests share their machine with others. Left alone it
 # would go on for many minutes.
 LONGEST_SECONDS = 60.0

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan.grpo.job_config import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, CheckpointWriter, is_whole
@@ -74,6 +75,8 @@ class GRPOCheckpointManager(CheckpointManager):
             writer = CheckpointWriter(checkpoint_id)
             if async_mode == AsyncMode.DISABLED:
                 dcp.save(state_dict, storage_writer=writer)
+                if enable_garbage_collection:
+                    GarbageCollection.collect("GC collection invoked by checkpointer.")
                 return None
             arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
             if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -83,8 +86,7 @@ class GRPOCheckpointManager(CheckpointManager):
                 }
             return dcp.async_save(state_dict, **arguments)
         except CheckpointException as error:  # the same on all ranks
-            self._tell_failure(error)
-            self._give_up(error)
+            self._end_failed(error)
             done: Future[None] = Future()
             done.set_result(None)
             is_pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
@@ -104,28 +106,29 @@ class GRPOCheckpointManager(CheckpointManager):
         try:
             future.result()
         except CheckpointException as error:
-            self._tell_failure(error)
-            self._give_up(error)
+            self._end_failed(error)
 
     def _tell_failure(self, error: BaseException) -> None:
         if not self._is_told and dist.get_rank() == 0:
-            logger.error(self._describe_failure(error))
+            next_one = f"again after checkpoint.interval = {self.interval} steps"
+            logger.error(
+                f"{self._describe_failure(error)} Training goes on and saves {next_one}; "
+                'checkpoint.save_failure = "stop" would end it.'
+                if self.settings.save_failure == "warn"
+                else f"{self._describe_failure(error)} The run ends with the next checkpoint."
+            )
         self._is_told = True
 
     def _describe_failure(self, error: BaseException) -> str:
-        folder = Path(self._saving or self.folder)
         whole = [s for s in steps_in(Path(self.folder)) if is_whole(Path(self.folder, f"step-{s}"))]
         kept = f"The newest whole checkpoint is that of step {whole[-1]}." if whole else (
             "There is no whole checkpoint."
         )  # fmt: skip
-        return (
-            f"The checkpoint {folder} could not be written: {_reason(error, Path(self.folder))}. "
-            f"{kept} Training goes on and saves again after checkpoint.interval = {self.interval} "
-            'steps; checkpoint.save_failure = "stop" would end it.'
-        )
+        reason = _reason(error, Path(self.folder))
+        return f"The checkpoint {self._saving} could not be written: {reason}. {kept}"
 
-    def _give_up(self, error: BaseException) -> None:
-        """Removes what the failed save has left, and raises if the run is to end.
+    def _end_failed(self, error: BaseException) -> None:
+        """Removes what the failed save has left, and tells of it or raises.
 
         Raises:
             SaveFailed: With ``checkpoint.save_failure = "stop"``.
@@ -134,11 +137,10 @@ class GRPOCheckpointManager(CheckpointManager):
             shutil.rmtree(self._saving, ignore_errors=True)
         if self.settings.save_failure == "stop":
             raise SaveFailed(
-                f"The checkpoint {self._saving} could not be written: "
-                f'{_reason(error, Path(self.folder))}, and checkpoint.save_failure is "stop". Make '
-                "room, or correct job.dump_folder, and start again: the run goes on from its newest "
-                "whole checkpoint."
+                f'{self._describe_failure(error)} The run ends, because checkpoint.save_failure is "stop". '
+                "Make room, or correct job.dump_folder, and start again to go on from that one."
             ) from error
+        self._tell_failure(error)
 
     def _tell_if_slow(self, step: int, seconds: float, since_last: float) -> None:
         if self._is_slow_told or dist.get_rank() != 0:

@@ -33,6 +33,9 @@ relative to the folder in which the command is started.
   --gpus N       Number of training ranks, one for each GPU. Default: all visible
                  GPUs but those of the servers that inference.launch starts.
                  Without a GPU: --nproc N.
+  --max-restarts N
+                 When a rank has died, start all ranks again from the newest
+                 checkpoint, at most N times. Default: 0.
   --dry-run      Print the resolved configuration and the layout, open what the run
                  would open (model, prompts, rewards) without servers, and exit.
   --help [WORD]  This page, or the full text of the settings whose names contain

@@ -27,6 +27,15 @@ def test_the_number_of_ranks_is_taken_from_the_command_line(arguments, num_ranks
     assert (parsed.num_ranks, parsed.rest) == (num_ranks, rest)
 
 
+@pytest.mark.parametrize("arguments", [["--max-restarts", "3"], ["--max_restarts=3"]])
+def test_the_number_of_restarts_is_torchruns_and_not_the_ranks(arguments):
+    parsed = parse(["x.toml", *arguments, "--a.b=1"])
+    assert (parsed.max_restarts, parsed.rest) == (3, ["--job.config_file", "x.toml", "--a.b=1"])
+    assert parse(["x.toml"]).max_restarts == 0
+    with pytest.raises(ConfigError, match=r"--max-restarts must be a number of restarts.*'-1'"):
+        parse(["x.toml", "--max-restarts=-1"])
+
+
 @pytest.mark.parametrize("value", [["--gpus", "0"], ["--gpus=-1"], ["--gpus", "all"], ["--gpus"]])
 def test_a_number_of_ranks_that_is_none_is_refused(value):
     with pytest.raises(ConfigError, match=r"--gpus must be a number of ranks, at least 1, got"):
