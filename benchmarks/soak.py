@@ -89,6 +89,8 @@ class SoakedRun(KilledRun):
             "checkpoint.interval": 10,
             "checkpoint.keep_latest_k": 2,
             "observe.progress": "none",
+            # The flight recorder's ring fills in the beginning, at 1.2 KiB a collective.
+            "comm.trace_buf_size": 1000,
         }
         if self._kind != "embedded":
             default = REPOSITORY / f".venv-{self._kind}/bin/python"
@@ -171,6 +173,12 @@ class Life:
         size = max(len(self.samples) // 4, 1)
         values = [float(sample[column]) for sample in self.samples]
         return values[:size], values[-size:]
+
+    def curve(self) -> str:
+        """Returns the median memory of each eighth, in MiB: a leak rises to the end."""
+        size = max(len(self.samples) // 8, 1)
+        parts = [self.samples[i : i + size] for i in range(0, len(self.samples), size)]
+        return " ".join(f"{statistics.median(s[1] for s in part):.0f}" for part in parts[:8])
 
     @property
     def growth(self) -> float:
@@ -322,7 +330,7 @@ def judge(soak: Soak, seconds: float) -> tuple[dict[str, float], list[str]]:
         }
         print(
             f"  {life.name:28} {figures[f'{label}/mib']:8.1f} MiB, {100 * life.growth:+6.2f} %, "
-            f"file descriptors {fds:+.0f}, threads {threads:+.0f} ({len(life.samples)} samples)"
+            f"file descriptors {fds:+.0f}, threads {threads:+.0f} ({len(life.samples)} samples); MiB {life.curve()}"
         )
         if life.growth > LARGEST_GROWTH:
             problems.append(f"the memory of a {life.name} grew by {100 * life.growth:.1f} %")

@@ -57,7 +57,7 @@ class Guards:
         self._guards, self._say = config.guards, say
         self._rules = GuardRules(config)
         self._equal_limit = config.observe.equal_rewards_steps
-        self._counts = Counter(dict.fromkeys((*GUARDS, "skipped"), 0))
+        self._counts: Counter[str] = Counter(dict.fromkeys((*GUARDS, "skipped"), 0))
         self._in_a_row: Counter[str] = Counter()
         self._num_equal = 0  # batches in a row without two different rewards in a group
         self._of_rewards = Verdict.TAKE
