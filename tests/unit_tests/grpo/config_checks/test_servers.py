@@ -6,6 +6,8 @@
 import pytest
 
 from torchtitan.grpo.config_checks import unused_server_settings
+from torchtitan.grpo.config_checks.rules import ConfigError
+from torchtitan.grpo.config_checks.servers import check_inference
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -30,3 +32,15 @@ def test_keys_that_only_launched_servers_read_are_named_without_their_values(sou
     assert unused_server_settings(config) == []
     inference.launch, config.rollout.replay = False, "rollouts.bin"
     assert unused_server_settings(config) == []
+
+
+def test_a_token_budget_must_be_above_the_running_requests_of_a_server():
+    config = JobConfig()
+    config.inference.launch, config.inference.num_servers = True, 2
+    config.rollout.max_concurrent_rollouts = 31
+    for budget in (0, 17):
+        config.inference.max_batched_tokens = budget
+        check_inference(config)
+    config.inference.max_batched_tokens = 16
+    with pytest.raises(ConfigError, match=r"max_batched_tokens must be 0 or above 16.*got 16"):
+        check_inference(config)

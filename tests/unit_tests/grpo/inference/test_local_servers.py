@@ -86,6 +86,26 @@ def test_the_embedded_server_is_started_light() -> None:
     assert option(command, "--max-running-requests") == "16"
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "chosen"),
+    [
+        ("embedded", "--max-batched-tokens", "0"),
+        ("vllm", "--max-num-batched-tokens", "256"),
+        ("sglang", "--chunked-prefill-size", "256"),
+    ],
+)
+def test_each_kind_computes_long_prompts_in_chunks(kind, name, chosen) -> None:
+    spec = replace(SPEC, kind=kind, extra_args=())
+    assert option(server_command(spec, {})[0], name) == chosen
+    configured = replace(spec, max_batched_tokens=640)
+    assert option(server_command(configured, {})[0], name) == "640"
+    if kind == "embedded":
+        return  # it chooses by itself
+    crowded = replace(spec, max_running_requests=200)
+    assert option(server_command(crowded, {})[0], name) == "448", "twice as many, in whole pages"
+    assert option(server_command(replace(spec, device="cuda"), {})[0], name) == "2048"
+
+
 def test_keys_are_passed_by_environment_where_the_server_reads_them_there() -> None:
     spec = replace(SPEC, api_key="secret-a", admin_key="secret-b")
     ours = {"VLLM_API_KEY": "stale", "TORCHTITAN_GRPO_API_KEY": "stale"}
