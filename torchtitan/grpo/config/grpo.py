@@ -37,19 +37,23 @@ class GRPO:
     (``num_minibatches * num_epochs``) and ``old_policy = "step_start"``, the trainer computes the
     log-probabilities of the old policy in a forward pass before the first of them."""
 
-    advantage: Literal["group_norm", "group_mean", "leave_one_out", "batch_norm"] = "group_norm"
+    advantage: Literal["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"] = (
+        "group_norm"
+    )
     """How rewards become advantages. ``group_norm`` (GRPO) subtracts the mean of the group and
     divides by its standard deviation. ``group_mean`` (Dr.GRPO) subtracts the mean only.
     ``leave_one_out`` (RLOO) subtracts the mean of the group's other rollouts. ``batch_norm``
     (REINFORCE++-baseline) subtracts the mean of the group and divides by the standard deviation
-    of the whole batch."""
+    of the whole batch. ``max_rl`` (MaxRL) subtracts the mean of the group and divides by it, for
+    rewards that are at least 0."""
 
     advantage_std: Literal["sample", "population"] = "sample"
     """Whether the variance of N rewards is divided by N - 1 (``sample``) or by N
     (``population``)."""
 
     advantage_eps: Annotated[float, above(0)] = 1e-4
-    """Number added to the standard deviation before rewards are divided by it."""
+    """Number added to the standard deviation, or to the mean of ``max_rl``, before rewards are
+    divided by it."""
 
     advantage_length_power: Annotated[float, at_least(0)] = 0.0
     """Advantages are multiplied by ``(mean completion length / completion length) ** power``. With
@@ -80,7 +84,8 @@ class GRPO:
     policy_loss: str = "clip"
     """Loss of each token. ``clip`` is the clipped surrogate with one ratio per token. ``gspo`` is
     the clipped surrogate with one ratio per sequence. ``cispo`` weights the log-probability by the
-    clipped ratio, held constant. ``reinforce`` uses no ratio. A function of your own is named
+    clipped ratio, held constant. ``reinforce`` uses no ratio. ``sapo`` replaces the clip by a smooth
+    gate. ``gmpo`` takes the geometric mean of clipped ratios over the sequence. A function of your own is named
     ``package.module:function`` or ``path/to/file.py:function``."""
 
     policy_loss_options: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +97,17 @@ class GRPO:
     """Ratios below ``1 - clip_low`` are clipped."""
 
     clip_high: Annotated[float, above(0)] = 0.2
-    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, GSPO 4e-4."""
+    """Ratios above ``1 + clip_high`` are clipped. DAPO uses 0.28, GSPO 4e-4. ``policy_loss = "gmpo"``
+    clips the logarithm of the ratio, at ``clip_high`` where the advantage is positive and at
+    ``-clip_low`` where it is negative; its paper uses 0.4 for both."""
+
+    sapo_temperature: Annotated[float, above(0)] = 1.0
+    """Temperature of the gate of ``policy_loss = "sapo"`` where the advantage is positive. The higher
+    it is, the sooner tokens lose their gradient as the ratio leaves 1."""
+
+    sapo_temperature_negative: Annotated[float, above(0)] = 1.05
+    """The same where the advantage is not positive. The paper takes a higher one, because negative
+    advantages make training less stable."""
 
     dual_clip: Annotated[float, above(1).or_value(0, "off")] = 0.0
     """Dual-clip PPO: for a token with a negative advantage A, the loss is at most
@@ -145,10 +160,17 @@ class GRPO:
     """Weight of the KL penalty against the reference model. With 0 no reference model is
     built."""
 
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"] = "k3"
     """Estimator of the KL divergence from sampled tokens. With d = log-probability under the
     policy minus that under the reference: ``k1`` is d, ``k2`` is d² / 2, ``k3`` is
-    exp(-d) - 1 + d, and ``abs`` is |d|."""
+    exp(-d) - 1 + d, and ``abs`` is |d|. ``k1_straight`` and ``k3_straight`` have the value of ``k1``
+    and ``k3`` and, as a loss, the gradient of ``k2``, which is that of the KL divergence."""
+
+    kl_importance: bool = False
+    """Multiply the KL estimate of each token in the loss by the ratio of the policy to the old policy
+    (``old_policy``). With ``kl_estimator = "k3"`` or ``"k1"``, its expected gradient is then that of
+    the KL divergence, for tokens that an older policy drew, too. Used with
+    ``kl_in = "loss"``."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each

@@ -39,6 +39,13 @@ def _check_comparisons(config: JobConfig) -> None:
         "grpo.filter_zero_advantage = false.",
     )
     require(
+        grpo.advantage != "max_rl"
+        or not ((grpo.kl_coef > 0 and grpo.kl_in == "reward") or grpo.overlong_buffer > 0),
+        "grpo.advantage = 'max_rl' needs rewards of at least 0, so nothing can be subtracted from "
+        f"them: got grpo.overlong_buffer = {grpo.overlong_buffer}, grpo.kl_coef = {grpo.kl_coef} "
+        f"and grpo.kl_in = {grpo.kl_in!r}. Set grpo.overlong_buffer = 0 and grpo.kl_in = 'loss'.",
+    )
+    require(
         grpo.overlong_buffer <= longest,
         f"grpo.overlong_buffer must be at most rollout.max_new_tokens ({longest}), got "
         f"{grpo.overlong_buffer}.",
@@ -95,7 +102,22 @@ _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
     (
         lambda grpo: grpo.advantage in ("group_norm", "batch_norm"),
         "grpo.advantage = 'group_norm' or 'batch_norm', which divide by a standard deviation",
-        ("advantage_std", "advantage_eps"),
+        ("advantage_std",),
+    ),
+    (
+        lambda grpo: grpo.advantage in ("group_norm", "batch_norm", "max_rl"),
+        "grpo.advantage = 'group_norm', 'batch_norm' or 'max_rl', which divide by a number",
+        ("advantage_eps",),
+    ),
+    (
+        lambda grpo: grpo.kl_coef > 0 and grpo.kl_in == "loss",
+        "grpo.kl_coef above 0 and grpo.kl_in = 'loss'",
+        ("kl_importance",),
+    ),
+    (
+        lambda grpo: grpo.policy_loss == "sapo",
+        "grpo.policy_loss = 'sapo'",
+        ("sapo_temperature", "sapo_temperature_negative"),
     ),
     (lambda grpo: grpo.overlong_buffer > 0, "grpo.overlong_buffer above 0", ("overlong_penalty",)),
     (

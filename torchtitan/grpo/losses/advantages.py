@@ -15,7 +15,7 @@ import numpy as np
 
 from torchtitan.grpo.losses.reward_shaping import require_finite
 
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "batch_norm"]
+AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"]
 
 
 def compute_advantages(
@@ -36,10 +36,12 @@ def compute_advantages(
         group_mean      r - mean
         leave_one_out   r - mean of the other N - 1  =  N / (N - 1) * (r - mean)
         batch_norm      (r - mean) / (std of all r - mean in the batch + eps)
+        max_rl          (r - mean) / (mean + eps)
 
     GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783),
-    RLOO (https://arxiv.org/abs/2402.14740) and REINFORCE++-baseline
-    (https://arxiv.org/abs/2501.03262). If every group has one sample, ``batch_norm``
+    RLOO (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline
+    (https://arxiv.org/abs/2501.03262) and MaxRL (https://arxiv.org/abs/2602.02710), which needs
+    rewards of at least 0 and maximises the likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
     subtracts the mean of the batch, which is plain REINFORCE++.
 
     Args:
@@ -56,7 +58,8 @@ def compute_advantages(
         The advantages, [samples] float32.
 
     Raises:
-        ValueError: If a reward is not finite, the shapes differ, or the kind is unknown.
+        ValueError: If a reward is not finite, or below 0 with ``max_rl``, the shapes differ, or the
+            kind is unknown.
     """
     if not rewards.shape == group_ids.shape == completion_lengths.shape:
         raise ValueError(
@@ -91,9 +94,19 @@ def _compared(
         case "batch_norm":
             deviation = _deviation((centred**2).sum(), np.array(len(rewards)), std)
             return centred / (deviation + eps)
+        case "max_rl":
+            if rewards.min(initial=0.0) < 0:
+                raise ValueError(
+                    "grpo.advantage = 'max_rl' divides by the mean reward of a group and needs "
+                    f"rewards of at least 0, got {rewards.min():g}. Shift the rewards, or choose "
+                    "another advantage."
+                )
+            means = np.bincount(member_of, rewards, len(sizes)) / sizes
+            return centred / (means[member_of] + eps)
         case _:
             raise ValueError(
-                "grpo.advantage must be group_norm, group_mean, leave_one_out or batch_norm, "
+                "grpo.advantage must be group_norm, group_mean, leave_one_out, batch_norm or "
+                "max_rl, "
                 f"got {kind!r}."
             )
 

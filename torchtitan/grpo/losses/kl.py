@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND
 
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
 
 
 def kl_estimate(
@@ -24,6 +24,10 @@ def kl_estimate(
         k2   d^2 / 2          biased; as a loss its gradient is that of the KL
         k3   exp(d) - 1 - d   unbiased, never negative; as a loss biased
         abs  |d|              a distance, not a KL
+
+    ``k1_straight`` and ``k3_straight`` have the value of ``k1`` and ``k3``, and the gradient of
+    ``k2``, which passes straight through: the value is unbiased, and so is the gradient where the
+    policy itself drew the tokens (https://arxiv.org/abs/2510.01555).
 
     Above ``d =`` :data:`LOG_RATIO_BOUND`, ``k3`` continues as the straight line that touches it
     there. It stays finite, and as a loss it keeps pulling the policy towards ``other`` with the
@@ -55,7 +59,21 @@ def kl_estimate(
             return bounded + beyond - difference
         case "abs":
             return difference.abs()
-    raise ValueError(f"grpo.kl_estimator must be k1, k2, k3 or abs, got {estimator!r}.")
+        case "k1_straight":
+            return _straight_through(logprobs, other_logprobs, "k1")
+        case "k3_straight":
+            return _straight_through(logprobs, other_logprobs, "k3")
+    raise ValueError(
+        f"grpo.kl_estimator must be k1, k2, k3, abs, k1_straight or k3_straight, got {estimator!r}."
+    )
+
+
+def _straight_through(
+    logprobs: torch.Tensor, other_logprobs: torch.Tensor, value: KLEstimator
+) -> torch.Tensor:
+    gradient = kl_estimate(logprobs, other_logprobs, "k2")
+    # The difference of the two is exactly 0, and has the gradient of k2.
+    return kl_estimate(logprobs, other_logprobs, value).detach() + (gradient - gradient.detach())
 
 
 def sample_kl_sums(

@@ -33,6 +33,7 @@ from torchtitan.grpo.losses.loss_metrics import (
 from torchtitan.grpo.losses.mismatch import MismatchWeights, mismatch_metrics, mismatch_weights
 from torchtitan.grpo.losses.policy_function import example_inputs, policy_function
 from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInputs, PolicyTerm
+from torchtitan.grpo.losses.ratios import ratio
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,11 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str,
     if clean.ref_logprobs is not None:
         reference_kl = kl_estimate(clean.logprobs, clean.ref_logprobs, config.kl_estimator)
         if config.kl_in == "loss":
-            loss = loss + config.kl_coef * (clean.loss_weights * reference_kl).sum()
+            penalty = reference_kl
+            if config.kl_importance:
+                # Of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556); the ratio has a gradient.
+                penalty = reference_kl * ratio(clean.logprobs - policy_inputs.old_logprobs)
+            loss = loss + config.kl_coef * (clean.loss_weights * penalty).sum()
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
     own = {

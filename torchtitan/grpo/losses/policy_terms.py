@@ -113,11 +113,54 @@ def reinforce(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     return PolicyTerm(-inputs.advantages * inputs.logprobs)
 
 
+def sapo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
+    """Replaces the clip by a gate that takes the gradient away smoothly as the ratio leaves 1.
+
+    ::
+
+        loss = -4 / t * sigmoid(t * (r - 1)) * A
+
+    with the ratio ``r`` of the token and the temperature ``t`` of the sign of ``A``: SAPO
+    (https://arxiv.org/abs/2511.20347). At ``r = 1`` the gradient is that of the ratio itself.
+    """
+    r = ratio(inputs.logprobs - inputs.old_logprobs)
+    temperature = torch.full_like(r, config.sapo_temperature).where(
+        inputs.advantages > 0, config.sapo_temperature_negative
+    )
+    gate = torch.sigmoid(temperature * (r - 1)) * (4 / temperature)
+    return PolicyTerm(-gate * inputs.advantages)
+
+
+def gmpo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
+    """Takes the geometric mean of clipped ratios over the sequence.
+
+    ::
+
+        loss = -exp(mean over trained tokens of l) * A
+        l = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A <= 0
+
+    GMPO (https://arxiv.org/abs/2507.20673), whose minimum leaves one bound of the two for each sign
+    of the advantage. As in :func:`gspo`, each token passes its own gradient, scaled by the mean.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    is_good = inputs.advantages > 0
+    held = torch.where(
+        is_good, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
+    )
+    mean = sequence_means(held.detach(), inputs.loss_mask, inputs.sequence_ids)
+    # Exactly 0, with the gradient of the token's logprob where it is not clipped.
+    carrier = held - held.detach()
+    losses = -ratio(mean + carrier) * inputs.advantages
+    return PolicyTerm(losses, {CLIPPED: TokenMetric(held != log_ratio, "mean")})
+
+
 BUILTIN: dict[str, PolicyFunction] = {
     "clip": clipped_surrogate,
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
 }
 """The policy terms that ``grpo.policy_loss`` knows by name."""
 

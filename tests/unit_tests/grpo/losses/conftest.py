@@ -91,7 +91,13 @@ def _kl(policy: torch.Tensor, other: torch.Tensor, estimator: str) -> torch.Tens
         "k2": torch.log(r) ** 2 / 2,
         "k3": r - 1 - torch.log(r),
         "abs": torch.abs(torch.log(r)),
+        "k1_straight": (-torch.log(r)).detach() + _gradient_of(torch.log(r) ** 2 / 2),
+        "k3_straight": (r - 1 - torch.log(r)).detach() + _gradient_of(torch.log(r) ** 2 / 2),
     }[estimator]
+
+
+def _gradient_of(x: torch.Tensor) -> torch.Tensor:
+    return x - x.detach()
 
 
 def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float], dict]:
@@ -143,6 +149,20 @@ def _policy(
             clipped += weight != r.item()
             losses.append(-weight * a * logprobs[t])
             continue
+        if config.policy_loss == "sapo":
+            tau = config.sapo_temperature if a > 0 else config.sapo_temperature_negative
+            losses.append(-4 / tau / (1 + torch.exp(-tau * (r - 1))) * a)
+            continue
+        if config.policy_loss == "gmpo":
+            logs = logprobs - base
+            held = [min(x, config.clip_high) if a > 0 else max(x, -config.clip_low) for x in logs]
+            held = [torch.as_tensor(x, dtype=logs.dtype) for x in held]
+            clipped += held[t].item() != logs[t].item()
+            mean = torch.exp(sum(held) / len(held))
+            if not constant_weight:
+                mean = mean.detach() * torch.exp(_gradient_of(held[t]))
+            losses.append(-mean * a)
+            continue
         if config.policy_loss == "gspo":
             r = torch.exp((logprobs - base).sum() / sequence.num_tokens)
             if not constant_weight:  # GSPO-token, equation 14 of the paper
@@ -162,12 +182,15 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
     ptx = [s for s in sequences if s.is_ptx]
     policy, kl, entropy, ratios = [], [], [], []
     counts = dict.fromkeys(("clipped", "dual_clipped", "capped", "masked", "vetoed"), 0)
-    mismatch_kl = approx_kl = nll = 0.0
+    mismatch_kl = approx_kl = nll = reference_kl = 0.0
     for s in rollouts:
         weights, observed, mismatch_counts = _mismatch(s, config)
         losses, clipped, dual_clipped = _policy(s, config, len(set(weights)) == 1)
         policy.append([w * loss for w, loss in zip(weights, losses, strict=True)])
-        kl.append(list(_kl(s.logprobs, s.ref, config.kl_estimator)))
+        base = s.generator if config.old_policy == "sampling" else s.old
+        penalty = _kl(s.logprobs, s.ref, config.kl_estimator)
+        reference_kl += penalty.sum().item()
+        kl.append(list(penalty * torch.exp(s.logprobs - base) if config.kl_importance else penalty))
         entropy.append(list(s.entropy))
         ratios += observed
         for name, count in (mismatch_counts | {"clipped": clipped}).items():
@@ -192,7 +215,7 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
         "loss/total": loss.item(),
         "loss/policy": policy_loss.item(),
         "loss/ptx": ptx_loss.item(),
-        "loss/reference_kl": sum(x.item() for k in kl for x in k) / n,
+        "loss/reference_kl": reference_kl / n,
         "loss/clipped_fraction": counts["clipped"] / n,
         "loss/dual_clipped_fraction": counts["dual_clipped"] / n,
         "mismatch/kl": mismatch_kl / n,

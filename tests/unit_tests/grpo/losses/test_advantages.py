@@ -56,6 +56,9 @@ def advantages(rewards=REWARDS, groups=GROUPS, lengths=None, **settings):
             {"kind": "batch_norm", "std": "population"},
             np.array([-1, -1, 1, -1, 2]) / math.sqrt(8 / 5),
         ),
+        # Means 2 and 1; eps is added to the mean.
+        ({"kind": "max_rl"}, [-1 / 2, -1, 1 / 2, -1, 2]),
+        ({"kind": "max_rl", "eps": 1.0}, [-1 / 3, -1 / 2, 1 / 3, -1 / 2, 1]),
         # Mean length 4; factors 4 / length, to the power of 1 and 1/2.
         (
             {"kind": "group_mean", "length_power": 1.0, "lengths": [1, 2, 4, 8, 5]},
@@ -78,7 +81,9 @@ def test_advantages_are_those_worked_out_by_hand(settings, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-KINDS = pytest.mark.parametrize("kind", ["group_norm", "group_mean", "leave_one_out", "batch_norm"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"]
+)
 
 
 @KINDS
@@ -135,3 +140,14 @@ def test_single_samples_are_equal_only_if_the_whole_batch_is():
     groups = np.arange(3)
     assert num_equal_groups(np.array([1.0, 1.0, 1.0]), groups) == 3
     assert num_equal_groups(np.array([1.0, 1.0, 0.0]), groups) == 0
+
+
+def test_max_rl_refuses_rewards_below_zero():
+    with pytest.raises(ValueError, match=r"max_rl.* at least 0, got -0\.5"):
+        advantages([-0.5, 1.0], [0, 0], kind="max_rl")
+
+
+def test_max_rl_weights_successes_by_one_over_their_rate():
+    """As the gradient of the log-likelihood: the successes of a group weigh 1 together."""
+    got = advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], kind="max_rl")
+    np.testing.assert_allclose(got + 1, [4, 0, 0, 0], atol=1e-6)

@@ -19,6 +19,8 @@ Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
         ("k2", [math.log(2) ** 2 / 2] * 2),
         ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
         ("abs", [math.log(2)] * 2),
+        ("k1_straight", [math.log(2), -math.log(2)]),
+        ("k3_straight", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
     ],
 )
 def test_estimates_are_those_worked_out_by_hand(estimator, expected):
@@ -43,11 +45,28 @@ def expected_gradient(estimator: str) -> torch.Tensor:
     return logits.grad
 
 
-def test_as_a_loss_only_k2_has_the_gradient_of_the_divergence():
+def gradient_of_the_divergence() -> torch.Tensor:
     logits = P.log().requires_grad_()
     logprobs = logits.log_softmax(-1)
     (logprobs.exp() * (logprobs - Q.log())).sum().backward()
-    torch.testing.assert_close(expected_gradient("k2"), logits.grad)
+    assert logits.grad is not None
+    return logits.grad
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_times_the_importance_ratio_the_gradient_is_that_of_the_divergence(estimator):
+    """For tokens that another policy drew."""
+    drawn_from = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    logits = P.log().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    ratio = (logprobs - drawn_from.log()).exp()
+    (drawn_from * ratio * kl_estimate(logprobs, Q.log(), estimator)).sum().backward()
+    torch.testing.assert_close(logits.grad, gradient_of_the_divergence())
+
+
+def test_as_a_loss_only_k2_has_the_gradient_of_the_divergence():
+    for estimator in ("k2", "k1_straight", "k3_straight"):
+        torch.testing.assert_close(expected_gradient(estimator), gradient_of_the_divergence())
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros_like(P))
     # k3's is that of the divergence the other way round, KL(other || policy).
     torch.testing.assert_close(expected_gradient("k3"), P - Q)

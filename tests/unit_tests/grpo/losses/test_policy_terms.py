@@ -133,7 +133,48 @@ def test_cispo_two_sided_also_has_a_floor():
     )
 
 
+def test_sapo_gates_the_ratio_with_a_temperature_for_each_sign():
+    # 4 / t * sigmoid(t * (r - 1)) * A; its derivative by the logprob is 4 s (1 - s) r A.
+    high, low = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))
+    check(
+        term_of([1, 2, 1, 0.5], [1, 1, -1, -1], policy_loss="sapo", sapo_temperature_negative=2.0),
+        losses=[-2, -4 * high, 1, 2 * low],
+        gradient=[-1, -4 * high * (1 - high) * 2, 1, 4 * low * (1 - low) * 0.5],
+        clipped=[0, 0, 0, 0],
+    )
+
+
+def test_gmpo_takes_the_geometric_mean_of_ratios_clipped_on_one_side():
+    # A > 0: e^1.5 is clipped to e^0.5 and e^-0.7 stays, so the mean is e^-0.1. A < 0: e^-1.5 is
+    # clipped to e^-0.5 and e^0.7 stays, so the mean is e^0.1. A clipped token has no gradient.
+    e = math.e
+    check(
+        term_of(
+            [e**1.5, e**-0.7, e**-1.5, e**0.7], [1, 1, -1, -1], [0, 0, 1, 1],
+            policy_loss="gmpo", clip_low=0.5, clip_high=0.5,
+        ),
+        losses=[-(e**-0.1)] * 2 + [e**0.1] * 2,
+        gradient=[0, -(e**-0.1), 0, e**0.1],
+        clipped=[1, 0, 1, 0],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BUILTIN)
 def test_tokens_without_an_advantage_get_no_gradient(name):
     _, gradient = term_of([3, 0.3, 1], [0, 0, 0], policy_loss=name)
     assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize("name", ["sapo", "gmpo"])
+def test_gradients_are_finite_differences(name):
+    ratios, advantages = [0.6, 1.3, 2.0, 0.8, 1.1], [1.0, 1.0, 1.0, -0.7, -0.7]
+    ids, step = [0, 0, 0, 1, 1], 1e-6
+    _, gradient = term_of(ratios, advantages, ids, policy_loss=name)
+
+    def total(index: int, by: float) -> float:
+        moved = [r * math.exp(by) if i == index else r for i, r in enumerate(ratios)]
+        return term_of(moved, advantages, ids, policy_loss=name)[0].token_losses.sum().item()
+
+    for index in range(len(ratios)):
+        difference = (total(index, step) - total(index, -step)) / (2 * step)
+        assert gradient[0, index].item() == pytest.approx(difference, rel=1e-5, abs=1e-8)

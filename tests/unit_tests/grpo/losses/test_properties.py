@@ -13,7 +13,7 @@ from torchtitan.grpo.losses.objective import objective
 
 CONFIGS = st.builds(
     GRPO,
-    policy_loss=st.sampled_from(["clip", "gspo", "cispo", "reinforce"]),
+    policy_loss=st.sampled_from(["clip", "gspo", "cispo", "reinforce", "sapo", "gmpo"]),
     dual_clip=st.sampled_from([0.0, 1.5]),
     aggregation=st.sampled_from(["token_mean", "sequence_mean", "constant_length"]),
     old_policy=st.sampled_from(["step_start", "sampling"]),
@@ -23,7 +23,8 @@ CONFIGS = st.builds(
     importance_floor=st.sampled_from([0.0, 0.7]),
     mismatch_veto=st.sampled_from([0.0, 0.5]),
     kl_coef=st.sampled_from([0.0, 0.1]),
-    kl_estimator=st.sampled_from(["k1", "k2", "k3", "abs"]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]),
+    kl_importance=st.booleans(),
     entropy_coef=st.sampled_from([0.0, 0.01]),
 )
 NUM_SEQUENCES = 9
