@@ -173,7 +173,8 @@ def measure_rounds(arguments: argparse.Namespace) -> dict[str, dict[str, float]]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
     for number in range(arguments.rounds):
         for name in list(kinds) if number % 2 == 0 else list(kinds)[::-1]:
-            found[name].append(measure(model, *kinds[name], arguments))
+            step_tokens, with_long = kinds[name]
+            found[name].append(measure(model, step_tokens, with_long, arguments))
             print(number, name, {k: round(v, 1) for k, v in found[name][-1].items()}, flush=True)
     return {
         name: {key: float(np.median([run[key] for run in runs])) for key in runs[0]}

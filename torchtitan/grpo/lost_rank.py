@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch._C import _distributed_c10d
 
@@ -118,7 +119,8 @@ def dump_collectives() -> None:
     if prefix is None:
         return
     try:
-        dump = getattr(_distributed_c10d, "_dump_nccl_trace", _distributed_c10d._dump_fr_trace)
+        recorders: Any = _distributed_c10d  # whose type stub lacks one of them
+        dump = getattr(recorders, "_dump_nccl_trace", None) or recorders._dump_fr_trace
         trace = dump()
         Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace)
     except (OSError, RuntimeError) as error:

@@ -154,7 +154,10 @@ def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments
             ["--grpo.filter_zero_advantage", "--grpo.kl_coef=0.1", "--grpo.kl_in=reward"],
             r"filter_zero_advantage .*grpo\.kl_coef above 0 \(0\.1\) and grpo\.kl_in = 'reward'",
         ),
-        (["--grpo.policy_loss=clop"], r"grpo\.policy_loss 'clop' must be .*cispo, clip, gspo"),
+        (
+            ["--grpo.policy_loss=clop"],
+            r"grpo\.policy_loss 'clop' must be .*cispo, clip, gmpo, gspo",
+        ),
         (["--grpo.policy_loss=no_such:f"], r"grpo\.policy_loss 'no_such:f': importing no_such"),
     ],
 )

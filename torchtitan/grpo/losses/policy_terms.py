@@ -124,8 +124,8 @@ def sapo(inputs: PolicyInputs, config: GRPO) -> PolicyTerm:
     (https://arxiv.org/abs/2511.20347). At ``r = 1`` the gradient is that of the ratio itself.
     """
     r = ratio(inputs.logprobs - inputs.old_logprobs)
-    temperature = torch.where(
-        inputs.advantages > 0, config.sapo_temperature, config.sapo_temperature_negative
+    temperature = torch.full_like(r, config.sapo_temperature).where(
+        inputs.advantages > 0, config.sapo_temperature_negative
     )
     gate = torch.sigmoid(temperature * (r - 1)) * (4 / temperature)
     return PolicyTerm(-gate * inputs.advantages)

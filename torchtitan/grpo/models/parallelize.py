@@ -121,7 +121,8 @@ def _apply_tensor_and_expert(model: PackedModel, dims: ParallelDims, config: Job
     if dims.tp_enabled:
         embeddings = model.tok_embeddings
         if not embeds_tokens(model):
-            model.tok_embeddings = None  # what passes hidden states on has nothing to shard
+            # What passes hidden states on has nothing to shard.
+            model.tok_embeddings = None  # pyright: ignore[reportArgumentType]
         with warnings.catch_warnings():
             # Upstream's plan shards the norms of queries and keys, which only some families have.
             warnings.filterwarnings("ignore", "Parallelize plan key '[qk]_norm'")

@@ -79,12 +79,9 @@ def _scaled(
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    described = PretrainedConfig(
-        rope_parameters=parameters,
-        head_dim=head_dim,
-        hidden_size=config["hidden_size"],
-        num_attention_heads=config["num_attention_heads"],
-        max_position_embeddings=config["max_position_embeddings"],
+    sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+    described = PretrainedConfig.from_dict(
+        {key: config[key] for key in sizes} | {"rope_parameters": parameters, "head_dim": head_dim}
     )
     try:
         return ROPE_INIT_FUNCTIONS[scaling](described, torch.device("cpu"))

@@ -85,6 +85,7 @@ class GradientClipper:
 def _weight(stage: nn.Module) -> nn.Parameter:
     embeddings = stage.tok_embeddings
     assert isinstance(embeddings, nn.Embedding)
+    assert isinstance(embeddings.weight, nn.Parameter)
     return embeddings.weight
 
 

@@ -106,12 +106,11 @@ def _gloo_on_route() -> str:
     """
 
     def make(options: Any, address: str) -> dist.ProcessGroupGloo:
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        made: Any = dist.ProcessGroupGloo  # whose type stub lacks options
+        gloo = made._Options()
+        gloo._devices = [made.create_device(hostname=address)]
         gloo._timeout = options.timeout
-        return dist.ProcessGroupGloo(
-            options.store, options.group_rank, options.group_size, options=gloo
-        )
+        return made(options.store, options.group_rank, options.group_size, options=gloo)
 
     dist.Backend.register_backend(_GLOO_ON_ROUTE, make, extended_api=True, devices=["cpu"])
     return _GLOO_ON_ROUTE

@@ -50,8 +50,8 @@ def slot_attention(
         return _causal(query, key, value, scaling).transpose(1, 2).contiguous(), None
     step = slot_cache.step
     keys, values = slot_cache.layer(module.layer_idx)  # pyright: ignore[reportArgumentType]
-    num_heads, _, head_dim = query.shape[1:]
-    output = query.new_empty(query.shape[2], num_heads, head_dim)
+    num_heads, num_tokens, head_dim = query.shape[1:]
+    output = query.new_empty(num_tokens, num_heads, head_dim)
     for rows in step.ranges:
         output[rows.start : rows.stop] = _attend_rows(query, keys, values, rows, scaling)
     if step.whole is not None:
