@@ -5,7 +5,7 @@
 
     python benchmarks/layout_parity.py [--json] [--quick | --all]
 
-The benchmark trains tiny Llama 3, Qwen3 and Qwen3-MoE models in float32 for three optimizer
+The benchmark trains tiny Llama 3, Qwen2, Qwen3 and Qwen3-MoE models in float32 for three optimizer
 steps on one recorded batch, in one process and under each layout (gloo, up to 8 ranks). The
 loss includes the correction for sampling-time logprobs, the KL penalty and the entropy bonus.
 The benchmark compares the loss and the gradient norm of each SGD step, every gradient tensor of
@@ -199,6 +199,10 @@ ALSO_BY_DEFAULT = {
         "PP x2, ZBVZeroBubble, 4 updates a batch", "one process, compiled", "PP x2, VHalf, full AC, offload",
         "FSDP2 x2, full AC, compiled", "PP x2, ZBVZeroBubble, full AC, compiled",
     ),
+    "qwen2": (
+        *(f"PP x2, {schedule}" for schedule in SCHEDULES), "PP x2, GPipe", "FSDP2 x2, PP x2, 1F1B",
+        "TP x2, PP x2, Interleaved1F1B", "PP x2, ZBVZeroBubble, 4 updates a batch", ONE,
+    ),
     "qwen3_moe": (
         "PP x2, ZBVZeroBubble", "FSDP2 x4, EP x2", "FSDP2 x2 lent to EP x2, TP x2",
         "PP x2, ZBVZeroBubble, FSDP2 x2, EP x2",
@@ -207,8 +211,14 @@ ALSO_BY_DEFAULT = {
 
 
 def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layout]:
-    """Returns the layouts that a model is run under; mixtures of experts have their own."""
+    """Returns the layouts that a model is run under; mixtures of experts have their own.
+
+    Qwen2 is there for its tied embeddings, which only pipelines treat differently.
+    """
     layouts = MOE_LAYOUTS if model == "qwen3_moe" else LAYOUTS
+    if model == "qwen2":
+        baselines = {layout.baseline for layout in layouts}
+        layouts = [x for x in layouts if "pp" in x.settings or x.name in baselines]
     if only is not None:
         found = [layout for layout in layouts if only in layout.name]
         baselines = {layout.baseline for layout in found}
@@ -225,6 +235,8 @@ def make_models(folder: Path) -> dict[str, Path]:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -253,9 +265,14 @@ def make_models(folder: Path) -> dict[str, Path]:
     torch.manual_seed(0)
     models = {
         "llama3": LlamaForCausalLM(LlamaConfig(**shape)),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape | {"tie_word_embeddings": True})),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=24)),
         "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)),
     }
+    with torch.no_grad():
+        for name, parameter in models["qwen2"].named_parameters():
+            if name.endswith(".bias"):  # transformers begins with zeros
+                parameter.normal_(std=0.1)
     for name, model in models.items():
         model.float().save_pretrained(folder / name)
         # The reference is another model, or its KL would be 0.

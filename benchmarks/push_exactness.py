@@ -5,7 +5,7 @@
 
     python benchmarks/push_exactness.py [--json] [--quick | --all]
 
-The benchmark builds tiny Llama 3, Qwen3 and Qwen3-MoE models under layouts of
+The benchmark builds tiny Llama 3, Qwen2, Qwen3 and Qwen3-MoE models under layouts of
 `layout_parity.py` (gloo, up to 8 ranks). Under each layout the trainer's own publisher sends
 four versions with different weights to a server in float32: two versions in float32 and two in
 bfloat16. While a version is sent, the training thread collects an export over its own process
@@ -14,12 +14,12 @@ cast to the dtype of the transfer and then to the server's, and that of the mode
 the same arithmetic, which does not depend on the layout. Layouts that differ only in the number
 of updates hold the same shards; only one of them is run.
 
-The embedded server serves Llama 3 and Qwen3. It does not serve mixtures of experts: their
+The embedded server serves all others. It does not serve mixtures of experts: their
 weights are sent to `push_receiver.py`, which wraps the same server around a table of the file's
 tensors.
 
 By default each kind of layout is run for at least one model, which takes about five minutes on
-two cores. ``--quick`` runs five layouts of four ranks, and ``--all`` runs all 110 layouts, which
+two cores. ``--quick`` runs six layouts of four ranks, and ``--all`` runs all 110 layouts, which
 takes about 16 minutes. The benchmark prints one row for each layout, and exits with status 1 if
 a layout differs. With ``--json`` the last line is a JSON object.
 """
@@ -58,6 +58,7 @@ START_SECONDS = 180
 QUICK = {
     "llama3": ("HSDP 2x2",),
     "qwen3": ("FSDP2 x2, PP x2, ZBVZeroBubble", "FSDP2 x2, TP x2", "TP x2, CP x2"),
+    "qwen2": ("TP x2, PP x2, Interleaved1F1B",),
     "qwen3_moe": ("PP x2, ZBVZeroBubble, FSDP2 x2, EP x2",),
 }
 
