@@ -13,8 +13,8 @@ import pytest
 @pytest.mark.parametrize(
     ("choice", "num_layouts"),
     [
-        ("--quick", 5),
-        pytest.param("--all", 110, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
+        ("--quick", 6),
+        pytest.param("--all", 201, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
     ],
 )
 def test_servers_hold_what_an_export_holds(repository, choice, num_layouts):
