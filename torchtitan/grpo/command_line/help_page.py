@@ -22,7 +22,7 @@ _EMPTY = ('""', "none", "[]", "{}")
 _NOT_SHOWN = ("Must stay", "DEPRECATED")
 
 USAGE = """\
-usage: torchtitan-grpo train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
+usage: torchtitan-grpo train X.toml [--gpus N] [--table.key value ...]
        torchrun --nproc_per_node N -m torchtitan.grpo_train \\
            --job.config_file X.toml [--table.key value ...]
 
