@@ -87,6 +87,8 @@ def test_a_run_that_is_killed_and_resumed_has_the_weights_of_one_that_was_not(tr
     for number, victim in enumerate(victims):
         # After at least one checkpoint since the last kill, so that each kill costs some steps.
         step = min(2 * (number + 1) + rng.randrange(2), last - 2)
+        # The ranks have found each other by then, and lines of steps to be taken again are gone.
+        killed.wait_for(lambda: (killed.folder / f"starts/{number + 1}").is_dir())  # noqa: B023
         killed.wait_for_step(step)
         time.sleep(rng.random() / 2)
         process = rank_of(killed, victim)

@@ -119,9 +119,14 @@ def dump_collectives() -> None:
     if prefix is None:
         return
     try:
-        recorders: Any = _distributed_c10d  # whose type stub lacks one of them
-        dump = getattr(recorders, "_dump_nccl_trace", None) or recorders._dump_fr_trace
-        trace = dump()
+        trace = _dump()
         Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace)
     except (OSError, RuntimeError) as error:
         print(f"The collectives could not be recorded: {error}", file=sys.stderr, flush=True)
+
+
+def _dump() -> bytes:
+    """Returns the entries of NCCL's recorder in a build that has one, else those of gloo's."""
+    module: Any = _distributed_c10d  # its stubs do not know the recorder
+    dump = getattr(module, "_dump_nccl_trace", None) or module._dump_fr_trace
+    return dump()

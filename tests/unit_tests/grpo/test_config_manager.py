@@ -392,9 +392,8 @@ def test_both_spellings_of_an_argument_are_known(load):
 
 
 def test_sequences_longer_than_the_model_was_made_for_are_refused(load):
-    model = SimpleNamespace(
-        max_position_embeddings=1024, path="model", model_args=SimpleNamespace(n_heads=8)
-    )
+    args = SimpleNamespace(n_heads=8, hidden_dim=64)
+    model = SimpleNamespace(max_position_embeddings=1024, path="model", model_args=args)
     check_model(load(BASE, "--training.seq_len=1024"), model)
     with pytest.raises(ConfigError, match=r"at most 1024 tokens .*got 2048\. Lower training"):
         check_model(load(BASE), model)

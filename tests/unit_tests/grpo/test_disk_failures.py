@@ -49,6 +49,7 @@ def test_a_full_disk_is_named_with_its_file(small_disk: Path):
     assert "job.dump_folder" in found and "\n" not in found
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_that_does_not_fit_on_the_disk(small_disk: Path):
     state = {"weight": torch.ones(1 << 20)}
     with pytest.raises(BaseException) as caught:

@@ -22,9 +22,10 @@ _EMPTY = ('""', "none", "[]", "{}")
 _NOT_SHOWN = ("Must stay", "DEPRECATED")
 
 USAGE = """\
-usage: torchtitan-grpo train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
+usage: torchtitan-grpo train X.toml [--gpus N] [--table.key value ...]
        torchrun --rdzv-backend torchtitan_grpo --nproc_per_node N \\
-           -m torchtitan.grpo_train --job.config_file X.toml [--table.key value ...]
+           -m torchtitan.grpo_train \\
+           --job.config_file X.toml [--table.key value ...]
 
 Trains with the settings of X.toml. The command line takes precedence over the
 file, and the file over the defaults. Paths, those in the file as well, are

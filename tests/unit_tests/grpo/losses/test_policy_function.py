@@ -201,7 +201,9 @@ def test_a_metric_may_not_take_the_name_of_one_of_every_loss(path):
 
 
 def test_a_misspelt_built_in_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=r"grpo\.policy_loss 'clop' must be .*cispo, clip, gspo"):
+    with pytest.raises(
+        ValueError, match=r"grpo\.policy_loss 'clop' must be .*cispo, clip, gmpo, gspo"
+    ):
         policy_function("clop")
 
 

@@ -24,6 +24,7 @@ QWEN3 = {
 LLAMA = {key: v for key, v in QWEN3.items() if key != "head_dim"} | {
     "architectures": ["LlamaForCausalLM"]
 }
+MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"]}
 MOE = QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "moe_intermediate_size": 48,
@@ -58,14 +59,11 @@ def test_both_spellings_of_the_rotary_base_are_read(directory):
     assert read_hf_model(directory(config)).model_args.rotary.theta == 7e5
 
 
-@pytest.mark.parametrize("intermediate", [97, 8192, 14336, 28672])
-def test_llama_feed_forward_has_exactly_the_width_of_the_directory(directory, intermediate):
-    args = read_hf_model(directory(LLAMA | {"intermediate_size": intermediate})).model_args
-    # Upstream's rule, in torchtitan.models.llama3: two thirds of 4 x dim, times the
-    # multiplier, rounded up to a multiple of `multiple_of`.
-    width = int(int(2 * 4 * args.dim / 3) * args.ffn_dim_multiplier)
-    rounded = args.multiple_of * ((width + args.multiple_of - 1) // args.multiple_of)
-    assert rounded == intermediate
+def test_dense_layers_among_sparse_ones_are_read(directory):
+    config = MOE | {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 3}
+    assert read_hf_model(directory(config)).model_args.dense_layers == (0, 1, 3, 4)
+    none = read_hf_model(directory(MOE | {"mlp_only_layers": [0, 1]}))
+    assert not none.model_args.moe_enabled, "no layer has experts"
 
 
 def test_mixture_of_experts_routes_as_the_server_does(directory):
@@ -81,9 +79,11 @@ def test_mixture_of_experts_routes_as_the_server_does(directory):
         (QWEN3 | {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM .* not supported"),
         (QWEN3 | {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (QWEN3 | {"attention_bias": True}, "attention_bias"),
-        (QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
-        (LLAMA | {"tie_word_embeddings": True}, "tie_word_embeddings"),
-        (LLAMA | {"head_dim": 20}, "head_dim = 20"),
+        (QWEN3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' needs"),
+        (QWEN3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
+        (MISTRAL | {"sliding_window": 4096}, "sliding_window = 4096"),
         (QWEN3 | {"eos_token_id": None}, r"model\.hf_assets_path: .*eos_token_id"),
     ],
 )
