@@ -80,10 +80,11 @@ def _scaled(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
-    described = PretrainedConfig.from_dict(
-        {key: config[key] for key in sizes} | {"rope_parameters": parameters, "head_dim": head_dim}
-    )
+    known = {key: config[key] for key in sizes}
     try:
+        described = PretrainedConfig.from_dict(
+            known | {"rope_parameters": parameters, "head_dim": head_dim}
+        )
         return ROPE_INIT_FUNCTIONS[scaling](described, torch.device("cpu"))
-    except KeyError as error:
-        raise ValueError(f"rope type {scaling!r} needs the value {error}.") from error
+    except KeyError as error:  # its message lists what is missing
+        raise ValueError(f"rope type {scaling!r} is incomplete: {error.args[0]}") from error
