@@ -6,6 +6,7 @@
 The runs are started as a user starts them, with the agent that starts ranks again.
 """
 
+import functools
 import hashlib
 import os
 import pickle
@@ -152,6 +153,7 @@ def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(tra
     """Then other numbers of ranks and servers, and another layout, go on from what there is."""
     folder = small_disk / "checkpoint"
     on_disk = f"--checkpoint.folder={folder}"
+    train = functools.partial(train, "--rollout.max_head_offpolicyness=0")
     run = train(on_disk, "--training.steps=4", "--max-restarts=1")
     assert run.finish() == 0, run.console[-6000:]
     assert checkpoints(folder) == ["step-2"], "what was written in part is removed"
@@ -185,5 +187,5 @@ def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(tra
     assert damaged in run.console, run.console[-6000:]
     assert f"Resumes after step 4 from {folder}/step-4" in run.console
     assert steps_of(run) == list(range(1, 9))
-    # The trainer has the weights of the checkpoint and the servers have the trainer's.
-    assert all(abs(record["mismatch/kl"]) < 0.1 for record in run.metrics)
+    # Synchronous training: whatever ranks and servers there were, they had the same weights.
+    assert all(abs(record["mismatch/kl"]) < 1e-6 for record in run.metrics), run.metrics
