@@ -28,7 +28,8 @@ listening = [
     for c in process.net_connections("tcp")
     if c.status == psutil.CONN_LISTEN
 ]
-print(json.dumps({"world": int(total), "listening": listening}), flush=True)
+# In one piece, so that the lines of two ranks do not mix.
+print(json.dumps({"world": int(total), "listening": listening}) + "\\n", end="", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
