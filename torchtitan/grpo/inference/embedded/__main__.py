@@ -61,6 +61,13 @@ _ABOVE_ZERO = (
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line. Unknown arguments end the process with a message."""
+    parser = _make_parser()
+    arguments = parser.parse_args(argv)
+    _check_arguments(parser, arguments)
+    return arguments
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan.grpo.inference.embedded")
     add = parser.add_argument
     add("--model-path", required=True, help="Hugging Face directory")
@@ -113,7 +120,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=120.0,
         help="timeout of each weight broadcast, in seconds",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def _check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     for name in _ABOVE_ZERO:
         if getattr(arguments, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
@@ -130,7 +140,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         )
     if arguments.max_model_len < 0:
         parser.error("--max-model-len must be 0 or above")
-    return arguments
 
 
 def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
