@@ -20,10 +20,10 @@ from transformers import (
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
-    "hidden_size": 96,
+    "hidden_size": 128,
     "intermediate_size": 200,
     "num_hidden_layers": 4,
-    "num_attention_heads": 6,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "eos_token_id": 1,
