@@ -370,6 +370,8 @@ def open_link() -> Iterator[Callable[..., RolloutLink]]:
     """Starts links, and checks at the end that none of their processes is left."""
     links: list[RolloutLink] = []
     processes: list[psutil.Process] = []
+    # Servers that tests of the whole session share.
+    others = set(psutil.Process().children(recursive=True))
 
     def open_(config: RolloutProcessConfig, announce: Callable[[str], None] = print) -> RolloutLink:
         link = RolloutLink(config, announce)
@@ -380,7 +382,7 @@ def open_link() -> Iterator[Callable[..., RolloutLink]]:
     try:
         yield open_
     finally:
-        processes = psutil.Process().children(recursive=True)
+        processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
         for link in links:
             started = time.monotonic()
             link.close()

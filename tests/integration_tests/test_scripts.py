@@ -53,7 +53,7 @@ def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_pa
     assert result.stdout.count("\nok ") == 6
     assert f"verified: {server} serves what the trainer has" in result.stdout
     check_sockets(found)
-    log = repository / f"outputs/verify-cpu-{server}/server.log"
+    log = repository / f"outputs/verify-cpu-{server}-model/server.log"
     assert log.stat().st_mode & 0o777 == 0o600
 
 

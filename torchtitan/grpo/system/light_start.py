@@ -30,7 +30,12 @@ LIGHT_PYTHON = (sys.executable, str(Path(__file__).resolve()))
 
 
 def install_bare_package() -> None:
-    """Puts a ``torchtitan`` package that runs no ``__init__`` into ``sys.modules``."""
+    """Puts a ``torchtitan`` package that runs no ``__init__`` into ``sys.modules``.
+
+    A package that is there already stays.
+    """
+    if "torchtitan" in sys.modules:
+        return
     paths = [str(Path(__file__).resolve().parents[2])]
     spec = importlib.util.find_spec("torchtitan")
     if spec is not None and spec.submodule_search_locations:
