@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -157,6 +158,7 @@ class _ReloadedModel:
 
     def finish_load(self) -> None:
         finalize_layerwise_reload(self._engine.model, self._engine.model_config)
+        _pack_output_again(self._engine.model)
 
     def restore(self) -> None:
         for layer in self._engine.model.modules():
@@ -166,6 +168,17 @@ class _ReloadedModel:
                 info.loaded_weights.clear()
                 info.load_numel = 0
         self.finish_load()
+
+
+def _pack_output_again(model: torch.nn.Module) -> None:
+    """Makes an output layer on the CPU compute with the weights that its parameter has now.
+
+    On a CPU vLLM multiplies by a packed copy of the weight. A reload packs only layers that weights
+    were loaded for, and no weight has the name of an output layer that is tied to the embedding.
+    """
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
