@@ -178,7 +178,8 @@ def _pack_output_again(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            layer.quant_method.process_weights_after_loading(layer)
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
