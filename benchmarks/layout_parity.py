@@ -17,8 +17,8 @@ reference model.
 By default each kind of layout is run for at least one model, which takes about ten minutes on
 two cores. ``--quick`` leaves out the layouts of 8 ranks, compiled models, activation
 checkpointing and several updates a batch. ``--all`` runs every layout, which takes about 40
-minutes. ``--only TEXT`` runs of all layouts those whose name contains the text, and their baselines. The
-benchmark prints one row for each layout, and exits with status 1 if a layout
+minutes. ``--only TEXT`` runs of all layouts those whose name contains the text, and their baselines,
+and ``--model NAME`` only those of one model. The benchmark prints one row for each layout, and exits with status 1 if a layout
 differs. With ``--json`` the last line is a JSON object.
 """
 
@@ -421,12 +421,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     add_choice(parser)
     parser.add_argument("--only", metavar="TEXT", help="all layouts with this text in their name")
+    parser.add_argument("--model", choices=ALSO_BY_DEFAULT, help="only this model")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models, batch = make_models(folder), folder / "batch.jsonl"
         record_batch(batch, steps=3)
-        layouts = {model: layouts_of(model, options.choice, options.only) for model in models}
+        layouts = {
+            model: layouts_of(model, options.choice, options.only)
+            for model in models
+            if options.model in (None, model)
+        }
         results = run_layouts(layouts, models, batch, folder)
     baselines = {
         (m, layout.name): layout.baseline for m, some in layouts.items() for layout in some
