@@ -319,12 +319,14 @@ def run_layouts(
     results = {}
     for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []
-        for model, path in models.items():
-            for layout in layouts[model]:
+        for model, some in layouts.items():
+            for layout in some:
                 if layout.ranks == ranks:
                     out = folder / f"{model}-{len(keys)}-{ranks}.pt"
                     keys.append(((model, layout.name), out))
-                    jobs.append({"out": str(out), "args": _arguments(layout, path, batch, folder)})
+                    jobs.append(
+                        {"out": str(out), "args": _arguments(layout, models[model], batch, folder)}
+                    )
         for begin in range(0, len(jobs), JOBS_PER_START):
             file = folder / f"jobs-{ranks}-{begin}.json"
             file.write_text(json.dumps(jobs[begin : begin + JOBS_PER_START]))
