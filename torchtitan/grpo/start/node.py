@@ -230,7 +230,7 @@ def _run_ranks(
 
     node = Node(place.address, place.endpoint, place.holds_store, num_ranks, options.join_seconds)
     rendezvous_handler_registry.register(BACKEND, lambda p: NodeRendezvous(node, p, say))
-    folder = make_private_folder("torchtitan-grpo-ranks")
+    folder = make_private_folder("ranks")
     config = LaunchConfig(
         min_nodes=options.num_nodes[0],
         max_nodes=options.num_nodes[1],

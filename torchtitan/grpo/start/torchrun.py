@@ -51,7 +51,7 @@ def run_ranks(
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
         signal's number after a signal.
     """
-    folder = make_private_folder("torchtitan-grpo-ranks")
+    folder = make_private_folder("ranks")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -21,7 +21,6 @@ from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     default_device,
     free_ports,
-    loopback_interface,
     mask_keys,
     server_command,
     server_specs,
@@ -30,6 +29,7 @@ from torchtitan.grpo.inference.local_servers import (
 )
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.system.loopback import loopback_interface
 from torchtitan.grpo.types import PromptProgress, ServerKind
 
 SPEC = ServerSpec(

@@ -18,7 +18,7 @@ def test_a_folder_of_a_killed_process_is_removed_and_others_stay(tmp_path: Path,
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = (
         MAKE
-        + "import tempfile; tempfile.tempdir = sys.argv[1]; print(make('grpo'), flush=True); sys.stdin.read()"
+        + "import tempfile; tempfile.tempdir = sys.argv[1]; print(make('rollout'), flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -27,16 +27,16 @@ def test_a_folder_of_a_killed_process_is_removed_and_others_stay(tmp_path: Path,
     assert child.stdout is not None and child.stdin is not None
     folder = Path(child.stdout.readline().strip())
     (folder / "configuration").write_text("key")
-    other = tmp_path / "grpo-something-else"
+    other = tmp_path / "torchtitan-grpo-something-else"
     other.mkdir()
 
-    first = make_private_folder("grpo")
+    first = make_private_folder("ranks")
     assert folder.is_dir(), "its process lives"
     assert first.stat().st_mode & 0o777 == 0o700
     child.kill()
     child.wait(timeout=30)
     child.stdin.close()
-    second = make_private_folder("grpo")
+    second = make_private_folder("server")
     assert not folder.exists()
     assert first.is_dir() and second.is_dir() and other.is_dir()
     assert make_private_folder("ranks").is_dir() and first.is_dir()
@@ -46,7 +46,7 @@ def test_a_path_is_short_enough_for_sockets(tmp_path: Path, monkeypatch):
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    folder = make_private_folder("grpo-test")
+    folder = make_private_folder("test")
     try:
         assert len(str(folder)) <= 80
     finally:

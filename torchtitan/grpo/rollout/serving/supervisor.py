@@ -100,6 +100,7 @@ class Supervisor:
             # In a thread, because a hung server takes some time to stop.
             await asyncio.to_thread(server.stop)
             return str(error)
+        await asyncio.to_thread(server.note_shared_memory)
         logger.warning("Server %s is up again and waits for the newest weights.", server.url)
         return None
 
