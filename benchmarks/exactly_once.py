@@ -66,9 +66,12 @@ class KilledRun:
         self._process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
 
-    def start(self, steps: int) -> None:
-        """Starts the run, or resumes it from its newest checkpoint."""
-        settings = {
+    num_ranks = 1
+    agent_options: tuple[str, ...] = ()
+
+    def settings(self, steps: int) -> dict[str, Any]:
+        """Returns the settings of the run by their TOML keys."""
+        return {
             "job.config_file": REPOSITORY / "train_configs/quickstart.toml",
             "job.dump_folder": self.folder,
             "training.steps": steps,
@@ -91,10 +94,17 @@ class KilledRun:
             "checkpoint.keep_latest_k": 2,
             "observe.progress": "none",
         }
+
+    def start(self, steps: int) -> None:
+        """Starts the run, or resumes it from its newest checkpoint."""
+        settings = self.settings(steps).items()
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", "1", "-m", "torchtitan.grpo_train", "--checkpoint.enable"),
-            *(token for key, value in settings.items() for token in (f"--{key}", str(value))),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", *self.agent_options),
+            *("--nproc_per_node", str(self.num_ranks), "-m", "torchtitan.grpo_train"),
+            *(
+                "--checkpoint.enable",
+                *(t for key, value in settings for t in (f"--{key}", str(value))),
+            ),
         ]
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
         self.folder.mkdir(parents=True, exist_ok=True)
