@@ -37,8 +37,10 @@ def train(make_run, repository):
         command = [
             *(sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml"),
             *("--nproc", str(ranks), f"--job.dump_folder={run.folder}"),
-            *(f"--inference.python={launcher}", *SMALL, *CHECKPOINT, *arguments),
+            *(*SMALL, *CHECKPOINT, *arguments),
         ]
+        if "--inference.no-launch" not in arguments:
+            command.append(f"--inference.python={launcher}")
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         variables |= {"TORCHTITAN_GRPO_TEST_MARK": run.mark}
         with (run.folder / "console.log").open("ab") as console:
@@ -126,6 +128,32 @@ def test_the_last_rank_that_dies_is_reported_by_the_agent(train):
         r"completed step is \d+\.",
         message,
     ), message
+    run.wait_for_nobody()
+
+
+def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve):
+    """The server that was there before a rank died serves the ranks that follow. Then it dies too."""
+    server = serve()
+    run = train(
+        "--training.steps=1000", "--max-restarts=3", "--inference.no-launch",
+        f"--inference.urls={server.url}", "--guards.servers_lost=stop", "--guards.servers_lost_seconds=3",
+        "--weight_sync.timeout_seconds=5", "--rollout.request_timeout_seconds=10",
+    )  # fmt: skip
+    run.wait_for_step(3)
+    rank_of(run, 1).kill()
+    run.wait_for(lambda: "The ranks were started again" in run.console)
+    done = len(run.metrics)
+    run.wait_for_step(done + 2)
+    assert server.process.poll() is None, server.log_tail()
+    newest = max(map(int, re.findall(r"tensors as version (\d+)", server.log_file.read_text())))
+    assert newest >= done, "the same server takes the weights of the ranks that follow"
+
+    server.process.kill()
+    assert run.finish(120) == 3, run.console[-6000:]
+    assert "With guards.servers_lost = 'stop' the run ends here" in run.errors()[-1]
+    assert run.console.count("The ranks were started again") == 1
+    assert f"Stopped after step {run.metrics[-1]['step']}. " in run.console
+    assert not run.has_traceback(), run.console[-6000:]
     run.wait_for_nobody()
 
 
