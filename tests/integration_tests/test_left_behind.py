@@ -24,6 +24,7 @@ PROGRAM = "import torchtitan_grpo; torchtitan_grpo.main()"
 SMALL = (
     "--grpo.prompts_per_step=2", "--evaluation.interval=0", "--evaluation.num_prompts=2", "--training.steps=1000",
     "--inference.max_restarts=0", "--rollout.max_process_restarts=0", "--inference.startup_timeout_seconds=480",
+    "--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK",
 )  # fmt: skip
 # Shared memory of all processes of a run goes to a folder that the test sees, and no other program uses.
 OWN_SHARED_MEMORY = 'mount --bind "$1" /dev/shm && shift && exec "$@"'

@@ -37,6 +37,7 @@ def train(make_run, repository):
         command = [
             *(sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml"),
             *("--nproc", str(ranks), f"--job.dump_folder={run.folder}"),
+            "--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK",
             *(*SMALL, *CHECKPOINT, *arguments),
         ]
         if "--inference.no-launch" not in arguments:
