@@ -41,11 +41,10 @@ VICTIMS = {
     "reward worker": ("torchtitan.grpo.rewards.scoring_worker",),
     "embedded server": ("torchtitan.grpo.inference.embedded",),
     "vllm server": ("vllm.entrypoints.openai.api_server",),
-    "vllm engine": ("VLLM::EngineCor",),
     "sglang server": ("sglang/server_main.py",),
-    "sglang scheduler": ("sglang::schedul",),
-    "sglang detokenizer": ("sglang::detoken",),
 }
+# Processes that a server has started, in the order of their start.
+WORKERS = {"vllm engine": 0, "sglang scheduler": 0, "sglang detokenizer": 1}
 COMMON = ("launcher", "rank 0", "rank 1", "rollout process", "reward worker")
 
 
@@ -118,6 +117,10 @@ def _start(run, shared: Path, temporary: Path, kind: str, repository: Path) -> N
 
 
 def _victim(run, name: str) -> psutil.Process:
+    if name in WORKERS:
+        server = _victim(run, f"{name.partition(' ')[0]} server")
+        started = [p for p in server.children() if "resource_tracker" not in " ".join(p.cmdline())]
+        return sorted(started, key=lambda process: process.create_time())[WORKERS[name]]
     word, *variables = VICTIMS[name]
     found = [
         process
@@ -142,8 +145,9 @@ def _next_start(shared: Path, temporary: Path, repository: Path) -> None:
 def _cases() -> list:
     cases = []
     for kind in ("embedded", "vllm", "sglang"):
-        own = [name for name in VICTIMS if name.startswith(kind)]
-        for name in (*own, *COMMON):
+        own = [name for name in (*VICTIMS, *WORKERS) if name.startswith(kind)]
+        both = f"{kind} server and rollout process"  # of which nobody is left to end its workers
+        for name in (*own, *COMMON, both):
             is_short = (kind, name) in (("embedded", "rollout process"), ("vllm", "vllm server"))
             marks = [] if is_short else [pytest.mark.long]
             if kind != "embedded":
@@ -161,7 +165,9 @@ def test_nothing_stays_of_a_run_of_which_a_process_was_killed(
     shared.mkdir()
     _start(run, shared, temporary, kind, repository)
     run.wait_for_step(1)
-    _victim(run, name).kill()
+    victims = [_victim(run, one) for one in name.split(" and ")]
+    for victim in victims:
+        victim.kill()
     if name == "reward worker":  # another one takes its place, and the run goes on
         run.wait_for_step(len(run.metrics) + 2)
         run.process.send_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ _CAUSE = re.compile(
 # How a lack of shared memory looks: writing to it fails, or the kernel ends the process that does.
 _SHARED_MEMORY = re.compile(
     r"Bus error|SIGBUS|No space left on device: '?/dev/shm|/dev/shm.*No space left|"
-    r"[Ii]nsufficient shared memory|shm_open|shared memory.*(No space|too small)"
+    r"unable to mmap .*No space left|[Ii]nsufficient shared memory"
 )
 
 

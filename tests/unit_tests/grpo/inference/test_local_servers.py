@@ -391,3 +391,23 @@ def test_the_first_error_is_shown_when_it_stands_far_above_the_end_of_the_log(
     log.write_text(f"{cause}\n")
     message = LaunchedServer(spec, process, log).describe_end()  # pyright: ignore[reportArgumentType]
     assert message.count(cause) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'",
+        "Fatal Python error: Bus error",
+        "RuntimeError: unable to mmap 1024 bytes from file </torch_1>: No space left on device (28)",
+    ],
+)
+def test_a_server_without_shared_memory_is_told_what_to_give_it(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "server.log"
+    process = SimpleNamespace(returncode=1)
+    spec = ServerSpec("vllm", "m", 1, "cpu", "float32", 64, 1)
+    server = LaunchedServer(spec, process, log)  # pyright: ignore[reportArgumentType]
+    log.write_text(f"loading\n{line}\n")
+    message = server.describe_end()
+    assert "more shared memory than /dev/shm has (" in message and "--shm-size" in message
+    log.write_text("loading\nValueError: No available memory for the cache blocks.\n")
+    assert "shared memory" not in server.describe_end()
