@@ -71,7 +71,7 @@ class LaunchedServer:
         """Returns a message with the exit status and the end of the log."""
         return (
             f"The {self.kind} server {self.url} ended with exit status "
-            f"{self.process.returncode}. {first_causes(self.log_file)}{remedy(self.log_file)}The end of its log "
+            f"{self.process.returncode}. {remedy(self.log_file)}{first_causes(self.log_file)}The end of its log "
             f"{self.log_file}:\n"
             f"{self.log_tail()}"
         )

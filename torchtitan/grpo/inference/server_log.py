@@ -15,10 +15,12 @@ _MAX_CAUSES = 3
 _CAUSE = re.compile(
     r"\b\w*(Error|Exception): |Bus error|Segmentation fault|No space left|Killed|out of memory"
 )
+# What vLLM puts before a line: process, level, time and place.
+_PREFIX = re.compile(r"(\(\w+ pid=\d+\) )?((?P<level>[A-Z]+) \d\S+ \S+ \[\S+:\d+\] )?")
 # How a lack of shared memory looks: writing to it fails, or the kernel ends the process that does.
 _SHARED_MEMORY = re.compile(
     r"Bus error|SIGBUS|No space left on device: '?/dev/shm|/dev/shm.*No space left|"
-    r"unable to mmap .*No space left|[Ii]nsufficient shared memory"
+    r"unable to mmap .*No space left|[Ii]nsufficient (shared memory|space in /dev/shm)"
 )
 
 
@@ -28,8 +30,9 @@ def first_causes(log_file: Path) -> str:
     A server of several processes prints the traceback of each. The cause stands in the first of
     them, far above the end.
     """
-    lines = [line.strip() for line in _beginning(log_file).splitlines() if _CAUSE.search(line)]
-    found = [line[-_LINE_CHARS:] for line in dict.fromkeys(lines)][:_MAX_CAUSES]
+    lines = (_without_prefix(line) for line in _beginning(log_file).splitlines())
+    causes = dict.fromkeys(line for line in lines if _CAUSE.search(line))
+    found = [line[:_LINE_CHARS] for line in causes][:_MAX_CAUSES]
     tail = log_tail(log_file)
     if not found or all(line in tail for line in found):
         return ""
@@ -62,6 +65,13 @@ def log_tail(log_file: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError as error:
         return f"(log not readable: {error})"
+
+
+def _without_prefix(line: str) -> str:
+    """Returns a line without what vLLM puts before it; nothing of one that is no error."""
+    found = _PREFIX.match(line)
+    assert found is not None, "the pattern matches nothing at least"
+    return line[found.end() :].strip() if found["level"] in (None, "ERROR") else ""
 
 
 def _beginning(log_file: Path) -> str:
