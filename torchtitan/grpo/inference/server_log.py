@@ -11,6 +11,7 @@ _TAIL_BYTES = 4000
 _LINE_CHARS = 200
 _SEARCHED_BYTES = 4 << 20
 _MAX_CAUSES = 3
+_ALMOST_FULL_BYTES = 1 << 20
 # The last line of a traceback, what the kernel says of a process, and how servers report that memory lacks.
 _CAUSE = re.compile(
     r"\b\w*(Error|Exception): |Bus error|Segmentation fault|No space left|Killed|out of memory"
@@ -40,7 +41,12 @@ def first_causes(log_file: Path) -> str:
 
 
 def remedy(log_file: Path) -> str:
-    """Returns what the user can do about the end of a server, where its log tells that."""
+    """Returns what the user can do about the end of a server, where its log or its disk tells that."""
+    if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
+        return (
+            f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "
+            "lost. Make room, or put job.dump_folder on another disk.\n"
+        )
     if not _SHARED_MEMORY.search(_beginning(log_file)):
         return ""
     return (
@@ -80,6 +86,13 @@ def _beginning(log_file: Path) -> str:
             return file.read(_SEARCHED_BYTES).decode(errors="replace")
     except OSError:
         return ""
+
+
+def _free_bytes(file: Path) -> int:
+    try:
+        return shutil.disk_usage(file.parent).free
+    except OSError:
+        return _ALMOST_FULL_BYTES  # nothing is known
 
 
 def _shared_memory_size() -> str:
