@@ -100,7 +100,9 @@ def _is_at(run, moment: str) -> bool:
 
 def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     """The first stop is by a signal to all its processes, the second by Ctrl-C while it evaluates."""
-    first = make_run(*SMALL, *CHECKPOINT, torchrun=True)
+    # In short segments, so that what is generated in part is kept as well.
+    settings = (*SMALL, *CHECKPOINT, "--rollout.segment_tokens=2")
+    first = make_run(*settings, torchrun=True)
     first.start()
     first.wait_for_step(3)
     _terminate_all(first)
@@ -118,14 +120,14 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
 
     scorer = tmp_path / "scorer.py"
     scorer.write_text(SLOW_SCORE)
-    second = make_run(*SMALL, *CHECKPOINT, f"--evaluation.function={scorer}:slow", torchrun=True)
+    second = make_run(*settings, f"--evaluation.function={scorer}:slow", torchrun=True)
     second.start()
     second.wait_for(Path(tmp_path, "evaluating").exists)
     _interrupt(second)
     _expect_end(second)
     assert not second.has_traceback(), second.console[-6000:]
 
-    third = make_run(*SMALL, *CHECKPOINT, f"--training.steps={last + 1}").succeed()
+    third = make_run(*settings, f"--training.steps={last + 1}").succeed()
     assert [record["step"] for record in third.metrics] == list(range(1, last + 2))
     ledger = third.records("ledger.jsonl")
     trained = [group for record in ledger for group in record["trained"]]
