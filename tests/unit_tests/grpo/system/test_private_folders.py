@@ -3,9 +3,12 @@
 
 """Folders of processes that were killed are removed by whoever makes the next one."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from torchtitan.grpo.system.private_folders import make_private_folder
 
@@ -51,3 +54,21 @@ def test_a_path_is_short_enough_for_sockets(tmp_path: Path, monkeypatch):
         assert len(str(folder)) <= 80
     finally:
         folder.rmdir()
+
+
+def test_a_number_that_another_process_has_now_does_not_keep_a_folder(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"  # 0.17 s after the boot
+    left.mkdir()
+    make_private_folder("ranks")
+    assert not left.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_stays(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    other = tmp_path / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"
+    other.mkdir()
+    os.chown(other, 12345, 12345)
+    make_private_folder("ranks")
+    assert other.exists()
