@@ -36,10 +36,12 @@ def train(make_run, repository):
         launcher = run.fork_server.launcher()
         command = [
             *(sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml"),
-            *("--nproc", str(ranks), f"--job.dump_folder={run.folder}"),
+            *("--nproc", str(ranks)),
             "--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK",
             *(*SMALL, *CHECKPOINT, *arguments),
         ]
+        if not any(argument.startswith("--job.dump_folder") for argument in arguments):
+            command.append(f"--job.dump_folder={run.folder}")
         if "--inference.no-launch" not in arguments:
             command.append(f"--inference.python={launcher}")
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -176,6 +178,18 @@ def grow(disk: Path) -> None:
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.mark.long
+def test_a_disk_that_is_full_at_the_start_is_one_message(train, small_disk):
+    """There is room for the first files, and none for the record of the start."""
+    (small_disk / "other").write_bytes(bytes((9 << 20) - (16 << 10)))
+    run = train(f"--job.dump_folder={small_disk}/run")
+    assert run.finish() == 1, run.console[-6000:]
+    (message,) = run.errors()
+    assert f"The disk of {small_disk}/run" in message and "is full: 0 MiB are free" in message
+    assert not run.has_traceback(), run.console[-6000:]
+    run.wait_for_nobody()
 
 
 def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(train, small_disk):
