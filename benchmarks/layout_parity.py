@@ -209,6 +209,9 @@ ALSO_BY_DEFAULT = {
     ),
 }  # fmt: skip
 
+# Under --quick, the layouts of a model that is split where llama3 is, but for what it has besides.
+QUICK = {"qwen3": ("one process", "TP x2", "CP x2", "FSDP2 x2, PP x2, ZBVZeroBubble")}
+
 
 def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layout]:
     """Returns the layouts that a model is run under; mixtures of experts have their own.
@@ -223,6 +226,8 @@ def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layo
         found = [layout for layout in layouts if only in layout.name]
         baselines = {layout.baseline for layout in found}
         return [layout for layout in layouts if layout in found or layout.name in baselines]
+    if choice == "quick" and model in QUICK:
+        return [layout for layout in layouts if layout.name in QUICK[model]]
     names = ALSO_BY_DEFAULT[model] if choice == "default" else ()
     return [
         layout for layout in layouts if choice == "all" or layout.is_quick or layout.name in names

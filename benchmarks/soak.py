@@ -34,9 +34,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
-from exactly_once import MARK, REPOSITORY, KilledRun, check_ledger, command_of
+from exactly_once import REPOSITORY, KilledRun, check_ledger, command_of
 
 DISK_MIB = 256
 FULL_SECONDS = 20.0
@@ -64,51 +65,28 @@ class SoakedRun(KilledRun):
         super().__init__(folder, seed)
         self._kind, self._record = kind, record
 
-    def start(self, steps: int) -> None:
-        settings = {
-            "job.config_file": REPOSITORY / "train_configs/quickstart.toml",
-            "job.dump_folder": self.folder,
-            "training.steps": steps,
-            "optimizer.lr": 0.0,
-            "debug.seed": self._seed,
-            "grpo.prompts_per_step": 4,
-            "grpo.group_size": 4,
-            "rollout.max_head_offpolicyness": 2,
-            "rollout.max_new_tokens": 24,
-            "rollout.temperature": 1.5,
+    num_ranks = 2
+    agent_options = ("--max-restarts=50",)
+
+    def settings(self, steps: int) -> dict[str, Any]:
+        python = sys.executable
+        if self._kind != "embedded":
+            default = REPOSITORY / f".venv-{self._kind}/bin/python"
+            variable = f"TORCHTITAN_GRPO_{self._kind.upper()}_PYTHON"
+            python = os.environ.get(variable, str(default))
+        return super().settings(steps) | {
             "rollout.request_timeout_seconds": 30,
             "rollout.record": self._record,
-            "rollout.max_process_restarts": 1000,
             "inference.kind": self._kind,
-            "inference.num_servers": 2,
+            "inference.python": python,
             "inference.max_restarts": 10000,
             "inference.restart_seconds": 0.5,
             "inference.control_timeout_seconds": 10,
             "weight_sync.timeout_seconds": 15,
-            "evaluation.num_prompts": 1,
             "checkpoint.interval": 10,
-            "checkpoint.keep_latest_k": 2,
-            "observe.progress": "none",
             # The flight recorder's ring fills in the beginning, at 1.2 KiB a collective.
             "comm.trace_buf_size": 1000,
         }
-        if self._kind != "embedded":
-            default = REPOSITORY / f".venv-{self._kind}/bin/python"
-            variable = f"TORCHTITAN_GRPO_{self._kind.upper()}_PYTHON"
-            settings["inference.python"] = os.environ.get(variable, str(default))
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=50"),
-            *("--nproc_per_node", "2", "-m", "torchtitan.grpo_train", "--checkpoint.enable"),
-            *(token for key, value in settings.items() for token in (f"--{key}", str(value))),
-        ]
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.console.open("ab") as console:
-            self._process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=os.environ | environment,
-                stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        self.num_starts += 1
 
     @property
     def console(self) -> Path:

@@ -18,11 +18,15 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/exactly_once.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kills", [5, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(5400)])]
+    ("kills", "further"),
+    [
+        (5, ["--no-comparison"]),
+        pytest.param(50, [], marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
+    ],
 )
-def test_no_prompt_is_lost_or_trained_twice_across_kills(kills: int) -> None:
+def test_no_prompt_is_lost_or_trained_twice_across_kills(kills: int, further: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--kills", str(kills), "--json"],
+        [sys.executable, str(SCRIPT), "--kills", str(kills), "--json", *further],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -32,7 +36,7 @@ def test_no_prompt_is_lost_or_trained_twice_across_kills(kills: int) -> None:
     # The exit status says also whether completions are as long as without kills, by a test that
     # is wrong in one of a hundred runs.
     figures = result["figures"]
-    assert figures["violations"] == figures["unkilled/violations"] == 0
+    assert figures["violations"] == figures.get("unkilled/violations", 0) == 0
     assert figures["issued"] == figures["trained"] + figures["closed"] + figures["open"]
     assert figures["kills/rollout process"] and figures["kills/server"]
 

@@ -1,7 +1,7 @@
 """Models of other families are served, after ten pushes, as the trainer has them."""
 
 import shutil
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "programs"))
+
+from listening import check_sockets, run_watched
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -90,15 +94,11 @@ def test_a_family_is_served_as_the_trainer_has_it(
     server: str, kind: str, repository: Path, tmp_path: Path
 ):
     model = make_family(kind, tmp_path / kind, repository / "assets/reverse_digits/model")
-    result = subprocess.run(
-        [
-            *("bash", str(repository / "scripts/verify_grpo_cpu.sh")),
-            *("--server", server, "--model", str(model)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=840,
-    )
+    script = str(repository / "scripts/verify_grpo_cpu.sh")
+    result, found = run_watched(["bash", script, "--server", server, "--model", str(model)])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("\nok ") == 6
     assert f"verified: {server} serves what the trainer has" in result.stdout
+    check_sockets(found)
+    log = repository / f"outputs/verify-cpu-{server}-{kind}/server.log"
+    assert log.stat().st_mode & 0o777 == 0o600

@@ -152,13 +152,14 @@ def test_a_trainer_killed_amid_a_push_leaves_servers_to_the_next(rig: FaultRig) 
     rig.assert_recovered(0, began["at"])
 
 
-# Starting a real server takes long. One kind that is real and one that is not are killed in the short suite.
+# Starting a real server again takes long, and vLLM takes longest. One kind that is real and one that is
+# not are killed in the short suite.
 @pytest.mark.parametrize(
     "server_kind",
     [
         "embedded",
-        pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("sglang", marks=pytest.mark.sglang),
     ],
     indirect=True,
 )

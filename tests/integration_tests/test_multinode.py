@@ -115,6 +115,12 @@ def served(cluster: Cluster) -> int:
     return int(found[-1]) if found else -1
 
 
+def registered(cluster: Cluster) -> str:
+    """Returns the URL of the server on the second host."""
+    (file,) = (cluster.folder / "run/registry").glob("*.json")
+    return json.loads(file.read_text())["url"]
+
+
 def beats(cluster: Cluster) -> int:
     """Returns the number of the last beat of the server on the second host."""
     files = list((cluster.folder / "run/registry").glob("*.json"))
@@ -146,10 +152,16 @@ def test_a_run_on_two_hosts_outlives_a_cut_link_and_a_dead_host(cluster: Cluster
     while time.monotonic() < silent_since + 8:  # longer than a bucket may take
         time.sleep(0.5)
     assert beats(cluster) == last, "the link is down"
+    url = re.escape(registered(cluster))
+    cluster.wait(
+        "the lost lane",
+        lambda: re.search(rf"Lost {url} while \w+: ", cluster.log(first)) is not None,
+    )
     steps, version = len(cluster.steps), served(cluster)
     second.mend()
     cluster.wait("steps after the cut", lambda: len(cluster.steps) >= min(steps + 2, NUM_STEPS - 2))
     cluster.wait("weights after the cut", lambda: served(cluster) > version)
+    assert re.search(rf"{url} has joined again, \d+ s after it was lost", cluster.log(first))
     assert "round 2" not in cluster.log(first), "the ranks outlive the cut"
 
     second.kill()

@@ -36,9 +36,14 @@ def train(make_run, repository):
         launcher = run.fork_server.launcher()
         command = [
             *(sys.executable, "-c", PROGRAM, "train", "train_configs/quickstart.toml"),
-            *("--nproc", str(ranks), f"--job.dump_folder={run.folder}"),
-            *(f"--inference.python={launcher}", *SMALL, *CHECKPOINT, *arguments),
+            *("--nproc", str(ranks)),
+            "--workers.pass_variables=TORCHTITAN_GRPO_TEST_MARK",
+            *(*SMALL, *CHECKPOINT, *arguments),
         ]
+        if not any(argument.startswith("--job.dump_folder") for argument in arguments):
+            command.append(f"--job.dump_folder={run.folder}")
+        if "--inference.no-launch" not in arguments:
+            command.append(f"--inference.python={launcher}")
         variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         variables |= {"TORCHTITAN_GRPO_TEST_MARK": run.mark}
         with (run.folder / "console.log").open("ab") as console:
@@ -129,6 +134,32 @@ def test_the_last_rank_that_dies_is_reported_by_the_agent(train):
     run.wait_for_nobody()
 
 
+def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve):
+    """The server that was there before a rank died serves the ranks that follow. Then it dies too."""
+    server = serve()
+    run = train(
+        "--training.steps=1000", "--max-restarts=3", "--inference.no-launch",
+        f"--inference.urls={server.url}", "--guards.servers_lost=stop", "--guards.servers_lost_seconds=3",
+        "--weight_sync.timeout_seconds=5", "--rollout.request_timeout_seconds=10",
+    )  # fmt: skip
+    run.wait_for_step(3)
+    rank_of(run, 1).kill()
+    run.wait_for(lambda: "The ranks were started again" in run.console)
+    done = len(run.metrics)
+    run.wait_for_step(done + 2)
+    assert server.process.poll() is None, server.log_tail()
+    newest = max(map(int, re.findall(r"tensors as version (\d+)", server.log_file.read_text())))
+    assert newest >= done, "the same server takes the weights of the ranks that follow"
+
+    server.process.kill()
+    assert run.finish(120) == 3, run.console[-6000:]
+    assert "With guards.servers_lost = 'stop' the run ends here" in run.errors()[-1]
+    assert run.console.count("The ranks were started again") == 1
+    assert f"Stopped after step {run.metrics[-1]['step']}. " in run.console
+    assert not run.has_traceback(), run.console[-6000:]
+    run.wait_for_nobody()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A disk that has room for one checkpoint, which :func:`grow` makes large."""
@@ -147,6 +178,18 @@ def grow(disk: Path) -> None:
 
 def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.mark.long
+def test_a_disk_that_is_full_at_the_start_is_one_message(train, small_disk):
+    """There is room for the first files, and none for the record of the start."""
+    (small_disk / "other").write_bytes(bytes((9 << 20) - (16 << 10)))
+    run = train(f"--job.dump_folder={small_disk}/run")
+    assert run.finish() == 1, run.console[-6000:]
+    (message,) = run.errors()
+    assert f"The disk of {small_disk}/run" in message and "is full: 0 MiB are free" in message
+    assert not run.has_traceback(), run.console[-6000:]
+    run.wait_for_nobody()
 
 
 def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(train, small_disk):

@@ -1,49 +1,27 @@
 """The shell scripts, started as a user starts them."""
 
 import json
-import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "programs"))
 
-from listening import beyond_loopback, marked_with, watched
+from listening import check_sockets, run_watched
 
 from torchtitan.grpo.inference.local_servers import free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
-
-_MARK = "TORCHTITAN_GRPO_TEST_MARK"
-
-
-def run_watched(
-    command: list[str],
-) -> tuple[subprocess.CompletedProcess[str], set[tuple[str, str]]]:
-    """Runs a command; returns also on which addresses it and its descendants listened."""
-    mark = uuid.uuid4().hex
-    with watched(lambda: marked_with(_MARK, mark)) as found:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=840, env=os.environ | {_MARK: mark}
-        )
-    return result, found
-
-
-def check_sockets(found: set[tuple[str, str]]) -> None:
-    """Fails unless a server and a rank were seen, and everything listened on loopback alone."""
-    for words in ("--model", "torchtitan.grpo_train"):
-        assert any(words in command for command, _ in found), (words, found)
-    assert not beyond_loopback(found)
 
 
 @pytest.mark.parametrize(
     "server",
     [
         "embedded",
-        pytest.param("vllm", marks=pytest.mark.vllm),
-        pytest.param("sglang", marks=pytest.mark.sglang),
+        # In the short suite test_families.py runs the script with these, on other models.
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
     ],
 )
 def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_path):

@@ -1,10 +1,12 @@
 """After Ctrl-C, SIGTERM or the death of a process, the whole run ends soon and keeps checkpoints."""
 
+import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from torchtitan.grpo.rollout.saved import file_of, read_saved
@@ -38,6 +40,13 @@ def _interrupt(run) -> None:
 def _terminate(run) -> None:
     """Sends SIGTERM to the started process, as a batch system does."""
     run.process.terminate()
+
+
+def _terminate_all(run) -> None:
+    """Sends SIGTERM to all processes of a run at once, as Slurm and Kubernetes do."""
+    for process in run.left_behind():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
 
 
 def _expect_end(run) -> None:
@@ -90,10 +99,13 @@ def _is_at(run, moment: str) -> bool:
 
 
 def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
-    first = make_run(*SMALL, *CHECKPOINT, torchrun=True)
+    """The first stop is by a signal to all its processes, the second by Ctrl-C while it evaluates."""
+    # In short segments, so that what is generated in part is kept as well.
+    settings = (*SMALL, *CHECKPOINT, "--rollout.segment_tokens=2")
+    first = make_run(*settings, torchrun=True)
     first.start()
     first.wait_for_step(3)
-    _interrupt(first)
+    _terminate_all(first)
     _expect_end(first)
     assert not first.has_traceback(), first.console[-6000:]
     last = first.metrics[-1]["step"]
@@ -104,18 +116,26 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     saved = read_saved(file_of(str(first.folder), last), last)
     assert f"{saved.num_rollouts} rollouts in flight are kept with it. To go on:" in first.console
     assert saved.num_rollouts > 0
+    in_flight = {group.group_id for group in (*saved.finished, *saved.unfinished)}
 
     scorer = tmp_path / "scorer.py"
     scorer.write_text(SLOW_SCORE)
-    second = make_run(*SMALL, *CHECKPOINT, f"--evaluation.function={scorer}:slow", torchrun=True)
+    second = make_run(*settings, f"--evaluation.function={scorer}:slow", torchrun=True)
     second.start()
     second.wait_for(Path(tmp_path, "evaluating").exists)
-    _terminate(second)
+    _interrupt(second)
     _expect_end(second)
     assert not second.has_traceback(), second.console[-6000:]
 
-    third = make_run(*SMALL, *CHECKPOINT, f"--training.steps={last + 1}").succeed()
+    third = make_run(*settings, f"--training.steps={last + 1}").succeed()
     assert [record["step"] for record in third.metrics] == list(range(1, last + 2))
+    ledger = third.records("ledger.jsonl")
+    trained = [group for record in ledger for group in record["trained"]]
+    assert len(trained) == len(set(trained)), "no group is trained twice"
+    assert in_flight.isdisjoint(g for r in ledger[:last] for g in r["trained"])
+    assert in_flight & set(ledger[last]["trained"]), "the kept rollouts come first"
+    reasons = {reason for record in ledger for reason in record["closed"].values()}
+    assert reasons.isdisjoint({"failed", "unscored"}), reasons
 
 
 @pytest.mark.parametrize("names", [("rollout", "server"), ("rank", "agent")])

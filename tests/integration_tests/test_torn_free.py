@@ -44,7 +44,7 @@ def test_no_mixture_is_served_while_servers_are_killed_and_stopped(publishes: in
     assert min(result["pushes"], result["parameter_checks"], result["completions_checked"]) > 10
 
 
-@pytest.mark.parametrize("inject", ["fence", "slot"])
+@pytest.mark.parametrize("inject", ["fence", pytest.param("slot", marks=pytest.mark.long)])
 def test_a_torn_write_is_found(inject: str) -> None:
     status, result = run("--publishes", "100", "--inject", inject)
     assert status == 1

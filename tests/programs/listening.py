@@ -6,13 +6,16 @@
 import contextlib
 import ipaddress
 import os
+import subprocess
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import psutil
 
 _LOOK_SECONDS = 0.2
+_MARK = "TORCHTITAN_GRPO_TEST_MARK"
 
 
 def session_of(leader: int) -> list[psutil.Process]:
@@ -69,3 +72,22 @@ def watched(processes: Callable[[], list[psutil.Process]]) -> Iterator[set[tuple
     finally:
         is_over.set()
         thread.join(60)
+
+
+def run_watched(
+    command: list[str],
+) -> tuple[subprocess.CompletedProcess[str], set[tuple[str, str]]]:
+    """Runs a command; returns also on which addresses it and its descendants listened."""
+    mark = uuid.uuid4().hex
+    with watched(lambda: marked_with(_MARK, mark)) as found:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=840, env=os.environ | {_MARK: mark}
+        )
+    return result, found
+
+
+def check_sockets(found: set[tuple[str, str]]) -> None:
+    """Fails unless a server and a rank were seen, and everything listened on loopback alone."""
+    for words in ("--model", "torchtitan.grpo_train"):
+        assert any(words in command for command, _ in found), (words, found)
+    assert not beyond_loopback(found)

@@ -51,6 +51,7 @@ from torchtitan.grpo.run_folder.contents import remove_run
 from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
+from torchtitan.grpo.system.exit_status import STOPPED_BY_GUARD
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
@@ -59,7 +60,6 @@ from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
 # Longer than rank 0 takes to report an error and to close.
 _RANK_ZERO_PATIENCE_SECONDS = 15.0
-_STOPPED_BY_GUARD = 3
 # Longer than torchrun takes to stop all ranks after one of them has ended.
 _AGENT_PATIENCE_SECONDS = 5.0
 # A collective with a rank that died may fail before the watch has seen the end of that rank.
@@ -186,7 +186,7 @@ def _train(
         stop.wait(0 if watch.lost else _RANK_ZERO_PATIENCE_SECONDS)
         return 1
     except GuardStopped as error:
-        return _report(is_rank_zero, error, _STOPPED_BY_GUARD, stop.wait)
+        return _report(is_rank_zero, error, STOPPED_BY_GUARD, stop.wait)
     except _EXPLAINED as error:
         if watch.lost is not None:
             return 1  # the error is a consequence

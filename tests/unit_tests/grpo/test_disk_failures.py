@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from torchtitan.grpo.inference.server_log import remedy
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.known_failures import known_failure
 
@@ -71,3 +72,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 def test_other_errors_stay_what_they_are(tmp_path: Path):
     assert message(FileNotFoundError(2, "No such file", "x"), tmp_path) is None
     assert message(RuntimeError("something else"), tmp_path) is None
+
+
+def test_a_server_whose_log_found_no_room_is_told_apart(small_disk: Path):
+    log = small_disk / "server.log"
+    log.touch()
+    (small_disk / "other").write_bytes(bytes(900_000))
+    assert remedy(log).startswith(f"The disk of {log} is full (0.")
+    assert remedy(small_disk.parent / "server.log") == ""

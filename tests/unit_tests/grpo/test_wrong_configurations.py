@@ -265,10 +265,10 @@ def test_an_input_that_does_not_open_in_time_ends_the_check_and_its_processes(st
     )
     status, _, errors = start(
         reward=f'functions = ["{hangs}:score"]',
-        inference="launch = true\nstartup_timeout_seconds = 30",
+        inference="launch = true\nstartup_timeout_seconds = 12",
     )
     assert status == 2
-    assert "within 30 s (inference.startup_timeout_seconds)" in errors[0]
+    assert "within 12 s (inference.startup_timeout_seconds)" in errors[0]
     worker = Path("/proc") / pid.read_text()
     deadline = time.monotonic() + 60
     while worker.exists():

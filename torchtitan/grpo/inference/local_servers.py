@@ -5,11 +5,11 @@
 
 import json
 import os
-import re
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,23 +21,17 @@ from torchtitan.grpo.inference.access import (
 )
 from torchtitan.grpo.inference.gpu_shares import share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
+from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.interfaces import interface_of
-from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
+from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
+from torchtitan.grpo.system.shared_memory import note_held
 from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference, RolloutProcessConfig
-
-_LOG_TAIL_BYTES = 4000
-_LINE_CHARS = 200
-_LOG_SEARCHED_BYTES = 4 << 20
-_MAX_CAUSES = 3
-# The last line of a traceback, what the kernel says of a process, and how servers report that memory lacks.
-_CAUSE = re.compile(
-    r"\b\w*(Error|Exception): |Bus error|Segmentation fault|No space left|Killed|out of memory"
-)
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,13 @@ class LaunchedServer:
         spec: Settings that it was started with.
         process: The child process. The server's own workers belong to the child's session.
         log_file: File that holds the server's output.
+        folder: Folder of its temporary files, which ends with it. ``None`` if it has none.
     """
 
     spec: ServerSpec
     process: subprocess.Popen
     log_file: Path
+    folder: Path | None = None
 
     @property
     def kind(self) -> ServerKind:
@@ -62,49 +58,31 @@ class LaunchedServer:
     def url(self) -> str:
         return f"http://{self.spec.host}:{self.spec.port}"
 
+    def note_shared_memory(self) -> None:
+        """Notes what shared memory the server uses, so that it is removed if the server leaves it."""
+        if self.folder is not None:
+            note_held(self.process.pid, self.folder)
+
     def stop(self, grace_seconds: float = 3.0) -> None:
         """Ends the server and all of its workers. Does nothing if it has ended."""
-        stop_children([self.process], grace_seconds)
+        stop_servers([self], grace_seconds)
 
     def describe_end(self) -> str:
         """Returns a message with the exit status and the end of the log."""
         return (
             f"The {self.kind} server {self.url} ended with exit status "
-            f"{self.process.returncode}. {self._first_cause()}The end of its log {self.log_file}:\n"
+            f"{self.process.returncode}. {remedy(self.log_file)}{first_causes(self.log_file)}The end of its log "
+            f"{self.log_file}:\n"
             f"{self.log_tail()}"
         )
 
-    def _first_cause(self) -> str:
-        """Returns the lines that name an error and stand before the end of the log, if any.
-
-        A server of several processes prints the traceback of each. The cause stands in the first of
-        them, far above the end.
-        """
-        try:
-            with self.log_file.open("rb") as file:
-                content = file.read(_LOG_SEARCHED_BYTES).decode(errors="replace")
-        except OSError:
-            return ""
-        lines = [line.strip() for line in content.splitlines() if _CAUSE.search(line)]
-        found = [line[-_LINE_CHARS:] for line in dict.fromkeys(lines)][:_MAX_CAUSES]
-        tail = self.log_tail()
-        if not found or all(line in tail for line in found):
-            return ""
-        return "The first errors in its log:\n  " + "\n  ".join(found) + "\n"
-
     def last_line(self) -> str:
         """Returns the last line of the log that is not empty."""
-        lines = [line.strip() for line in self.log_tail().splitlines() if line.strip()]
-        return lines[-1][-_LINE_CHARS:] if lines else "(nothing yet)"
+        return last_line(self.log_file)
 
     def log_tail(self) -> str:
         """Returns the end of the log, for an error message."""
-        try:
-            with self.log_file.open("rb") as file:
-                file.seek(max(0, self.log_file.stat().st_size - _LOG_TAIL_BYTES))
-                return file.read().decode(errors="replace")
-        except OSError as error:
-            return f"(log not readable: {error})"
+        return log_tail(self.log_file)
 
 
 def server_command(
@@ -137,11 +115,6 @@ def server_command(
     own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key}
     keys = {name: key for name, key in {**own_keys, **command.keys}.items() if key}
     return command.arguments + list(spec.extra_args), {**defaults, **kept, **keys}
-
-
-def loopback_interface() -> str:
-    """Returns the name of the loopback interface."""
-    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def set_random_keys(inference: "Inference", environ: MutableMapping[str, str]) -> None:
@@ -279,23 +252,45 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
     log_file.parent.mkdir(parents=True, exist_ok=True)
     if not keep_log:
         log_file.unlink(missing_ok=True)
+    folder = make_private_folder("server")
     try:
         # In another directory: `-m` makes the working directory importable, and with it the
         # overlay's `torchtitan` folder.
-        process = start_child(command, env=environ, log_file=log_file, cwd=str(log_file.parent))
+        process = start_child(
+            command,
+            env=_with_temporary_folder(environ, folder),
+            log_file=log_file,
+            cwd=str(log_file.parent),
+        )
     except OSError as error:
+        folder.rmdir()
         script = kind_row(spec.kind).install_script
         remedy = "" if script is None else f" Run `bash {script}` to install one."
         raise ValueError(
             f"inference.python must be an interpreter that can run a {spec.kind} server, got "
             f"{spec.python!r}: {error}.{remedy}"
         ) from error
-    return LaunchedServer(spec, process, log_file)
+    return LaunchedServer(spec, process, log_file, folder)
+
+
+def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Returns an environment in which temporary files go to ``folder``.
+
+    vLLM and SGLang leave sockets and other files in it. What torch has compiled stays where later
+    servers find it.
+    """
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    return {"TORCHINDUCTOR_CACHE_DIR": compiled} | dict(environ) | {"TMPDIR": str(folder)}
 
 
 def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:
     """Ends all servers and their workers at the same time."""
+    for server in servers:
+        server.note_shared_memory()
     stop_children([server.process for server in servers], grace_seconds)
+    for server in servers:
+        if server.folder is not None:
+            remove_private_folder(server.folder)
 
 
 def free_ports(count: int) -> list[int]:

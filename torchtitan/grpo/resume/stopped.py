@@ -71,7 +71,7 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
     if (launch := os.environ.get(LAUNCH_VARIABLE)) is not None:
         # It names the configuration itself, and passes the rest on after two dashes.
         return f"{launch} -- {shlex.join(kept[2:])}\non each node, with its own --nproc."
-    return shlex.join([*_launcher(), "-m", _MODULE, *kept])
+    return shlex.join([*_launcher(), *kept])
 
 
 def _without_start(arguments: Sequence[str]) -> list[str]:
@@ -89,13 +89,13 @@ def _without_start(arguments: Sequence[str]) -> list[str]:
 
 
 def _launcher() -> list[str]:
-    """Returns the words before ``-m torchtitan.grpo_train``, as they were given if that is known."""
+    """Returns the words that start the ranks, up to their arguments, as they were given if that is known."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError:
         words = []
     if _MODULE in words and words[words.index(_MODULE) - 1] == "-m":
-        words = words[: words.index(_MODULE) - 1]
+        words = words[: words.index(_MODULE) + 1]
         # A script's interpreter stands in front of the script.
         return words[1:] if len(words) > 1 and words[1].endswith("torchrun") else words
-    return ["torchrun", f"--nproc_per_node={os.environ.get('LOCAL_WORLD_SIZE', '1')}"]
+    return ["torchtitan-grpo", "train", "--nproc", os.environ.get("LOCAL_WORLD_SIZE", "1")]

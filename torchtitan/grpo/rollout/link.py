@@ -40,7 +40,7 @@ _ORDERLY_STOP_SECONDS = 4.0
 _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
 # Begins the names of the folders with the sockets and the configuration.
-_FOLDER = "grpo"
+_FOLDER = "rollout"
 
 
 class RolloutFailed(RuntimeError):

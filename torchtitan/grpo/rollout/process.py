@@ -4,9 +4,13 @@
 """The rollout process: an asyncio program without torch, and a child of training rank 0.
 
 It is started with one argument, a private directory that contains `config.json` and the
-sockets (see :mod:`.link`, the other end). It ends when it receives a stop message, SIGTERM or
-SIGINT, when its parent ends, and on an error, which it reports first. The servers and worker
-processes that it started end with it.
+sockets (see :mod:`.link`, the other end). It ends when it receives a stop message, when its parent
+ends, and on an error, which it reports first. The servers and worker processes that it started end
+with it.
+
+Cluster managers send SIGTERM to all processes of a job at once. Rank 0 then writes a last checkpoint,
+to which the rollouts in flight belong. On SIGTERM or SIGINT this process therefore stops to generate,
+keeps what there is, and waits for rank 0's stop message, at most ``grpo.stop_timeout_seconds``.
 """
 
 import asyncio
@@ -15,7 +19,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +64,9 @@ class RolloutProcess:
         self._notices = self._bind(zmq.PULL, directory / link_messages.NOTICES_SOCKET)
         self._servers = self._bind(zmq.PUSH, directory / link_messages.SERVERS_SOCKET)
         self._stop = asyncio.Event()
+        self._parent = os.getppid()
+        # What needs servers, which may have been sent the same signal as this process.
+        self._generating: set[asyncio.Task[None]] = set()
         self._announcer = Announcer()
         self._told_counts: dict[str, int] = {}
         self._lag = LoopLag()
@@ -74,6 +81,19 @@ class RolloutProcess:
     def stop(self) -> None:
         """Starts an orderly shutdown."""
         self._stop.set()
+
+    def stop_with_parent(self) -> None:
+        """Stops to generate now, and shuts down when rank 0 says so, or ends, or has had its time."""
+        if os.getppid() != self._parent or not self._generating:
+            self.stop()
+            return
+        logger.warning(
+            "Stopped to generate, on a signal. Rollouts are kept for rank 0's checkpoint."
+        )
+        for task in tuple(self._generating):
+            task.cancel()
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._config.grpo.stop_timeout_seconds, self.stop)
 
     async def run(self) -> int:
         """Runs until the process is stopped or fails. Returns the exit status."""
@@ -121,9 +141,14 @@ class RolloutProcess:
             spare_collections()
             tasks.create_task(self._lag.run())
             tasks.create_task(self._hear_notices(session))
-            tasks.create_task(session.producer.run())
-            tasks.create_task(session.watch_servers(self._tell_servers))
-            tasks.create_task(session.dispatcher.watch_loads())
+            self._generate(tasks, session.producer.run())
+            self._generate(tasks, session.watch_servers(self._tell_servers))
+            self._generate(tasks, session.dispatcher.watch_loads())
+
+    def _generate(self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        task = tasks.create_task(work)
+        self._generating.add(task)
+        task.add_done_callback(self._generating.discard)
 
     async def _report(self, error: BaseException | None) -> int:
         await self._speak_once()
@@ -160,7 +185,7 @@ class RolloutProcess:
             if isinstance(command, link_messages.NextBatch):
                 tasks.create_task(self._send_batch(self._opened(), command))
             elif isinstance(command, link_messages.Evaluate):
-                tasks.create_task(self._send_evaluation(self._opened(), command))
+                self._generate(tasks, self._send_evaluation(self._opened(), command))
             elif isinstance(command, link_messages.Save):
                 # Taken now, because later changes belong to a later checkpoint.
                 saved = self._opened().producer.save(command.version)
@@ -252,8 +277,7 @@ class RolloutProcess:
 
     async def _watch_parent(self) -> None:
         """Returns when rank 0 has ended. Not every kernel signals this to a child."""
-        parent = os.getppid()
-        while os.getppid() == parent and parent != 1:
+        while os.getppid() == self._parent and self._parent != 1:
             await asyncio.sleep(_PARENT_POLL_SECONDS)
         logger.error("Rank 0 has ended")
 
@@ -302,7 +326,7 @@ async def serve(directory: Path) -> NoReturn:
     process = RolloutProcess(config, directory)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, process.stop)
+        loop.add_signal_handler(signum, process.stop_with_parent)
     status = await process.run()
     logging.shutdown()
     # Everything is closed. A thread that still reads a data set must not delay the exit.

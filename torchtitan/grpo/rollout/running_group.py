@@ -33,8 +33,15 @@ class RunningGroup:
         return (*self.kept, *(result for result in results if result is not None))
 
     def begun(self) -> tuple[Generation, ...]:
-        """Returns the generated parts of the completions that are not finished."""
-        running = (t.so_far for t in self.trajectories if not t.task.done())
+        """Returns the generated parts of the completions that are not finished.
+
+        Those that are cancelled, because the run is about to stop, count as well.
+        """
+        running = (
+            t.so_far
+            for t in self.trajectories
+            if not t.task.done() or (t.task.cancelled() and not t.is_cut)
+        )
         return tuple(so_far for so_far in running if so_far is not None)
 
     def cut(self) -> int:

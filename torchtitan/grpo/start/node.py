@@ -13,6 +13,7 @@ import shlex
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -23,11 +24,13 @@ from torchtitan.grpo.command_line.light_tables import without_torch
 from torchtitan.grpo.system.interfaces import address_of, interface_of
 from torchtitan.grpo.system.loopback import is_loopback
 from torchtitan.grpo.system.private_folders import make_private_folder
+from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 29400  # torchrun's own default
 _JOIN_SECONDS = 900.0
 _CLOSE_SECONDS = 10.0
+_RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,8 @@ def find_place(options: NodeOptions) -> Place:
         ConfigError: If the endpoint or the interface cannot be used.
     """
     host, port = options.endpoint
+    target = _resolve(host, port, options.join_seconds)
     try:
-        target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
         route = source_address(str(target), port)
         address = address_of(options.interface) if options.interface else route
     except OSError as error:
@@ -178,6 +181,34 @@ def find_place(options: NodeOptions) -> Place:
     interface = interface_of(address)
     assert interface is not None, f"{address} was found on this host"
     return Place(interface, address, (str(target), port), holds_store)
+
+
+def _resolve(host: str, port: int, patience_seconds: float) -> str:
+    """Returns the address of the endpoint's host, and waits for one if its name is not known yet.
+
+    A cluster may make the name, or start the machine that has it, later than this node.
+
+    Raises:
+        ConfigError: If the name is not known within ``patience_seconds``.
+    """
+    begin, reminders = time.monotonic(), Reminders()
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            waited = time.monotonic() - begin
+            if waited >= patience_seconds:
+                raise ConfigError(
+                    f"--rdzv-endpoint must name a host whose address is known on this node, got "
+                    f"{host!r}: {error}, for {waited:.0f} s (--join-timeout). Give its address, or "
+                    "check the name and the network."
+                ) from error
+            if reminders.is_due(waited):
+                say(
+                    f"waiting since {waited:.0f} s (at most {patience_seconds:g} s, --join-timeout) "
+                    f"for the address of {host}: {error}"
+                )
+        time.sleep(min(_RESOLVE_SECONDS, max(0.0, patience_seconds - waited)))
 
 
 def run_node(options: NodeOptions) -> int:
@@ -230,7 +261,7 @@ def _run_ranks(
 
     node = Node(place.address, place.endpoint, place.holds_store, num_ranks, options.join_seconds)
     rendezvous_handler_registry.register(BACKEND, lambda p: NodeRendezvous(node, p, say))
-    folder = make_private_folder("torchtitan-grpo-ranks")
+    folder = make_private_folder("ranks")
     config = LaunchConfig(
         min_nodes=options.num_nodes[0],
         max_nodes=options.num_nodes[1],

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan.grpo.start import local_rendezvous
+from torchtitan.grpo.start.final_status import respecting_guards
 from torchtitan.grpo.system.private_folders import make_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
@@ -51,7 +52,7 @@ def run_ranks(
         0 if all ranks end with 0, the status of the first rank that failed, or 128 plus the
         signal's number after a signal.
     """
-    folder = make_private_folder("torchtitan-grpo-ranks")
+    folder = make_private_folder("ranks")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -84,7 +85,8 @@ def run_agent(
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
+        with respecting_guards():
+            elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:

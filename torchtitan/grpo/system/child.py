@@ -23,6 +23,9 @@ _PR_SET_PDEATHSIG = 1
 # Loaded before any fork, because the hook below should import and allocate as little as possible.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
+# Python starts one such process for each program that shares memory between its processes.
+_TRACKER = b"multiprocessing.resource_tracker"
+_TRACKER_SECONDS = 3.0
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 
@@ -39,10 +42,10 @@ def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def die_with_parent() -> None:
-    """Makes the kernel send SIGTERM to this process when the thread that started it ends."""
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Makes the kernel send a signal to this process when the thread that started it ends."""
     if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _libc.prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def start_child(
@@ -90,6 +93,9 @@ def open_log(path: Path) -> IO[bytes]:
 def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3.0) -> None:
     """Ends the children, and all processes in their sessions.
 
+    Python's trackers of shared memory in these sessions are ended last. Once all other processes of
+    their program have ended, they remove the shared memory that those have left, and end themselves.
+
     Args:
         children: Processes from :func:`start_child`. They may have ended already.
         grace_seconds: Time between SIGTERM and SIGKILL, for all children together.
@@ -101,10 +107,50 @@ def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))
         # Sent also after a clean exit, because a server's own workers may still be running.
-        _signal_session(child, signal.SIGKILL)
+        trackers = _kill_all_but_trackers(child)
         child.wait(timeout=10)
+        _wait_for_end(trackers, _TRACKER_SECONDS)
+        _signal_session(child, signal.SIGKILL)
 
 
 def _signal_session(child: subprocess.Popen, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signum)
+
+
+def _kill_all_but_trackers(child: subprocess.Popen) -> list[int]:
+    """Kills the processes of a child's session; returns the trackers, which are left running."""
+    if not Path("/proc/self/stat").exists():  # nothing tells which processes are trackers
+        _signal_session(child, signal.SIGKILL)
+    trackers: list[int] = []
+    for pid in _members(child.pid):
+        with contextlib.suppress(OSError):
+            if _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
+                trackers.append(pid)
+            else:
+                os.kill(pid, signal.SIGKILL)
+    return trackers
+
+
+def _members(session: int) -> list[int]:
+    """Returns the processes of a session; none on systems without /proc."""
+    members: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getsid(int(entry.name)) == session:
+                members.append(int(entry.name))
+    return members
+
+
+def _wait_for_end(pids: Sequence[int], timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state != "Z"  # its parent has not asked for its status yet

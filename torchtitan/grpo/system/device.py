@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from torchtitan.grpo.system.interfaces import interface_of
+from torchtitan.grpo.system.loopback import loopback_interface
 from torchtitan.grpo.weight_wire.routes import source_address
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def choose_interfaces() -> None:
     theirs by the route to each server, see `weight_wire/process_group.py`.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         return
     route = source_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     interface = interface_of(route)

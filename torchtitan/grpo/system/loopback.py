@@ -4,6 +4,7 @@
 """Tells addresses of this machine alone from those that others reach."""
 
 import ipaddress
+import sys
 
 
 def is_loopback(host: str | None) -> bool:
@@ -19,3 +20,8 @@ def is_loopback(host: str | None) -> bool:
         return False
     mapped = getattr(found, "ipv4_mapped", None)
     return found.is_loopback or (mapped is not None and mapped.is_loopback)
+
+
+def loopback_interface() -> str:
+    """Returns the name of the loopback interface."""
+    return "lo0" if sys.platform == "darwin" else "lo"

@@ -8,6 +8,7 @@ no sandbox: a worker runs as the same user, who can read that user's files and p
 """
 
 import resource
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class Surroundings:
 
     def enter(self) -> None:
         """Applies the limits. Called in the child, between fork and exec."""
-        die_with_parent()
+        die_with_parent(signal.SIGKILL)
         if self.max_memory_gib:
             num_bytes = int(self.max_memory_gib * 2**30)
             resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))

@@ -4,6 +4,7 @@
 """The worker's end of the pipe: requests come in, replies go out, user code sees neither."""
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,10 @@ class WorkerChannel(Generic[Request]):
 
     def __init__(self, decode: Callable[[bytes], Request]) -> None:
         self._decode = decode
+        # Cluster managers send SIGTERM to all processes of a job at once. What is being computed then
+        # belongs to the checkpoint with which the run stops, and the owner ends this process after it.
+        # A handler, because a program that user code starts would inherit that a signal is ignored.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         self._requests = os.fdopen(os.dup(0), "rb")
         self._replies = os.fdopen(os.dup(1), "wb")
         self._lock = threading.Lock()

@@ -21,15 +21,16 @@ from torchtitan.grpo.inference.local_servers import (
     LaunchedServer,
     default_device,
     free_ports,
-    loopback_interface,
     mask_keys,
     server_command,
     server_specs,
     set_random_keys,
     start_server,
 )
+from torchtitan.grpo.inference.server_log import first_causes
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.system.loopback import loopback_interface
 from torchtitan.grpo.types import PromptProgress, ServerKind
 
 SPEC = ServerSpec(
@@ -391,3 +392,36 @@ def test_the_first_error_is_shown_when_it_stands_far_above_the_end_of_the_log(
     log.write_text(f"{cause}\n")
     message = LaunchedServer(spec, process, log).describe_end()  # pyright: ignore[reportArgumentType]
     assert message.count(cause) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(EngineCore pid=7) ERROR 11-25 00:59:03 [core.py:1510] RuntimeError: Insufficient space in "
+        "/dev/shm for shared-memory allocation: 160 MiB required, 64 MiB free.",
+        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'",
+        "Fatal Python error: Bus error",
+        "RuntimeError: unable to mmap 1024 bytes from file </torch_1>: No space left on device (28)",
+    ],
+)
+def test_a_server_without_shared_memory_is_told_what_to_give_it(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "server.log"
+    process = SimpleNamespace(returncode=1)
+    spec = ServerSpec("vllm", "m", 1, "cpu", "float32", 64, 1)
+    server = LaunchedServer(spec, process, log)  # pyright: ignore[reportArgumentType]
+    log.write_text(f"loading\n{line}\n")
+    message = server.describe_end()
+    assert "more shared memory than /dev/shm has (" in message and "--shm-size" in message
+    log.write_text("loading\nValueError: No available memory for the cache blocks.\n")
+    assert "shared memory" not in server.describe_end()
+
+
+def test_warnings_and_repetitions_are_no_first_errors(tmp_path: Path) -> None:
+    log, cause = tmp_path / "server.log", "RuntimeError: there is no room"
+    log.write_text(
+        "WARNING 11-25 00:58:01 [utils.py:8] This may cause errors like `OSError: [Errno 24]`.\n"
+        f"(EngineCore pid=7) ERROR 11-25 00:59:03 [core.py:1510] {cause}\n(EngineCore pid=7) {cause}\n"
+        + 5000
+        * "x\n"
+    )
+    assert first_causes(log) == f"The first errors in its log:\n  {cause}\n"

@@ -124,3 +124,9 @@ def test_a_registration_is_checked(change):
     assert parse_registration(json.dumps(asdict(ONE)).encode()) == ONE
     with pytest.raises(ValueError):
         parse_registration(json.dumps(asdict(ONE) | change).encode())
+
+
+def test_a_file_that_is_longer_than_any_registration_is_passed_over(folder):
+    folder.write(replace(ONE, host="a" * 10_000))
+    folder.write(TWO)
+    assert folder.read() == [TWO]

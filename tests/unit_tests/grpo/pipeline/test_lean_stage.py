@@ -14,7 +14,12 @@ SEQUENCES = [[5, 6, 7, 8, 9], [1, 2, 3], [4, 3, 2, 1, 0, 11, 12], [9, 8, 7], [3,
 
 @pytest.mark.parametrize(
     ("schedule", "compiled"),
-    [("1F1B", False), ("ZBVZeroBubble", False), ("auto", False), ("auto", True)],
+    [
+        ("1F1B", False),
+        ("ZBVZeroBubble", False),
+        pytest.param("auto", False, marks=pytest.mark.long),
+        ("auto", True),
+    ],
 )
 def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
     schedule, compiled, make_model, run_ranks, tmp_path

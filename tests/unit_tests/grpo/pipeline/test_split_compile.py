@@ -16,13 +16,13 @@ NUM_LINEARS = 7
     ("layout", "num_ranks", "num_recomputed"),
     [
         # All products but the last one of the block, whose output nothing needs, once.
-        ({"ac": "full"}, 2, NUM_LINEARS - 1),
+        pytest.param({"ac": "full"}, 2, NUM_LINEARS - 1, marks=pytest.mark.long),
         # Every second product is saved.
         ({"ac": "selective op"}, 2, 3),
         ({"ac": "full", "dp_shard": 2, "precision": "bfloat16"}, 4, NUM_LINEARS - 1),
         ({"tp": 2}, 4, 0),
         ({"schedule": "InterleavedZeroBubble"}, 2, 0),
-        ({"schedule": "VHalf"}, 2, 0),
+        pytest.param({"schedule": "VHalf"}, 2, 0, marks=pytest.mark.long),
     ],
     ids=["full", "op", "FSDP2 full bfloat16", "TP", "interleaved", "V-Half"],
 )

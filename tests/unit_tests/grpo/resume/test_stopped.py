@@ -28,8 +28,8 @@ def test_the_checkpoint_the_rollouts_and_the_command_are_named(config, tmp_path)
     text = describe_stop(config, 40, 37, arguments)
     assert text == (
         f"Stopped after step 40. The checkpoint is {tmp_path}/checkpoint/step-40; 37 rollouts in "
-        "flight are kept with it. To go on:\n    torchrun --nproc_per_node=2 -m "
-        "torchtitan.grpo_train --job.config_file 'my run.toml' --checkpoint.enable"
+        "flight are kept with it. To go on:\n    torchtitan-grpo train --nproc 2 "
+        "--job.config_file 'my run.toml' --checkpoint.enable"
     )
     assert "could not be kept" in describe_stop(config, 40, None, arguments)
 
@@ -43,7 +43,7 @@ def test_the_command_begins_no_new_run_and_goes_back_to_no_older_step(config, tm
         "--checkpoint.load_step=3",
     ]
     begin = "--job.no-overwrite --checkpoint.load_step"
-    assert resume_command(config, arguments, None).endswith(f"grpo_train --a=b {begin}=-1")
+    assert resume_command(config, arguments, None).endswith(f"--nproc 2 --a=b {begin}=-1")
     (tmp_path / "checkpoint/step-60").mkdir()  # of steps that were taken again
     (tmp_path / "checkpoint/step-60/.metadata").touch()
     assert describe_stop(config, 40, 0, arguments).endswith(f"--a=b {begin}=40")
@@ -54,12 +54,12 @@ def test_the_command_begins_no_new_run_and_goes_back_to_no_older_step(config, tm
 
 def test_the_command_of_a_resumed_run_resumes_it_again_whatever_the_file_says(config):
     first = ["--a=b", "--job.no-overwrite", "--checkpoint.load_step=-1"]
-    assert resume_command(config, first, None).endswith(" ".join(["grpo_train", *first]))
+    assert resume_command(config, first, None).endswith(" ".join(["train --nproc 2", *first]))
 
 
 def test_the_value_of_a_flag_goes_with_the_flag(config):
     command = resume_command(config, ["--job.overwrite", "true", "--a", "b"], None)
-    assert command.endswith("grpo_train --a b --job.no-overwrite")
+    assert command.endswith("train --nproc 2 --a b --job.no-overwrite")
 
 
 def test_keys_are_not_printed(config):

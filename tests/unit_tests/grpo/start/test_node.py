@@ -3,10 +3,13 @@
 
 """The command line of `scripts/launch_multinode.sh`, and where a node finds itself."""
 
+import socket
+
 import pytest
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.start.node import find_place, launch_command, parse
+from torchtitan.grpo.system.reminders import Reminders
 
 COMMAND = ["x.toml", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.1:29400"]
 VARIABLES = {
@@ -74,7 +77,10 @@ def test_a_node_finds_itself_by_the_route_to_the_endpoint():
     ("arguments", "message"),
     [
         (["--rdzv-endpoint", "localhost:5"], "is 127.0.0.1 on this host, which other nodes cannot"),
-        (["--rdzv-endpoint", "no-such-host.invalid:5"], "must name a host to which a route leads"),
+        (
+            ["--rdzv-endpoint", "no-such-host.invalid:5", "--join-timeout", "1"],
+            r"address is known on this node, got 'no-such-host.invalid': .*, for 1 s \(--join-timeout",
+        ),
         (["--interface", "nothing0", "--rdzv-endpoint", "127.0.0.1:5"], "got 'nothing0'"),
     ],
 )
@@ -88,3 +94,26 @@ def test_the_command_that_a_stopped_run_prints_starts_the_same_node():
     words = launch_command(given).split()
     assert words[:2] == ["bash", "scripts/launch_multinode.sh"]
     assert parse([*words[2:], "--", "--a.b", "1"], {}) == given
+
+
+def test_a_node_waits_for_a_name_that_is_made_later(monkeypatch, capsys):
+    """As Kubernetes makes the name of a pod once the pod has started."""
+    real, asked = socket.getaddrinfo, []
+
+    def resolve(host: str, *arguments, **options):
+        asked.append(host)
+        if len(asked) < 8:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr("torchtitan.grpo.start.node._RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "torchtitan.grpo.start.node.Reminders", lambda: Reminders(first_seconds=0.1)
+    )
+    place = find_place(parse(["x", "--nnodes", "1", "--rdzv-endpoint", "run-0.run:500"], {}))
+    assert place.endpoint == ("127.0.0.1", 500)
+    assert asked[:8] == ["run-0.run"] * 8
+    assert (
+        "(at most 900 s, --join-timeout) for the address of run-0.run: " in capsys.readouterr().out
+    )

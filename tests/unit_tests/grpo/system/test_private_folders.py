@@ -3,9 +3,12 @@
 
 """Folders of processes that were killed are removed by whoever makes the next one."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from torchtitan.grpo.system.private_folders import make_private_folder
 
@@ -18,7 +21,7 @@ def test_a_folder_of_a_killed_process_is_removed_and_others_stay(tmp_path: Path,
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = (
         MAKE
-        + "import tempfile; tempfile.tempdir = sys.argv[1]; print(make('grpo'), flush=True); sys.stdin.read()"
+        + "import tempfile; tempfile.tempdir = sys.argv[1]; print(make('rollout'), flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -27,16 +30,16 @@ def test_a_folder_of_a_killed_process_is_removed_and_others_stay(tmp_path: Path,
     assert child.stdout is not None and child.stdin is not None
     folder = Path(child.stdout.readline().strip())
     (folder / "configuration").write_text("key")
-    other = tmp_path / "grpo-something-else"
+    other = tmp_path / "torchtitan-grpo-something-else"
     other.mkdir()
 
-    first = make_private_folder("grpo")
+    first = make_private_folder("ranks")
     assert folder.is_dir(), "its process lives"
     assert first.stat().st_mode & 0o777 == 0o700
     child.kill()
     child.wait(timeout=30)
     child.stdin.close()
-    second = make_private_folder("grpo")
+    second = make_private_folder("server")
     assert not folder.exists()
     assert first.is_dir() and second.is_dir() and other.is_dir()
     assert make_private_folder("ranks").is_dir() and first.is_dir()
@@ -46,8 +49,26 @@ def test_a_path_is_short_enough_for_sockets(tmp_path: Path, monkeypatch):
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    folder = make_private_folder("grpo-test")
+    folder = make_private_folder("test")
     try:
         assert len(str(folder)) <= 80
     finally:
         folder.rmdir()
+
+
+def test_a_number_that_another_process_has_now_does_not_keep_a_folder(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"  # 0.17 s after the boot
+    left.mkdir()
+    make_private_folder("ranks")
+    assert not left.exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user_stays(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    other = tmp_path / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"
+    other.mkdir()
+    os.chown(other, 12345, 12345)
+    make_private_folder("ranks")
+    assert other.exists()

@@ -191,3 +191,13 @@ def test_lost_servers_act_once_for_each_outage(action):
         judge.guards.judge_servers(8, 0.0)
         judge.guards.judge_servers(9, 12.0)
         assert judge.count("servers_lost") == 2
+
+
+def test_a_norm_below_the_factor_is_no_finding():
+    judge = Judge()
+    for _ in range(20):
+        judge()
+    assert judge(grad_norm=39.0) is Verdict.TAKE
+    assert judge.count("grad_norm") == 0
+    judge(grad_norm=41.0)
+    assert judge.count("grad_norm") == 1

@@ -4,6 +4,7 @@
 """Real processes that answer late, hang, crash, close their pipe or write nonsense into it."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,23 @@ def test_replies_out_of_order_reach_the_calls_that_they_answer():
         await asyncio.sleep(0)
         await process.call(("release", None))
         assert await asyncio.gather(*calls) == [Said(0), Said(1), Said(2)]
+
+    run_with_process(body)
+
+
+def test_a_signal_to_all_processes_of_a_job_costs_no_call():
+    """Cluster managers send SIGTERM to each process; the owner ends this one after its checkpoint."""
+
+    async def body(process: Toy) -> None:
+        call = asyncio.create_task(process.call(("hold", 7)))
+        reply = await process.call(("spawn", None))
+        assert isinstance(reply, Said)
+        (worker,) = [p for p in psutil.Process().children() if p.pid == os.getpgid(reply.value)]
+        worker.terminate()
+        await process.call(("release", None))
+        assert await call == Said(7)
+        psutil.Process(reply.value).terminate()  # a program that it started ends as it usually does
+        assert has_ended(reply.value)
 
     run_with_process(body)
 

@@ -41,8 +41,7 @@ from torchtitan.grpo.inference.embedded.repeat_limit import RepeatLimit
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.inference.local_servers import loopback_interface
-from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 
 logger = logging.getLogger("torchtitan.grpo.inference.embedded")

@@ -11,11 +11,18 @@ nor the trainer's libraries. This module and the engine therefore import only mo
 torch, numpy, safetensors and vLLM.
 """
 
+import multiprocessing
+
+from torchtitan.grpo.system.parent_watch import end_with_parent
+
 ENGINE_NAME = "torchtitan_grpo"
 
 
 def register() -> None:
     """Registers the weight transfer engine. Further calls do nothing."""
+    if multiprocessing.parent_process() is not None:
+        # The engine would go on for ever if its server is killed, and hold memory and GPUs.
+        end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     # vLLM may load its plugins twice in a process, and refuses to register a name again.

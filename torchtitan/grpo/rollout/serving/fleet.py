@@ -119,6 +119,8 @@ class ServerFleet:
             tell=self._announce,
             kind=inference.kind,
         )
+        for server in self._launched:
+            await asyncio.to_thread(server.note_shared_memory)
         self._supervisors = [
             Supervisor(server, self._members[server.url][1], inference) for server in self._launched
         ]

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Restarts a launched server when it ends, a limited number of times.
+"""Restarts a launched server when it ends, or no longer listens, a limited number of times.
 
 ::
 
@@ -13,10 +13,14 @@
 The server returns on the same port, so its URL does not change, and with the weights of its
 model directory. It gets requests again once the weight pusher has pushed and attested newer
 weights.
+
+A server whose engine has died may wait for ever while it shuts down, as vLLM's does. It has closed its
+socket by then, and is ended. One that is frozen, or busy, still has its socket.
 """
 
 import asyncio
 import logging
+import time
 
 from torchtitan.grpo.config import Inference
 from torchtitan.grpo.inference.client import InferenceClient
@@ -28,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 # Shorter than the pause before a request is retried, which then finds the server DOWN.
 _LOOK_SECONDS = 0.05
+_LISTEN_SECONDS = 2.0  # between two looks at a server's socket
+# Longer than a server needs to end in order once it has closed its socket.
+_DEAF_SECONDS = 10.0
 
 
 class Supervisor:
@@ -100,13 +107,37 @@ class Supervisor:
             # In a thread, because a hung server takes some time to stop.
             await asyncio.to_thread(server.stop)
             return str(error)
+        await asyncio.to_thread(server.note_shared_memory)
         logger.warning("Server %s is up again and waits for the newest weights.", server.url)
         return None
 
     async def _wait_for_end(self) -> str:
         server = self._last
-        while server.process.poll() is None:
-            await asyncio.sleep(_LOOK_SECONDS)
+        deaf = asyncio.create_task(_until_deaf(server))
+        try:
+            while server.process.poll() is None and not deaf.done():
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            deaf.cancel()
+        end = ""
+        if server.process.poll() is None:
+            end = f"It had not listened for {_DEAF_SECONDS:g} s, and was ended. "
         # Its own workers may still be running, and may hold its port and its memory.
-        server.stop(grace_seconds=0.0)
-        return server.describe_end()
+        await asyncio.to_thread(server.stop, grace_seconds=0.0)
+        return end + server.describe_end()
+
+
+async def _until_deaf(server: LaunchedServer) -> None:
+    """Returns when nothing has listened at a server's address for a while."""
+    heard_at = time.monotonic()
+    while time.monotonic() - heard_at < _DEAF_SECONDS:
+        try:
+            async with asyncio.timeout(_LISTEN_SECONDS):
+                _, writer = await asyncio.open_connection(server.spec.host, server.spec.port)
+            writer.close()
+            heard_at = time.monotonic()
+        except ConnectionRefusedError:
+            pass
+        except (OSError, TimeoutError):  # it does not accept now, which says nothing
+            heard_at = time.monotonic()
+        await asyncio.sleep(_LISTEN_SECONDS)

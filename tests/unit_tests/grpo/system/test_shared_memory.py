@@ -1,0 +1,76 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Shared memory that a killed program left is removed, and that of others is not."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.shared_memory import note_held, remove_noted
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
+
+# Holds a file in shared memory that nothing removes, as SGLang does.
+HOLDER = textwrap.dedent("""
+    import mmap, sys, tempfile, time
+    file = tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="grpo-test-", delete=False)
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+    print(file.name, flush=True)
+    time.sleep(600)
+""")
+# Shares memory as vLLM does, with a process of Python that tracks it.
+TRACKED = textwrap.dedent("""
+    import time
+    from multiprocessing.shared_memory import SharedMemory
+    memory = SharedMemory(create=True, size=4096)
+    print("/dev/shm/" + memory.name, flush=True)
+    time.sleep(600)
+""")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    children: list[subprocess.Popen] = []
+
+    def start_program(program: str) -> tuple[subprocess.Popen, Path]:
+        log = tmp_path / f"{len(children)}.log"
+        children.append(start_child([sys.executable, "-c", program], log_file=log))
+        while not (text := log.read_text()).endswith("\n"):
+            assert children[-1].poll() is None, text
+        return children[-1], Path(text.strip())
+
+    yield start_program
+    stop_children(children, grace_seconds=0.0)
+
+
+def test_noted_files_are_removed_once_nobody_holds_them(tmp_path: Path, start):
+    killed, left = start(HOLDER)
+    other, kept = start(HOLDER)
+    for process in (killed, other):
+        note_held(process.pid, tmp_path)
+    remove_noted(tmp_path)
+    assert left.exists() and kept.exists(), "both are held"
+    killed.kill()
+    killed.wait(30)
+    assert left.exists()
+    remove_noted(tmp_path)
+    assert not left.exists()
+    assert kept.exists()
+    other.kill()
+    other.wait(30)
+    remove_noted(tmp_path)
+    assert not kept.exists()
+
+
+def test_tracked_memory_of_a_killed_program_is_removed_with_its_session(start):
+    child, memory = start(TRACKED)
+    assert memory.exists()
+    stop_children([child], grace_seconds=0.0)
+    assert not memory.exists(), "its tracker had the time to remove it"

@@ -1,0 +1,103 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Finds in the log of a server that has ended why it did, and what the user can do."""
+
+import re
+import shutil
+from pathlib import Path
+
+_TAIL_BYTES = 4000
+_LINE_CHARS = 200
+_SEARCHED_BYTES = 4 << 20
+_MAX_CAUSES = 3
+_ALMOST_FULL_BYTES = 1 << 20
+# The last line of a traceback, what the kernel says of a process, and how servers report that memory lacks.
+_CAUSE = re.compile(
+    r"\b\w*(Error|Exception): |Bus error|Segmentation fault|No space left|Killed|out of memory"
+)
+# What vLLM puts before a line: process, level, time and place.
+_PREFIX = re.compile(r"(\(\w+ pid=\d+\) )?((?P<level>[A-Z]+) \d\S+ \S+ \[\S+:\d+\] )?")
+# How a lack of shared memory looks: writing to it fails, or the kernel ends the process that does.
+_SHARED_MEMORY = re.compile(
+    r"Bus error|SIGBUS|No space left on device: '?/dev/shm|/dev/shm.*No space left|"
+    r"unable to mmap .*No space left|[Ii]nsufficient (shared memory|space in /dev/shm)"
+)
+
+
+def first_causes(log_file: Path) -> str:
+    """Returns the lines that name an error and stand before the end of a log, if any.
+
+    A server of several processes prints the traceback of each. The cause stands in the first of
+    them, far above the end.
+    """
+    lines = (_without_prefix(line) for line in _beginning(log_file).splitlines())
+    causes = dict.fromkeys(line for line in lines if _CAUSE.search(line))
+    found = [line[:_LINE_CHARS] for line in causes][:_MAX_CAUSES]
+    tail = log_tail(log_file)
+    if not found or all(line in tail for line in found):
+        return ""
+    return "The first errors in its log:\n  " + "\n  ".join(found) + "\n"
+
+
+def remedy(log_file: Path) -> str:
+    """Returns what the user can do about the end of a server, where its log or its disk tells that."""
+    if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
+        return (
+            f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "
+            "lost. Make room, or put job.dump_folder on another disk.\n"
+        )
+    if not _SHARED_MEMORY.search(_beginning(log_file)):
+        return ""
+    return (
+        "Its processes need more shared memory than /dev/shm has"
+        f"{_shared_memory_size()}. Give a container more, for instance with `docker run --shm-size=8g` "
+        "or `--ipc=host` (Kubernetes: an emptyDir with `medium: Memory` at /dev/shm), or remove what "
+        "fills it.\n"
+    )
+
+
+def last_line(log_file: Path) -> str:
+    """Returns the last line of a log that is not empty."""
+    lines = [line.strip() for line in log_tail(log_file).splitlines() if line.strip()]
+    return lines[-1][-_LINE_CHARS:] if lines else "(nothing yet)"
+
+
+def log_tail(log_file: Path) -> str:
+    """Returns the end of a log, for an error message."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(0, log_file.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError as error:
+        return f"(log not readable: {error})"
+
+
+def _without_prefix(line: str) -> str:
+    """Returns a line without what vLLM puts before it; nothing of one that is no error."""
+    found = _PREFIX.match(line)
+    assert found is not None, "the pattern matches nothing at least"
+    return line[found.end() :].strip() if found["level"] in (None, "ERROR") else ""
+
+
+def _beginning(log_file: Path) -> str:
+    try:
+        with log_file.open("rb") as file:
+            return file.read(_SEARCHED_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _free_bytes(file: Path) -> int:
+    try:
+        return shutil.disk_usage(file.parent).free
+    except OSError:
+        return _ALMOST_FULL_BYTES  # nothing is known
+
+
+def _shared_memory_size() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return ""
+    return f" ({usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB are free)"

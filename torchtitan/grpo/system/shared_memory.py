@@ -1,0 +1,68 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Files in shared memory that processes hold, and their removal once nobody does.
+
+Programs such as SGLang leave theirs behind when they are killed, and in part also when they end.
+The names are random. Whoever starts such a program notes them while it runs, see :func:`note_held`.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_FOLDER = Path("/dev/shm")
+_NOTE = "shared_memory"
+_DELETED = " (deleted)"
+
+
+def note_held(session: int, folder: Path) -> None:
+    """Notes in ``folder`` the files that the processes of a session hold now, beside earlier ones."""
+    held: set[str] = set()
+    for pid in _processes():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == session:
+                held |= _held_by(pid)
+    noted = _noted(folder)
+    if held - noted:
+        with contextlib.suppress(OSError):  # a full disk costs the note, not the run
+            (folder / _NOTE).write_text("\n".join(sorted(held | noted)))
+
+
+def remove_noted(folder: Path) -> None:
+    """Removes the files noted in ``folder`` that no process holds any more."""
+    noted = _noted(folder)
+    if not noted:
+        return
+    for pid in _processes():
+        with contextlib.suppress(OSError):
+            noted -= _held_by(pid)
+    for name in noted:
+        with contextlib.suppress(OSError):
+            file = _FOLDER / name
+            if file.lstat().st_uid == os.getuid():
+                file.unlink()
+
+
+def _noted(folder: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        names = (folder / _NOTE).read_text().splitlines()
+        return {name for name in names if name and "/" not in name}
+    return set()
+
+
+def _processes() -> Iterable[int]:
+    return (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
+
+
+def _held_by(pid: int) -> set[str]:
+    """Returns the names of the files in shared memory that a process has mapped."""
+    prefix = f"{_FOLDER}/"
+    names: set[str] = set()
+    with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            path = line.partition(prefix)[2].rstrip("\n")
+            if path and not path.endswith(_DELETED):
+                names.add(path)
+    return names
