@@ -17,7 +17,6 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
-from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
 
@@ -94,8 +93,8 @@ class ReplaySource(StepSource):
         if self._reader.was_cut_off:
             logger.warning(f"{_KEY}: {self._path} is cut off; its complete batches are used.")
         logger.info(f"{_KEY}: {num_batches} batches in {self._path}; nothing is generated.")
-        if self.config.evaluation.path is not None:
-            logger.info(f"evaluation.path is not used with {_KEY}: there is no server to ask.")
+        if evaluation_sets(self.config.evaluation):
+            logger.info(f"[evaluation] is not used with {_KEY}: there is no server to ask.")
         self._batches = iter(self._reader)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
@@ -130,10 +129,6 @@ class ReplaySource(StepSource):
 
     def save(self, step: int) -> None:
         """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
-
-    def evaluate(self, version: int) -> EvaluationResult | None:
-        """Returns None, since there is no server that could generate completions."""
-        return None
 
     def served_version(self) -> int:
         """Returns -1, since there is no server."""

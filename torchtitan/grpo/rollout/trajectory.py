@@ -15,19 +15,45 @@ the completion; see `environments`. The next turn is a further segment of the sa
 """
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.types import Generation, Prompt
 
 # Poll interval of a completion that waits for a server to continue on.
 _LOOK_SECONDS = 0.05
+
+
+class Places(Protocol):
+    """Gives completions their places on servers; `Dispatcher` has the methods' descriptions."""
+
+    def choose(
+        self,
+        usable: Callable[[int], bool],
+        *,
+        prefer: str | None = None,
+        has_begun: bool = False,
+    ) -> Server | None: ...
+
+    def submit(
+        self,
+        prompt: Prompt,
+        server: Server,
+        sampling: Sampling,
+        *,
+        expected_tokens: float | None = None,
+    ) -> "asyncio.Task[Generation]": ...
+
+    def hold(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -82,7 +108,8 @@ class TrajectoryWriter:
     """Starts completions and carries each one to its end.
 
     Args:
-        dispatcher: The servers.
+        dispatcher: The places on the servers: the dispatcher of rollouts, or what gives evaluations
+            the places that rollouts leave free.
         sampling: Sampling settings of all completions.
         segment_tokens: ``rollout.segment_tokens``. 0 generates each completion in one segment.
         wait_seconds: Maximum wait for a server between two segments.
@@ -92,7 +119,7 @@ class TrajectoryWriter:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: Places,
         sampling: Sampling,
         *,
         segment_tokens: int = 0,
@@ -103,16 +130,6 @@ class TrajectoryWriter:
         self._episodes = episodes
         self._segment_tokens = segment_tokens
         self._wait_seconds = wait_seconds
-
-    def greedy(self) -> "TrajectoryWriter":
-        """Returns a writer that decodes greedily and is the same in all other respects."""
-        return TrajectoryWriter(
-            self._dispatcher,
-            self._sampling.greedy(),
-            segment_tokens=self._segment_tokens,
-            wait_seconds=self._wait_seconds,
-            episodes=self._episodes,
-        )
 
     def start(
         self,

@@ -107,6 +107,20 @@ class Publisher(ABC):
             PublisherFailed: If the publisher's thread has ended.
         """
 
+    def pin(self, version: int) -> list[str]:
+        """Leaves one of several servers at the first version that it gets from ``version`` on.
+
+        The other servers go on taking new versions, and a server that is alone is not pinned: it
+        has to take them. Called on the leader, and undone by :meth:`unpin`.
+
+        Returns:
+            The URL of the server, or nothing if there are fewer than two.
+        """
+        return []
+
+    def unpin(self) -> None:
+        """Lets every server take new versions again."""
+
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns the state of the push, for the step's metrics. Only the leader has it."""
@@ -202,6 +216,17 @@ class WeightPublisher(Publisher):
                         "servers' logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)
+
+    def pin(self, version: int) -> list[str]:
+        present = [lane for lane in self.lanes if not lane.is_lost]
+        if len(present) < 2:
+            return []
+        present[-1].held_from = version
+        return [present[-1].url]
+
+    def unpin(self) -> None:
+        for lane in self.lanes:
+            lane.held_from = None
 
     @property
     def lanes(self) -> Sequence[Lane]:

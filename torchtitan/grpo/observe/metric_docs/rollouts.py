@@ -133,7 +133,7 @@ COUNTS = Section(
         ),
         Metric(
             "rollout/heldout_unscored", "prompts",
-            "Held-out prompts that are too long or got no score in an evaluation.", "0",
+            "Completions of held-out prompts that got no score in an evaluation, those of prompts that are too long included.", "0",
             "The console has the reason of the first.",
         ),
         Metric(
