@@ -182,10 +182,11 @@ class RolloutController(StepSource):
     def is_evaluating(self) -> bool:
         return self.link.is_evaluating
 
-    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
+    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
         # If the process was killed, the request for the next batch restarts it, and renews this one.
         with suppress(RolloutKilled):
             self.link.request_evaluation(version, pinned)
+        return True
 
     def take_evaluation(self) -> EvaluationResult | None:
         with suppress(RolloutKilled):

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups

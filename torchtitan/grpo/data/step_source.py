@@ -76,13 +76,17 @@ class StepSource(ABC):
         """Whether an evaluation was requested whose result was not taken yet."""
         return False
 
-    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
+    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
         """Requests an evaluation of the held-out prompts under ``version``, without waiting.
 
         Args:
             version: Oldest policy version that may generate a completion.
             pinned: URLs of servers that alone generate them; empty for all servers.
+
+        Returns:
+            Whether it was requested. It is not if there is nothing that could generate completions.
         """
+        return False
 
     def take_evaluation(self) -> "EvaluationResult | None":
         """Returns the result of the requested evaluation if it is there; never waits."""

@@ -5,16 +5,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
-from torchtitan.grpo.rewards.earnable import unearnable_warning
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, prose_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rollout.answer_checks import answer_warnings, check_held_out
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
@@ -29,7 +26,6 @@ from torchtitan.grpo.rollout.serving.fleet import ServerFleet, Tell
 from torchtitan.grpo.rollout.session_parts import (
     Inputs,
     acceptor_position,
-    evaluation_position,
     make_admission,
     make_codec,
     make_dispatcher,
@@ -113,7 +109,13 @@ class RolloutSession:
         self.producer = self._make_producer(inputs.stream, codec)
         assert self._pool is not None, "the reward pool is opened with the inputs"
         self.evaluator = make_evaluator(
-            config, inputs, self.dispatcher, self._pool, self._environments, self.drops
+            config,
+            inputs.held_out,
+            inputs.codec,
+            self.dispatcher,
+            self._pool,
+            self._environments,
+            self.drops,
         )
 
     def _make_producer(self, stream: PromptStream, codec: TextCodec) -> Producer:
@@ -191,39 +193,13 @@ class RolloutSession:
             prompt = of_set[0].prompt
             inputs.rewards.append(await pool.check(prompt, functions, columns))
             for position in functions:
-                await self._check_answers(position, of_set, key, codec)
+                self._warn(await answer_warnings(config, pool, position, of_set, key, codec))
             if config.rollout.should_accept is not None:
                 await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
-        await self._check_held_out(inputs, columns)
+        scores, warnings = await check_held_out(config, pool, held_out, codec, columns)
+        inputs.scores = scores
+        self._warn(warnings)
         return inputs
-
-    async def _check_held_out(self, inputs: Inputs, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Calls the function of each set of held-out prompts once, and checks its answers."""
-        config, pool = self._config, self._pool
-        assert pool is not None, "the reward pool is opened first"
-        for name, settings in evaluation_sets(config.evaluation).items():
-            prompts = inputs.held_out[name]
-            position = evaluation_position(config, settings.function)
-            (inputs.scores[name],) = await pool.check(prompts[0], [position], columns)
-            rows = [Example(f"{settings.path}, row {p.index}", p) for p in prompts[:MAX_ROWS]]
-            key = set_key(config.evaluation, name, "path")
-            await self._check_answers(position, rows, key, inputs.codec)
-
-    async def _check_answers(
-        self, position: int, examples: Sequence[Example], key: str, codec: TextCodec
-    ) -> None:
-        """Warns of expected answers for which a built-in reward cannot be earned."""
-        assert self._pool is not None, "the reward pool is opened first"
-        warning = await prose_warning(self._pool, position, examples, key)
-        if warning is None:
-            warning = unearnable_warning(
-                self._pool.functions[position],
-                examples,
-                key,
-                lambda text: len(codec.encode_continuation(text)),
-                self._config.rollout.max_new_tokens,
-            )
-        self._warn([] if warning is None else [warning])
 
     def _warn(self, warnings: Iterable[str]) -> None:
         for warning in warnings:

@@ -4,7 +4,7 @@
 """Builds the parts of a rollout session from the configuration."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
@@ -207,7 +207,8 @@ def make_writer(
 
 def make_evaluator(
     config: RolloutProcessConfig,
-    inputs: Inputs,
+    held_out: Mapping[str, Sequence[Prompt]],
+    codec: TextCodec,
     dispatcher: Dispatcher,
     pool: RewardPool,
     environments: EnvironmentPool | None,
@@ -220,15 +221,13 @@ def make_evaluator(
         HeldOut(
             name,
             settings,
-            inputs.held_out[name],
+            held_out[name],
             evaluation_position(config, settings.function),
-            make_writer(
-                config, room, evaluation_sampling(config, settings), inputs.codec, environments
-            ),
+            make_writer(config, room, evaluation_sampling(config, settings), codec, environments),
         )
         for name, settings in evaluation_sets(config.evaluation).items()
     ]
-    return Evaluator(sets, dispatcher, room, pool, inputs.codec, drops) if sets else None
+    return Evaluator(sets, dispatcher, room, pool, codec, drops) if sets else None
 
 
 def make_environment_pool(config: RolloutProcessConfig, drops: DropLog) -> EnvironmentPool:

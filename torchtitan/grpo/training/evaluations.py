@@ -97,8 +97,7 @@ class Evaluations:
         if not self._is_on:
             return
         self.finish(step)
-        if not self._source.is_evaluating:
-            self._source.request_evaluation(step)
+        if not self._source.is_evaluating and self._source.request_evaluation(step):
             self._record(step, self._source.wait_evaluation(step))
 
     def _record(self, step: int, result: EvaluationResult | None) -> None:
@@ -109,4 +108,4 @@ class Evaluations:
     def _unpin(self) -> None:
         if self._pinned_at is not None:
             self._pinned_at = None
-            self._publisher.unpin()
+            self._publisher.pin(None)

@@ -107,19 +107,19 @@ class Publisher(ABC):
             PublisherFailed: If the publisher's thread has ended.
         """
 
-    def pin(self, version: int) -> list[str]:
+    def pin(self, version: int | None) -> list[str]:
         """Leaves one of several servers at the first version that it gets from ``version`` on.
 
         The other servers go on taking new versions, and a server that is alone is not pinned: it
-        has to take them. Called on the leader, and undone by :meth:`unpin`.
+        has to take them. Called on the leader.
+
+        Args:
+            version: Policy version. ``None`` lets every server take new versions again.
 
         Returns:
-            The URL of the server, or nothing if there are fewer than two.
+            The URL of the server, or nothing if none is pinned.
         """
         return []
-
-    def unpin(self) -> None:
-        """Lets every server take new versions again."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -217,16 +217,14 @@ class WeightPublisher(Publisher):
                     )
                 self._changed.wait(_POLL_SECONDS)
 
-    def pin(self, version: int) -> list[str]:
+    def pin(self, version: int | None) -> list[str]:
+        for lane in self.lanes:
+            lane.held_from = None
         present = [lane for lane in self.lanes if not lane.is_lost]
-        if len(present) < 2:
+        if version is None or len(present) < 2:
             return []
         present[-1].held_from = version
         return [present[-1].url]
-
-    def unpin(self) -> None:
-        for lane in self.lanes:
-            lane.held_from = None
 
     @property
     def lanes(self) -> Sequence[Lane]:
