@@ -11,7 +11,7 @@ from torchtitan.grpo.config.evaluation import evaluation_sets, set_key
 from torchtitan.grpo.rewards.earnable import unearnable_warning
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, prose_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
-from torchtitan.grpo.rollout.session_parts import evaluation_position
+from torchtitan.grpo.rollout.session_parts import evaluation_functions
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
@@ -27,7 +27,7 @@ async def check_held_out(
 
     Args:
         config: Settings of the rollout process.
-        pool: The reward functions.
+        pool: The functions of the evaluation.
         held_out: The prompts of each set.
         codec: Tokenizer of the model.
         columns: Further arguments for the functions, with one value each.
@@ -41,7 +41,7 @@ async def check_held_out(
     scores, warnings = {}, []
     for name, settings in evaluation_sets(config.evaluation).items():
         prompts = held_out[name]
-        position = evaluation_position(config, settings.function)
+        position = evaluation_functions(config).index(settings.function)
         (scores[name],) = await pool.check(prompts[0], [position], columns)
         rows = [Example(f"{settings.path}, row {p.index}", p) for p in prompts[:MAX_ROWS]]
         key = set_key(config.evaluation, name, "path")

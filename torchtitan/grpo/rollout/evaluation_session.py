@@ -26,8 +26,8 @@ from torchtitan.grpo.rollout.session_parts import (
     make_codec,
     make_dispatcher,
     make_environment_pool,
+    make_evaluation_pool,
     make_evaluator,
-    make_reward_pool,
     open_held_out,
 )
 from torchtitan.grpo.rollout.tokenizer import TextCodec
@@ -76,7 +76,6 @@ class EvaluationSession:
             tasks.create_task(self._fleet.start())
             opening = tasks.create_task(self._open_inputs())
         codec, held_out = opening.result()
-        assert self._pool is not None, "the reward pool is opened with the inputs"
         self._dispatcher = make_dispatcher(config, self._fleet.clients, self._drops)
         self._evaluator = make_evaluator(
             config, held_out, codec, self._dispatcher, self._pool, self._environments, self._drops
@@ -127,7 +126,8 @@ class EvaluationSession:
         config = self._config
         codec = await asyncio.to_thread(make_codec, config)
         held_out = await asyncio.to_thread(open_held_out, config, codec, self._drops)
-        self._pool = pool = make_reward_pool(config, self._drops)
+        self._pool = pool = make_evaluation_pool(config, self._drops)
+        assert pool is not None, "there must be something to evaluate"
         await pool.start()
         columns = {}
         if config.rollout.environment is not None:

@@ -23,6 +23,7 @@ import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import group_frames, link_messages
+from torchtitan.grpo.rollout.awaited_evaluation import AwaitedEvaluation
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
@@ -93,8 +94,7 @@ class RolloutLink:
         self._failure: str | None = None
         self._has_spoken = False
         self._asked_version: int | None = None
-        self._evaluation: link_messages.Evaluate | None = None  # not answered yet
-        self._num_evaluations = 0
+        self._evaluation = AwaitedEvaluation()
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
         self._progress = link_messages.Progress("")
@@ -216,7 +216,7 @@ class RolloutLink:
     @property
     def is_evaluating(self) -> bool:
         """Whether an evaluation was requested whose result was not taken yet."""
-        return self._evaluation is not None
+        return self._evaluation.request is not None
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
         """Requests an evaluation of the held-out prompts. Does not wait for it.
@@ -225,21 +225,18 @@ class RolloutLink:
             version: Oldest policy version that may generate a completion.
             pinned: URLs of servers that alone generate them; empty for all servers.
         """
-        assert self._evaluation is None, "evaluations are requested one after another"
-        self._num_evaluations += 1
-        self._evaluation = link_messages.Evaluate(self._num_evaluations, version, list(pinned))
-        self._send(self._evaluation)
+        self._send(self._evaluation.make_request(version, pinned))
 
     def renew_evaluation(self) -> None:
         """Requests the evaluation again that a process was killed in, if there is one."""
-        if self._evaluation is not None:
-            self._send(self._evaluation)
+        if self._evaluation.request is not None:
+            self._send(self._evaluation.request)
 
     def take_evaluation(self) -> EvaluationResult | None:
         """Returns the result of the requested evaluation if it has arrived. Never waits."""
         while self._receive(wait_milliseconds=0):
             pass
-        return self._taken_evaluation()
+        return self._evaluation.take_from(self._unclaimed)
 
     def wait_evaluation(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
@@ -249,32 +246,15 @@ class RolloutLink:
         Returns:
             The result, or ``None`` if ``should_stop`` returned true.
         """
-        assert self._evaluation is not None, "an evaluation must be requested first"
-        deadline = time.monotonic() + timeout_seconds
-        what = f"evaluate version {self._evaluation.version}"
-        while True:
+        deadline, result = time.monotonic() + timeout_seconds, None
+        while result is None:
             left = deadline - time.monotonic()
+            what = self._evaluation.describe()
             answer = self._wait_for(link_messages.EvaluationDone, left, should_stop, what)
             if answer is None:
                 return None
-            self._unclaimed.append(answer)
-            if (result := self._taken_evaluation()) is not None:
-                return result
-
-    def _taken_evaluation(self) -> EvaluationResult | None:
-        """Removes the answers to evaluations from those that arrived; returns the awaited one."""
-        done = [a for a, _ in self._unclaimed if isinstance(a, link_messages.EvaluationDone)]
-        self._unclaimed = [
-            each
-            for each in self._unclaimed
-            if not isinstance(each[0], link_messages.EvaluationDone)
-        ]
-        for answer in done:
-            # The answer of a process that was thought lost may arrive twice.
-            if self._evaluation is not None and answer.request_id == self._evaluation.request_id:
-                self._evaluation = None
-                return answer.result
-        return None
+            result = self._evaluation.take_from([answer])
+        return result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
         """Requests that rollouts not yet trained on are saved. Does not wait for it.

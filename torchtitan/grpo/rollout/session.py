@@ -30,6 +30,7 @@ from torchtitan.grpo.rollout.session_parts import (
     make_codec,
     make_dispatcher,
     make_environment_pool,
+    make_evaluation_pool,
     make_evaluator,
     make_judge,
     make_reward_pool,
@@ -75,6 +76,7 @@ class RolloutSession:
         self._config = config
         self._fleet = ServerFleet(config, announce)
         self._pool: RewardPool | None = None
+        self._evaluation_pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
         self._stream: PromptStream | None = None
         self.warnings: list[str] = []
@@ -107,13 +109,12 @@ class RolloutSession:
         codec = inputs.codec
         self.dispatcher = make_dispatcher(config, self._fleet.clients, self.drops)
         self.producer = self._make_producer(inputs.stream, codec)
-        assert self._pool is not None, "the reward pool is opened with the inputs"
         self.evaluator = make_evaluator(
             config,
             inputs.held_out,
             inputs.codec,
             self.dispatcher,
-            self._pool,
+            self._evaluation_pool,
             self._environments,
             self.drops,
         )
@@ -154,8 +155,9 @@ class RolloutSession:
         try:
             if self._stream is not None:
                 await asyncio.to_thread(self._stream.close)
-            if self._pool is not None:
-                await self._pool.close()
+            for pool in (self._pool, self._evaluation_pool):
+                if pool is not None:
+                    await pool.close()
             if self._environments is not None:
                 await self._environments.close()
             if hasattr(self, "dispatcher"):
@@ -196,9 +198,12 @@ class RolloutSession:
                 self._warn(await answer_warnings(config, pool, position, of_set, key, codec))
             if config.rollout.should_accept is not None:
                 await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
-        scores, warnings = await check_held_out(config, pool, held_out, codec, columns)
-        inputs.scores = scores
-        self._warn(warnings)
+        self._evaluation_pool = pool = make_evaluation_pool(config, self.drops)
+        if pool is not None:
+            await pool.start()
+            scores, warnings = await check_held_out(config, pool, held_out, codec, columns)
+            inputs.scores = scores
+            self._warn(warnings)
         return inputs
 
     def _warn(self, warnings: Iterable[str]) -> None:

@@ -119,37 +119,49 @@ def open_held_out(
 
 
 def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
-    """Returns the reward functions of the evaluation, each once."""
+    """Returns the reward functions of the evaluation, each once, in the order of its pool."""
     sets = evaluation_sets(config.evaluation).values()
     return list(dict.fromkeys(settings.function for settings in sets))
-
-
-def evaluation_position(config: RolloutProcessConfig, function: str) -> int:
-    """Returns the position of a function of the evaluation in the reward pool."""
-    return len(config.reward.functions) + evaluation_functions(config).index(function)
-
-
-def acceptor_position(config: RolloutProcessConfig) -> int:
-    """Returns the position of ``rollout.should_accept`` in the reward pool."""
-    return len(config.reward.functions) + len(evaluation_functions(config))
 
 
 def make_reward_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool:
     reward = config.reward
     if not reward.functions:
         raise ValueError("reward.functions must name at least one reward function, got [].")
-    # The pool holds the reward functions, then those of the evaluation, then the acceptor.
-    extra = evaluation_functions(config)
+    functions = list(reward.functions)
     if config.rollout.should_accept is not None:
-        extra.append(config.rollout.should_accept)
+        functions.append(config.rollout.should_accept)
+    return _reward_pool(config, functions, reward.num_workers, drops)
+
+
+def make_evaluation_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool | None:
+    """Returns workers for the functions of the evaluation; ``None`` if there is nothing to evaluate.
+
+    They are not those of the rewards: a function that is slow on held-out prompts would otherwise
+    keep rollouts waiting for their rewards.
+    """
+    functions = evaluation_functions(config)
+    num_workers = max(1, config.reward.num_workers // 2)
+    return _reward_pool(config, functions, num_workers, drops) if functions else None
+
+
+def _reward_pool(
+    config: RolloutProcessConfig, functions: list[str], num_workers: int, drops: DropLog
+) -> RewardPool:
+    reward = config.reward
     return RewardPool(
-        [*reward.functions, *extra],
-        num_workers=reward.num_workers,
+        functions,
+        num_workers=num_workers,
         timeout_seconds=reward.timeout_seconds,
         max_consecutive_failures=reward.max_consecutive_failures,
         on_failure=drops.record_scoring,
         surroundings=_surroundings(config),
     )
+
+
+def acceptor_position(config: RolloutProcessConfig) -> int:
+    """Returns the position of ``rollout.should_accept`` in the reward pool."""
+    return len(config.reward.functions)
 
 
 def make_dispatcher(
@@ -210,11 +222,23 @@ def make_evaluator(
     held_out: Mapping[str, Sequence[Prompt]],
     codec: TextCodec,
     dispatcher: Dispatcher,
-    pool: RewardPool,
+    pool: RewardPool | None,
     environments: EnvironmentPool | None,
     drops: DropLog,
 ) -> Evaluator | None:
-    """Returns what evaluates the held-out prompts; ``None`` if there are none."""
+    """Returns what evaluates the held-out prompts; ``None`` if there are none.
+
+    Args:
+        config: Settings of the rollout process.
+        held_out: The prompts of each set.
+        codec: The model's tokenizer.
+        dispatcher: The servers.
+        pool: The functions of the evaluation; ``None`` if there is nothing to evaluate.
+        environments: The environments; ``None`` without ``rollout.environment``.
+        drops: Counts and announces completions that get no score.
+    """
+    if pool is None:
+        return None
     rollout = config.rollout
     room = SpareRoom(dispatcher, config.evaluation.max_concurrent, rollout.max_concurrent_rollouts)
     sets = [
@@ -222,12 +246,12 @@ def make_evaluator(
             name,
             settings,
             held_out[name],
-            evaluation_position(config, settings.function),
+            evaluation_functions(config).index(settings.function),
             make_writer(config, room, evaluation_sampling(config, settings), codec, environments),
         )
         for name, settings in evaluation_sets(config.evaluation).items()
     ]
-    return Evaluator(sets, dispatcher, room, pool, codec, drops) if sets else None
+    return Evaluator(sets, dispatcher, room, pool, codec, drops)
 
 
 def make_environment_pool(config: RolloutProcessConfig, drops: DropLog) -> EnvironmentPool:

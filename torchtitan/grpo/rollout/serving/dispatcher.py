@@ -23,17 +23,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.attempts import Attempts, GivenBack, ServersFailing
+from torchtitan.grpo.rollout.serving.completion import Completion
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue
 from torchtitan.grpo.rollout.serving.load_watch import watch_loads
 from torchtitan.grpo.rollout.serving.placement import best_server, holder_of
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.server_state import Job, Server
+from torchtitan.grpo.rollout.serving.server_state import Server
 from torchtitan.grpo.types import Generation, Prompt
 
 __all__ = ["Dispatcher", "Server", "ServersFailing"]
@@ -46,32 +46,6 @@ _CLOSE_SECONDS = 0.7
 _LOOK_SECONDS = 0.05
 # Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
-
-
-@dataclass(eq=False)
-class _Completion:
-    """One completion, from submission to its end.
-
-    Attributes:
-        prompt: The prompt to answer.
-        sampling: Sampling settings.
-        floor: Oldest policy version that may generate it.
-        expected_tokens: Number of tokens that are expected to be generated.
-        jobs: Its job on each server that is generating it: none, one, or two if it is hedged.
-        allowed: Whether a server may generate a completion of an evaluation. ``None`` for a
-            rollout, which any server may generate.
-    """
-
-    prompt: Prompt
-    sampling: Sampling
-    floor: int
-    expected_tokens: float
-    jobs: dict[Server, Job] = field(default_factory=dict)
-    allowed: Callable[[Server], bool] | None = None
-
-    @property
-    def is_evaluation(self) -> bool:
-        return self.allowed is not None
 
 
 class Dispatcher:
@@ -309,7 +283,7 @@ class Dispatcher:
         if expected_tokens is None:
             longest = float(sampling.max_new_tokens)
             expected_tokens = longest if self._mean_tokens is None else self._mean_tokens
-        completion = _Completion(prompt, sampling, server.version, expected_tokens, allowed=allowed)
+        completion = Completion(prompt, sampling, server.version, expected_tokens, allowed=allowed)
         self._place(completion, server)
         self._enter_flight(completion.is_evaluation)
         task = asyncio.create_task(self._complete(completion, server))
@@ -345,7 +319,7 @@ class Dispatcher:
             if server.is_ready() and server.version is not None and usable(server.version)
         ]
 
-    def _place(self, completion: _Completion, server: Server) -> None:
+    def _place(self, completion: Completion, server: Server) -> None:
         is_evaluation = completion.is_evaluation
         # The numbers of held-out prompts are not those of groups.
         group_id = None if is_evaluation else completion.prompt.index
@@ -353,13 +327,13 @@ class Dispatcher:
         completion.jobs[server] = job
 
     def _vacate(
-        self, completion: _Completion, server: Server, num_tokens: int | None = None
+        self, completion: Completion, server: Server, num_tokens: int | None = None
     ) -> None:
         job = completion.jobs.pop(server, None)
         if job is not None:
             server.end_job(job, num_tokens)
 
-    def _release(self, completion: _Completion) -> None:
+    def _release(self, completion: Completion) -> None:
         for server in list(completion.jobs):  # attempts that were cancelled before they began
             self._vacate(completion, server)
         self._leave_flight(completion.is_evaluation)
@@ -377,7 +351,7 @@ class Dispatcher:
         for listener in self.listeners:
             listener()
 
-    async def _complete(self, completion: _Completion, server: Server) -> Generation:
+    async def _complete(self, completion: Completion, server: Server) -> Generation:
         num_failures = 0
         while True:
             try:
@@ -389,7 +363,7 @@ class Dispatcher:
                 server = await self._next_server(completion, error)
             self._place(completion, server)
 
-    async def _answer(self, completion: _Completion, server: Server) -> Generation:
+    async def _answer(self, completion: Completion, server: Server) -> Generation:
         if self._hedge_seconds == 0 or completion.is_evaluation:
             return await self._attempt(completion, server)
         generation, is_hedge = await first_answer(
@@ -400,7 +374,7 @@ class Dispatcher:
         self.num_hedges_won += is_hedge
         return generation
 
-    async def _attempt(self, completion: _Completion, server: Server) -> Generation:
+    async def _attempt(self, completion: Completion, server: Server) -> Generation:
         """Sends one request to a server where the completion has a job, and ends the job."""
         request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
@@ -418,7 +392,7 @@ class Dispatcher:
         self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
 
-    def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
+    def _hedge(self, completion: Completion, first: Server) -> asyncio.Task[Generation] | None:
         """Sends a stalled completion to a second server, or returns ``None`` if it must wait."""
         job, longest = completion.jobs[first], completion.sampling.max_new_tokens
         if not is_overdue(first, job, longest, self._hedge_seconds, time.monotonic()):
@@ -440,7 +414,7 @@ class Dispatcher:
         task.add_done_callback(lambda _: self._leave_flight(is_evaluation=False))
         return task
 
-    async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
+    async def _next_server(self, completion: Completion, error: ServerError) -> Server:
         """Waits for a ready server of at least the completion's version.
 
         Among several, a server that is generating other completions of the same group is preferred,
