@@ -205,6 +205,7 @@ def make_writer(
             environments,
             codec,
             max_turns=rollout.max_turns,
+            templated=rollout.earlier_turns == "as_templated",
             stop_token_ids=sampling.stop_token_ids,
             vocab_size=config.vocab_size,
         )

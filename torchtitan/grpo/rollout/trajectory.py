@@ -27,7 +27,7 @@ from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Epi
 from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.types import Generation, Prompt, without_contexts
 
 # Poll interval of a completion that waits for a server to continue on.
 _LOOK_SECONDS = 0.05
@@ -209,7 +209,9 @@ class TrajectoryWriter:
                     if episode is None:
                         return whole
                     with self._dispatcher.hold():
-                        followed = await episode.follow(whole, self._room(trajectory))
+                        followed = await episode.follow(
+                            whole, lambda longer: self._room_behind(trajectory.prompt, longer)
+                        )
                     trajectory.so_far = followed.generation
                     if followed.is_over:
                         assert followed.generation is not None, (
@@ -224,8 +226,7 @@ class TrajectoryWriter:
 
     def _turn_is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
         """Returns whether the turn was cut by the segment length and has room for more tokens."""
-        room = self._sampling.room_after(prompt) - len(whole.token_ids)
-        return whole.finish_reason == "length" and room > 0
+        return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(
         self, trajectory: Trajectory, server: Server, expected_tokens: float | None
@@ -237,7 +238,7 @@ class TrajectoryWriter:
         if trajectory.so_far is not None:
             written = trajectory.so_far.token_ids
             num_written = len(written)
-            prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, written]))
+            prompt = replace(prompt, token_ids=_context(prompt, trajectory.so_far))
             if expected_tokens is not None:
                 expected_tokens = max(expected_tokens - len(written), 1.0)
         sampling = self._sampling.of_sample(prompt, trajectory.sample, num_written)
@@ -246,8 +247,19 @@ class TrajectoryWriter:
 
     def _room(self, trajectory: Trajectory) -> int:
         """Returns the number of tokens that may still be generated."""
-        written = 0 if trajectory.so_far is None else len(trajectory.so_far.token_ids)
-        return self._sampling.room_after(trajectory.prompt) - written
+        if trajectory.so_far is None:
+            return self._sampling.room_after(trajectory.prompt)
+        return self._room_behind(trajectory.prompt, trajectory.so_far)
+
+    def _room_behind(self, prompt: Prompt, whole: Generation) -> int:
+        """Returns the number of tokens that may follow: in the row, and in the completion.
+
+        The completion's length counts no context that begins a new row.
+        """
+        sampling = self._sampling
+        in_row = sampling.max_total_tokens - len(_context(prompt, whole))
+        written = without_contexts(whole.token_ids, whole.new_rows)
+        return min(in_row, sampling.max_new_tokens - len(written))
 
     async def _next_server(self, floor: int, former: Server) -> Server:
         """Returns the former server, which has the prefix, or another server that is ready."""
@@ -267,3 +279,10 @@ class TrajectoryWriter:
                 f"segment was generated on {former.url}. Check the servers' logs, or raise "
                 "rollout.request_timeout_seconds."
             ) from error
+
+
+def _context(prompt: Prompt, whole: Generation) -> np.ndarray:
+    """Returns the tokens that the model sees when it goes on with a completion."""
+    if whole.new_rows:
+        return whole.token_ids[whole.new_rows[-1][0] :]
+    return np.concatenate([prompt.token_ids, whole.token_ids])

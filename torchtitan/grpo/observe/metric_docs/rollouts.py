@@ -298,6 +298,13 @@ ENVIRONMENTS = Section(
             "Completions begun again because their environment did not repeat its answers.", "0",
             "Make the environment deterministic, or find out why its process ends.",
         ),
+        Metric(
+            "environment/rewritten_contexts", "turns",
+            "Turns before which the chat template had changed earlier ones, so that they begin a training row of their own "
+            "(`rollout.earlier_turns`).",
+            "0, or each turn but the first if the template leaves out thinking",
+            "If it is not 0 with a template that leaves nothing out, the model writes what the template renders otherwise, such as spaces.",
+        ),
     ),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from torchtitan.grpo.rollout.results import (
     EvaluatedPrompt,
     EvaluationResult,
 )
-from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text
+from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text, read_ids
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Generation, Prompt
@@ -140,7 +140,7 @@ class Evaluator:
             generations = await self._finished(held, prompt, completions)
             if not generations:
                 return None
-            ids = [generation.token_ids.tolist() for generation in generations]
+            ids = [read_ids(generation) for generation in generations]
             # In a thread: long completions take milliseconds to decode, without holding the GIL.
             texts = await asyncio.to_thread(lambda: [self._codec.decode(each) for each in ids])
             has_environment = held.writer.has_environment
@@ -213,7 +213,7 @@ def _evaluated(text: str, score: float, generation: Generation) -> EvaluatedComp
     return EvaluatedCompletion(
         text=text,
         score=score,
-        num_tokens=len(generation.token_ids),
+        num_tokens=len(read_ids(generation)),
         finish_reason=generation.finish_reason,
         oldest_version=min(versions),
         newest_version=max(versions),
