@@ -169,7 +169,7 @@ def test_every_trained_token_stands_behind_what_the_server_saw(codec, tmp_path):
             position = len(row.prompt_ids) + int(i)
             trained.add((tuple(ids[:position]), ids[position], float(row.generator_logprobs[i])))
     served = {
-        (tuple([*context, *turn[:i]]), turn[i], -float(i + 1))
+        ((*context, *turn[:i]), turn[i], -float(i + 1))
         for context, turn in server.seen
         for i in range(len(turn))
     }
