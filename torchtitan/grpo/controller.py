@@ -197,7 +197,7 @@ class RolloutController(StepSource):
     def wait_evaluation(self, version: int) -> EvaluationResult | None:
         if not self.link.is_evaluating:
             return None
-        timeout = self.config.rollout.batch_timeout_seconds
+        timeout = self.config.evaluation.timeout_seconds
         return self._despite_kills(
             version, lambda: self.link.wait_evaluation(timeout, self._should_stop)
         )

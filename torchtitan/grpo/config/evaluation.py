@@ -86,6 +86,11 @@ class Evaluation(EvaluationSet):
     evaluate on it alone. With a single server there is none to spare: completions may then contain
     tokens of newer weights, and ``evaluation/mixed_fraction`` tells how many do."""
 
+    timeout_seconds: Annotated[float, above(0)] = 3600.0
+    """Longest time for which an evaluation is waited for, where one is: before the first step, after
+    the last one, and without a run; then the command ends with an error. A pinned server takes new
+    weights again after this time."""
+
 
 def evaluation_sets(evaluation: Evaluation) -> dict[str, EvaluationSet]:
     """Returns the sets of held-out prompts by name, each with all its settings.

@@ -86,11 +86,11 @@ class EvaluationSession:
 
         Raises:
             RuntimeError: If no completion of a set received a score.
-            TimeoutError: If the evaluation takes longer than ``rollout.batch_timeout_seconds``.
+            TimeoutError: If the evaluation takes longer than ``evaluation.timeout_seconds``.
         """
         dispatcher, evaluator = self._dispatcher, self._evaluator
         assert dispatcher is not None and evaluator is not None, "open() comes first"
-        limit = self._config.rollout.batch_timeout_seconds
+        limit = self._config.evaluation.timeout_seconds
         keeping = asyncio.create_task(self._keep_versions(dispatcher))
         watching = asyncio.create_task(self._fleet.watch(dispatcher, _ignore))
         evaluating = asyncio.create_task(evaluator.evaluate(UNPUSHED_VERSION))
@@ -101,7 +101,7 @@ class EvaluationSession:
                 task.result()  # a server has ended for good
             if evaluating not in done:
                 raise TimeoutError(
-                    f"The evaluation must end within rollout.batch_timeout_seconds = {limit:g}: "
+                    f"The evaluation must end within evaluation.timeout_seconds = {limit:g}: "
                     f"{evaluator.describe()}. Raise it, or lower evaluation.num_prompts."
                 )
             return evaluating.result()

@@ -25,7 +25,7 @@ class Evaluations:
     An evaluation beside training is requested by :meth:`begin` and recorded by the first
     :meth:`collect` that finds its result; neither waits. One server, if there are several, keeps
     the evaluated weights meanwhile (``evaluation.pin``), until the result is there or
-    ``rollout.batch_timeout_seconds`` have passed.
+    ``evaluation.timeout_seconds`` have passed.
 
     Args:
         config: Configuration of the run.
@@ -47,7 +47,7 @@ class Evaluations:
         is_beside = config.grpo.async_weight_update and not config.rollout.deterministic
         self._interval = config.evaluation.interval
         self._pins = config.evaluation.pin
-        self._longest_pin = config.rollout.batch_timeout_seconds
+        self._longest_pin = config.evaluation.timeout_seconds
         self._pinned_at: float | None = None
         self.is_beside_training = is_beside
         self.num_left_out = 0
@@ -82,7 +82,7 @@ class Evaluations:
                 logger.warning(
                     "The server that was left at the weights of an evaluation takes new ones again: "
                     f"the evaluation has not ended within {self._longest_pin:g} s "
-                    "(rollout.batch_timeout_seconds)."
+                    "(evaluation.timeout_seconds)."
                 )
                 self._unpin()
 

@@ -223,8 +223,9 @@ class WeightPublisher(Publisher):
         present = [lane for lane in self.lanes if not lane.is_lost]
         if version is None or len(present) < 2:
             return []
-        present[-1].held_from = version
-        return [present[-1].url]
+        chosen = max(present, key=lambda lane: lane.version)  # it has to wait least
+        chosen.held_from = version
+        return [chosen.url]
 
     @property
     def lanes(self) -> Sequence[Lane]:

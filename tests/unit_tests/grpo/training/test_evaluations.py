@@ -113,7 +113,7 @@ def test_at_the_end_the_running_one_is_waited_for_and_its_server_released_before
 def test_a_server_is_not_kept_for_ever(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    evaluations, source, pins, _ = make("--rollout.batch_timeout_seconds=60")
+    evaluations, source, pins, _ = make("--evaluation.timeout_seconds=60")
     evaluations.begin(2)
     now[0] = 59.0
     evaluations.collect(3)
