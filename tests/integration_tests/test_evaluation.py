@@ -102,6 +102,43 @@ def evaluated(run, tmp_path, *arguments: str) -> dict:
     return result
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.long]),
+    ],
+)
+def test_other_servers_give_the_figures_of_the_embedded_one(tmp_path, here, kind, repository):
+    found = {}
+    for name, more in {
+        "embedded": ["--inference.device=cpu"],
+        kind: [
+            f"--inference.kind={kind}",
+            f"--inference.python={repository}/.venv-{kind}/bin/python",
+        ],
+    }.items():
+        output = tmp_path / f"{name}.json"
+        command = [
+            "evaluate",
+            "train_configs/quickstart.toml",
+            "--output",
+            str(output),
+            *SETS,
+            *more,
+        ]
+        folder = f"--job.dump_folder={tmp_path / name}"
+        assert cli.run([*command, folder, "--inference.startup_timeout_seconds=900"]) == 0
+        found[name] = json.loads(output.read_text())
+    own, other = found["embedded"], found[kind]
+    assert other["evaluation/greedy/score"] == own["evaluation/greedy/score"]
+    assert other["evaluation/greedy/length_mean"] == own["evaluation/greedy/length_mean"]
+    # Of 32 completions, whose probability of being right is about a half.
+    assert abs(other["evaluation/sampled/score"] - own["evaluation/sampled/score"]) < 0.4
+    assert other["evaluation/sampled/num_completions"] == 32
+
+
 def test_what_cannot_be_evaluated_is_refused_at_once(here, capsys, tmp_path):
     command = ["evaluate", "train_configs/quickstart.toml", f"--job.dump_folder={tmp_path}"]
     for arguments, message in (
