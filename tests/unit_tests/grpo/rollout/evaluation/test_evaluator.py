@@ -132,7 +132,8 @@ def test_tokens_of_newer_weights_are_told(codec: TextCodec):
     async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
         dispatcher.set_version("http://a", 3)
         evaluating = asyncio.create_task(evaluator.evaluate(3))
-        await asyncio.sleep(0)
+        while len(server.requests) < 10:
+            await asyncio.sleep(0)
         dispatcher.set_version("http://a", 4)
         result = await asyncio.wait_for(evaluating, 60)
         assert (result.version, result.newest_version, result.mixed_fraction) == (3, 4, 0.5)
