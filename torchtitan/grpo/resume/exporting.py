@@ -3,6 +3,7 @@
 
 """Writes the model of a checkpoint as a Hugging Face directory, in one process and without training."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,10 @@ def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: P
         for name, parameter in named_parameters([built])
     }
     try:
-        dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+        with warnings.catch_warnings():
+            # It warns that it loads in a single process, which is what is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     except (CheckpointException, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(
             f"The checkpoint {folder} must hold the model of model.hf_assets_path ({model.path}): "
