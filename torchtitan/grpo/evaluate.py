@@ -164,7 +164,8 @@ def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
     """Finds the weights, and writes those of a checkpoint as a Hugging Face directory."""
     if given.model:
         config.model.hf_assets_path = given.model
-    print("\n".join(locate_models(config)), end="", file=sys.stderr)
+    for note in locate_models(config):
+        print(note, file=sys.stderr)
     model = read_hf_model(config.model.hf_assets_path)
     if given.checkpoint:
         folder = find_checkpoint(config, given.checkpoint)
