@@ -21,10 +21,14 @@ generated in two ways:
                with one core alone. If that is less than 2, no overlap of two computations can
                be ideal.
 
+The run with timed servers and a bound of 2 is then made again with an evaluation after every step, whose
+completions the same servers generate. What a step boundary costs the trainer must stay what it was:
+the medians of `time/boundary_stall_seconds` of both runs are compared.
+
 The last part is `dispatch_tail.py`: batches with a heavy-tailed distribution of lengths, longest
-first against first come, first served. The benchmark takes about five minutes on two cores. The
-exit status is 1 if a gain with timed servers is less than 0.85 of the ideal gain, or if longest
-first takes more than 0.85 of the time of first come, first served. With ``--json`` the last line
+first against first come, first served. The benchmark takes about six minutes on two cores. The
+exit status is 1 if a gain with timed servers is less than 0.85 of the ideal gain, if the stall of a
+boundary with evaluations is more than 1.5 times that without and 0.5 ms more, or if longest first takes more than 0.85 of the time of first come, first served. With ``--json`` the last line
 is a JSON object.
 """
 
@@ -53,6 +57,11 @@ PROMPTS_PER_STEP, GROUP_SIZE = 2, 8
 SEQ_LEN, NEW_TOKENS = 256, 240
 NUM_TIMED_SERVERS, DECODE_SECONDS = 2, 0.006
 WARM_UP_STEPS = 4
+EVALUATION = (
+    f"--evaluation.path={REPOSITORY / 'assets/reverse_digits/heldout.jsonl'}",
+    *("--evaluation.interval=1", "--evaluation.num_prompts=4", "--evaluation.max_new_tokens=60"),
+)
+MOST_STALL, MOST_STALL_SECONDS = 1.5, 0.0005
 RUN_SECONDS = 900.0
 MULTIPLY = """
 import time, torch
@@ -195,6 +204,35 @@ def measure(decoding: str, model: Path, folder: Path, steps: int) -> tuple[dict[
     return figures, holds
 
 
+def measure_evaluation(model: Path, folder: Path, steps: int) -> tuple[dict[str, float], bool]:
+    """Compares the step boundaries of a run that evaluates after every step with those of one without."""
+    stalls, step_seconds, num_evaluations = {}, {}, 0
+    for name, more in (("without", ()), ("with", EVALUATION)):
+        with servers_of("timed", model, folder) as servers:
+            records = run(model, folder / f"evaluation-{name}", [*servers, *more], 2, steps)
+        stalls[name] = median(records, "time/boundary_stall_seconds")
+        step_seconds[name] = median(records, "time/step_seconds")
+        file = folder / f"evaluation-{name}" / "evaluations.jsonl"
+        num_evaluations = len(file.read_text().splitlines())
+    ratio = stalls["with"] / stalls["without"]
+    holds = stalls["with"] <= max(
+        MOST_STALL * stalls["without"], stalls["without"] + MOST_STALL_SECONDS
+    )
+    print(
+        f"timed: with {num_evaluations} evaluations, one due after every step, a boundary stalls "
+        f"{1e3 * stalls['with']:.3f} ms, without {1e3 * stalls['without']:.3f} ms (x{ratio:.2f}); a "
+        f"step takes {step_seconds['with']:.3f} s and {step_seconds['without']:.3f} s",
+        flush=True,
+    )
+    figures = {
+        "boundary_stall_ratio": ratio,
+        "boundary_stall_seconds": stalls["with"],
+        "step_ratio": step_seconds["with"] / step_seconds["without"],
+        "num_evaluations": float(num_evaluations),
+    }
+    return figures, holds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
@@ -216,9 +254,13 @@ def main() -> int:
             found, is_near = measure(decoding, model, folder / decoding, options.steps)
             figures |= {f"{decoding}/{name}": value for name, value in found.items()}
             holds = holds and (is_near or decoding == "computed")
+        if "timed" in options.decoding:
+            found, is_alike = measure_evaluation(model, folder / "timed", options.steps)
+            figures |= {f"evaluation/{name}": value for name, value in found.items()}
+            holds = holds and is_alike
         print(
             f"{'ok  ' if holds else 'FAIL'} with timed servers, each bound must reach "
-            f"{SHARE_OF_IDEAL} of the ideal"
+            f"{SHARE_OF_IDEAL} of the ideal, and evaluations must not stall the boundary"
         )
     tail, is_faster = measure_tail(options.batches, taught=400, seed=0)
     figures |= {f"tail/{name}": value for name, value in tail.items()}

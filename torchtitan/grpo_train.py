@@ -51,6 +51,7 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learned import Learned
@@ -102,6 +103,7 @@ class GRPOTrainer(Trainer):
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
         self.source: StepSource | None = None  # on rank 0, once started
+        self.evaluations: Evaluations | None = None  # the same
         self.feed = Feed(
             self.role.batch_rank,
             job_config.training.seq_len,
@@ -161,6 +163,9 @@ class GRPOTrainer(Trainer):
         self.metrics_processor.monitor.servers = self.publisher.server_states
         self._publish(self._reserve_slot())
         if self.source is not None:
+            self.evaluations = Evaluations(
+                self.config, self.source, self.publisher, self.metrics_processor.log_evaluation
+            )
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
@@ -262,17 +267,16 @@ class GRPOTrainer(Trainer):
             self.publisher.probes.put(self.step, self.probe.logprobs())
 
     def _after_step(self) -> None:
-        """Saves a checkpoint, exports and evaluates, when due."""
+        """Saves a checkpoint, exports and begins an evaluation, when due."""
         if self.step == self.first_step + 1:
             lower_timeouts(self.parallel_dims, self.config.comm.train_timeout_seconds)
         is_last = self.step == self.config.training.steps
         self._save(is_last)
         if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
             self._export(self.step)
-        if self._is_due(self.config.evaluation.interval) and not is_last and self.source:
+        if self.evaluations is not None:
             with self.rank_zero.releasing_others():
-                self._evaluate()
-            self.clock.restart()
+                self._continue_evaluating(self.evaluations, is_last=is_last)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -314,6 +318,8 @@ class GRPOTrainer(Trainer):
         self.stopped = self.rank_zero.run(lambda: self._settle(folder))
 
     def _settle(self, hf_checkpoint: Path) -> None:
+        if self.evaluations is not None:
+            self.evaluations.finish(self.step)
         self._wait_for_push(self.step)
         self._evaluate()
         self.publisher.raise_if_failed()
@@ -376,13 +382,21 @@ class GRPOTrainer(Trainer):
         self.publisher.wait_for(version, timeout_seconds, lambda: self.stop.requested)
 
     def _evaluate(self) -> None:
-        if self.source is None or self.config.evaluation.path is None or self.stop.requested:
+        """Evaluates on rank 0 and waits for the result."""
+        if self.evaluations is not None and not self.stop.requested:
+            self.enter("evaluating")
+            self.evaluations.run(self.step)
+
+    def _continue_evaluating(self, evaluations: Evaluations, *, is_last: bool) -> None:
+        """Records an evaluation that has ended, and begins the next one when due."""
+        evaluations.collect(self.step)
+        if is_last or self.stop.requested or not evaluations.is_due(self.step):
             return
-        self.enter("evaluating")
-        result = self.source.evaluate(self.step)
-        if result is not None:
-            function = self.config.evaluation.function
-            self.metrics_processor.log_evaluation(self.step, function, result)
+        if evaluations.is_beside_training:
+            evaluations.begin(self.step)
+        else:
+            self._evaluate()
+            self.clock.restart()
 
     def _export(self, step: int) -> Path:
         self.enter("exporting the model")

@@ -78,12 +78,15 @@ def test_held_out_prompts_are_scored_greedily_and_alike_each_time(
     (server,) = link.wait_ready(READY_SECONDS)
     assert link.next_batch(0, BATCH_SECONDS, should_stop=lambda: True) is None
     serve_version(link, server.url, 0)
-    first, second = (link.evaluate(0, BATCH_SECONDS) for _ in range(2))
+    results = []
+    for _ in range(2):
+        link.request_evaluation(0)
+        results.append(link.wait_evaluation(BATCH_SECONDS))
+    first, second = results
     assert first is not None and second is not None
-    assert first.num_prompts == len(first.samples) == 16
-    assert first.version == 0
-    assert first.score == second.score
-    assert first.samples == second.samples
+    assert (first.num_prompts, len(first.sets[0].samples)) == (16, 8)
+    assert (first.version, first.newest_version, first.mixed_fraction) == (0, 0, 0.0)
+    assert first.sets == second.sets
     # The batch that was asked for first is kept while something else is waited for.
     batch = link.next_batch(0, BATCH_SECONDS)
     assert batch is not None and len(batch.groups) == PROMPTS_PER_STEP

@@ -25,6 +25,9 @@ usage: torchtitan-grpo COMMAND ...
       model, prompts, rewards. No server and no training rank is started.
   schedule X.toml [--times F I W] [--picture FILE.png] [--table.key value ...]
       Show what the pipeline's ranks do over time, and compare all schedules.
+  evaluate X.toml [--model DIR | --checkpoint STEP] [--output F.json] [--table.key value ...]
+      Evaluate a model directory or a checkpoint of the run on the held-out
+      prompts of [evaluation], without training. Servers as the file says.
   serve embedded MODEL_DIR [--port P] [--register FOLDER_OR_URL]
       Run an inference server. scripts/serve_vllm.sh and scripts/serve_sglang.sh
       run the other kinds.
@@ -116,6 +119,21 @@ def schedule(arguments: list[str]) -> int:
     return 0
 
 
+def evaluate(arguments: list[str]) -> int:
+    """Evaluates weights on the held-out prompts of a configuration."""
+    with without_torch():
+        from torchtitan.grpo.start.train import parse, plan
+    from torchtitan.grpo.evaluate import evaluate as run_evaluation
+    from torchtitan.grpo.evaluate import options
+
+    given, rest = options().parse_known_args(arguments)
+    parsed = parse(rest)
+    _, num_ranks, _ = plan(parsed)
+    # The layout is checked as for training, and is not used.
+    with _environment("WORLD_SIZE", str(num_ranks)):
+        return run_evaluation(given, parsed.rest)
+
+
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """Sets a variable of the environment for a while, unless it is set already."""
@@ -178,6 +196,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "check-config": check_config,
     "schedule": schedule,
+    "evaluate": evaluate,
     "serve": serve,
     "verify": verify,
     "check-gpu": check_gpu,

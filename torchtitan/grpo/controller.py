@@ -178,11 +178,28 @@ class RolloutController(StepSource):
         endpoint = self.link.fetch_endpoint
         return FetchAddress(endpoint, self._fetch_secret, version) if endpoint is not None else None
 
-    def evaluate(self, version: int) -> EvaluationResult | None:
-        """Scores the held-out prompts under ``version``; None if the run is asked to stop."""
-        timeout = self.config.rollout.batch_timeout_seconds
+    @property
+    def is_evaluating(self) -> bool:
+        return self.link.is_evaluating
+
+    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
+        # If the process was killed, the request for the next batch restarts it, and renews this one.
+        with suppress(RolloutKilled):
+            self.link.request_evaluation(version, pinned)
+        return True
+
+    def take_evaluation(self) -> EvaluationResult | None:
+        with suppress(RolloutKilled):
+            if self._is_ready and self.link.is_evaluating:
+                return self.link.take_evaluation()
+        return None
+
+    def wait_evaluation(self, version: int) -> EvaluationResult | None:
+        if not self.link.is_evaluating:
+            return None
+        timeout = self.config.evaluation.timeout_seconds
         return self._despite_kills(
-            version, lambda: self.link.evaluate(version, timeout, self._should_stop)
+            version, lambda: self.link.wait_evaluation(timeout, self._should_stop)
         )
 
     def save(self, step: int) -> None:
@@ -227,6 +244,8 @@ class RolloutController(StepSource):
         for warning in self.link.warnings:
             logger.warning(warning)
         self._is_ready = True
+        if not self._should_stop():
+            self.link.renew_evaluation()
 
     def served_version(self) -> int:
         """Returns the lowest version that servers report; servers without an answer are ignored.

@@ -124,6 +124,30 @@ def num_sampled(token_ids: np.ndarray, sampled: np.ndarray | None) -> int:
     return len(token_ids) if sampled is None else int(np.count_nonzero(sampled))
 
 
+NewRows = tuple[tuple[int, int], ...]
+"""Where a completion goes on in another context, as ``(start, num_context)`` in ascending order.
+
+From ``start`` on the model has seen neither the prompt nor the tokens before, but ``num_context``
+tokens, which are part of the completion and not trained, and then what follows them. A chat template
+that leaves out the thinking of earlier turns gives such contexts. Empty for all other completions.
+
+Example: two turns, the first of which has thinking that the second does not see::
+
+    prompt      q
+    completion  <think> t </think> a <end>  q a <end> o  b <end>
+    sampled     1       1 1        1 1      0 0 0     0  1 1
+    new_rows    ((5, 4),)
+"""
+
+
+def without_contexts(token_ids: np.ndarray, new_rows: NewRows) -> np.ndarray:
+    """Returns the tokens of a completion without the contexts of its new rows."""
+    is_kept = np.ones(len(token_ids), np.bool_)
+    for start, num_context in new_rows:
+        is_kept[start : start + num_context] = False
+    return token_ids[is_kept] if new_rows else token_ids
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """Describes one completion that a server is to sample.
@@ -171,6 +195,7 @@ class Generation:
         environment_reward: Sum of the rewards that the environment has given, or None if it
             gave none.
         num_context: Number of tokens that are not trained although a model wrote them.
+        new_rows: See :data:`NewRows`.
     """
 
     token_ids: np.ndarray
@@ -180,6 +205,7 @@ class Generation:
     sampled: np.ndarray | None = None
     environment_reward: float | None = None
     num_context: int = 0
+    new_rows: NewRows = ()
 
     @property
     def num_written(self) -> int:
@@ -204,6 +230,7 @@ class Rollout:
         sampled: [completion_len] bool, True for tokens that are trained; see
             :class:`Generation`. The other tokens are context.
         num_context: Number of context tokens that a model wrote.
+        new_rows: See :data:`NewRows`.
     """
 
     prompt_ids: np.ndarray
@@ -216,6 +243,7 @@ class Rollout:
     reward_components: dict[str, float] = field(default_factory=dict)
     sampled: np.ndarray | None = None
     num_context: int = 0
+    new_rows: NewRows = ()
 
     @property
     def num_trained(self) -> int:

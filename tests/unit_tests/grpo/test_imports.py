@@ -29,7 +29,7 @@ FLOORS = (
     {"training", "weight_sync", "config_checks"},
     {"resume"},
     {"checkpoint", "checkpoint_manager", "config_manager", "controller", "verify", "start"},
-    {"disk_failures", "dry_run", "known_failures", "lost_rank"},
+    {"disk_failures", "dry_run", "evaluate", "known_failures", "lost_rank"},
     {"entry"},
     {"check_gpu"},
     {"cli"},

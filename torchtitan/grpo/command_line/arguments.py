@@ -6,6 +6,7 @@
 --grpo.group_size 4      --grpo.group_size=4      --grpo.group-size=4
 --inference.launch       --inference.no-launch    --inference.launch=false
 --prompts.rename '{question = "prompt"}'          --prompts.rename.question prompt
+--evaluation.sets.gsm8k.num_samples 8
 """
 
 import dataclasses
@@ -86,7 +87,9 @@ def _set(table: Any, path: tuple[str, ...], value: Any) -> None:
         else:
             setattr(table, name, value)
     elif isinstance(inner := getattr(table, name), dict):
-        setattr(table, name, inner | {".".join(rest): value})
+        entry, *within = rest
+        value = {**inner.get(entry, {}), within[0]: value} if within else value
+        setattr(table, name, inner | {entry: value})
     else:
         _set(inner, tuple(rest), value)
 
@@ -141,7 +144,11 @@ def _in_dict(option: str, keys: dict[str, Any]) -> _Target | None:
         annotation = keys.get(key)
         if get_origin(annotation) is dict:
             inner = (get_args(annotation) or (str, Any))[1]
-            return _Target((*key.split("."), ".".join(parts[end:])), inner)
+            within = parts[end:]
+            if get_origin(inner) is dict and len(within) > 1:  # a table of tables
+                entry = ".".join(within[1:]).replace("-", "_")
+                return _Target((*key.split("."), within[0], entry), get_args(inner)[1])
+            return _Target((*key.split("."), ".".join(within)), inner)
     return None
 
 

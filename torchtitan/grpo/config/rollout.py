@@ -157,6 +157,13 @@ class Rollout:
     """The run ends with an error after this many completions in a row have failed, on the servers or
     in their environments."""
 
+    earlier_turns: Literal["as_written", "as_templated"] = "as_written"
+    """What the model sees of its earlier turns where an environment answers chat prompts with chat
+    messages. ``as_written`` keeps all tokens as the model wrote them, thinking included.
+    ``as_templated`` renders the whole conversation with the chat template, as a chat server does.
+    Where the template leaves out or changes earlier turns, the next turn begins a training row of
+    its own; ``environment/rewritten_contexts`` counts how often. Needs ``environment``."""
+
     record: str | None = None
     """File to which every trained batch of rollouts is written, for ``replay``. A name that ends in
     ``.gz`` is compressed. A new run refuses a file that already holds batches. A resumed run

@@ -13,6 +13,7 @@ from torchtitan.grpo.config_checks.data import check_data, check_lengths, longes
 from torchtitan.grpo.config_checks.determinism import check_determinism
 from torchtitan.grpo.config_checks.dispatch import check_dispatch
 from torchtitan.grpo.config_checks.environments import check_environments
+from torchtitan.grpo.config_checks.evaluation import check_evaluation
 from torchtitan.grpo.config_checks.filters import check_filters
 from torchtitan.grpo.config_checks.guards import check_guards
 from torchtitan.grpo.config_checks.losses import check_losses
@@ -51,6 +52,7 @@ def validate(config: JobConfig) -> None:
         check_determinism,
         check_checkpoints,
         check_environments,
+        check_evaluation,
         check_machine,
         check_inference,
         check_dispatch,

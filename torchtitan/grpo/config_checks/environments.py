@@ -17,6 +17,7 @@ _READ_WITH = (
             "max_turns",
             "environment_timeout_seconds",
             "environment_workers",
+            "earlier_turns",
         ),
     ),
 )

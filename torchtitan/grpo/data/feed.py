@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan.grpo.data.packing_list import packing_list, rows_from, sources_of
+from torchtitan.grpo.data.packing_list import NUM_COLUMNS, packing_list, rows_from, sources_of
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable, StepPlan
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
@@ -267,7 +267,7 @@ class Feed:
     def _fetch_rows(
         self, header: _Header, plan: StepPlan | None, address: FetchAddress | None
     ) -> TrainRows:
-        where = torch.empty(header.num_fetched, 3, dtype=torch.int64)
+        where = torch.empty(header.num_fetched, NUM_COLUMNS, dtype=torch.int64)
         weights = torch.empty(header.num_fetched, dtype=torch.float64)
         of_batch_rank = []
         if plan is not None:

@@ -9,13 +9,15 @@ rows. The rank fetches the sequences from the rollout process and lays out the r
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from torchtitan.grpo.data.rollout_rows import sequences_of
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.types import RolloutGroup
 
 _NOTHING = -1
+NUM_COLUMNS = 4
+"""Columns of a packing list: row, source, sample id and part of a sequence."""
 
 
 def packing_list(
@@ -29,18 +31,18 @@ def packing_list(
         num_entries: Length of the tensors: the largest number of samples of any rank.
 
     Returns:
-        A tensor [num_entries, 3] int64 with the row, source and sample id of each sequence, in
-        the order of the rows, and -1 in the entries behind the last sequence. And a tensor
+        A tensor [num_entries, 4] int64 with the row, source, sample id and part of each sequence,
+        in the order of the rows, and -1 in the entries behind the last sequence. And a tensor
         [num_entries] float64 with the loss weight of each sequence.
     """
-    where = torch.full((num_entries, 3), _NOTHING, dtype=torch.int64)
+    where = torch.full((num_entries, NUM_COLUMNS), _NOTHING, dtype=torch.int64)
     weights = torch.zeros(num_entries, dtype=torch.float64)
     entries = [(row, samples[index]) for row, members in enumerate(rows) for index in members]
     for i, (row, sample) in enumerate(entries):
         assert sample.source >= 0, (
             "supervised sequences cannot be fetched: the rollout process does not hold them"
         )
-        where[i] = torch.tensor([row, sample.source, sample.sample_id])
+        where[i] = torch.tensor([row, sample.source, sample.sample_id, sample.part])
         weights[i] = sample.loss_weight
     return where, weights
 
@@ -72,14 +74,6 @@ def rows_from(
     for i, group in enumerate(fetched):
         (rollout,) = group.rollouts
         rows[int(where[i, 0])].append(i)
-        samples.append(
-            Sample(
-                rollout.prompt_ids,
-                rollout.completion_ids,
-                np.asarray(rollout.generator_logprobs),
-                sample_id=int(where[i, 2]),
-                loss_weight=float(weights[i]),
-                sampled=rollout.sampled,
-            )
-        )
+        sequences = sequences_of(rollout, sample_id=int(where[i, 2]), loss_weight=float(weights[i]))
+        samples.append(sequences[int(where[i, 3])])
     return build_rows(samples, rows, row_len)

@@ -55,6 +55,7 @@ class RolloutRecord(msgspec.Struct):
         observed: Ascending spans (start, end) of completion tokens that are not trained.
         num_context: Number of tokens in these spans that a model wrote; an environment inserted
             the others.
+        new_rows: (start, num_context) of each place where the completion goes on in another context.
     """
 
     completion_ids: list[int]
@@ -66,6 +67,7 @@ class RolloutRecord(msgspec.Struct):
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
     observed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     num_context: int = 0
+    new_rows: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 
 class GroupRecord(msgspec.Struct):
@@ -271,6 +273,7 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
                 reward_components=r.reward_components,
                 observed=[] if r.sampled is None else _observed_spans(r.sampled),
                 num_context=r.num_context,
+                new_rows=list(r.new_rows),
             )
             for r in group.rollouts
         ],
@@ -295,6 +298,7 @@ def _group(record: GroupRecord) -> RolloutGroup:
             reward_components=r.reward_components,
             sampled=_sampled(r.observed, len(r.completion_ids)) if r.observed else None,
             num_context=r.num_context,
+            new_rows=tuple(r.new_rows),
         )
         for r in record.rollouts
     )

@@ -10,14 +10,15 @@ from itertools import pairwise
 import numpy as np
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
+from torchtitan.grpo.data.rollout_rows import longest_sequence
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
-from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
 from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
 
@@ -94,8 +95,8 @@ class ReplaySource(StepSource):
         if self._reader.was_cut_off:
             logger.warning(f"{_KEY}: {self._path} is cut off; its complete batches are used.")
         logger.info(f"{_KEY}: {num_batches} batches in {self._path}; nothing is generated.")
-        if self.config.evaluation.path is not None:
-            logger.info(f"evaluation.path is not used with {_KEY}: there is no server to ask.")
+        if evaluation_sets(self.config.evaluation):
+            logger.info(f"[evaluation] is not used with {_KEY}: there is no server to ask.")
         self._batches = iter(self._reader)
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
@@ -130,10 +131,6 @@ class ReplaySource(StepSource):
 
     def save(self, step: int) -> None:
         """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
-
-    def evaluate(self, version: int) -> EvaluationResult | None:
-        """Returns None, since there is no server that could generate completions."""
-        return None
 
     def served_version(self) -> int:
         """Returns -1, since there is no server."""
@@ -184,7 +181,9 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
     for i, rollout in enumerate(group.rollouts):
         here = f"{where}, rollout {i}"
         _check_token_ids(rollout.completion_ids, f"{here}, completion_ids", vocab_size)
-        num_tokens = len(group.prompt_ids) + len(rollout.completion_ids)
+        num_completion = len(rollout.completion_ids)
+        _check_new_rows(rollout.new_rows, num_completion, here)
+        num_tokens = longest_sequence(len(group.prompt_ids), num_completion, rollout.new_rows)
         _require(
             num_tokens <= row_len,
             f"{here}: prompt and completion must have at most training.seq_len ({row_len}) "
@@ -200,6 +199,16 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
         _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
         _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
         _check_observed(rollout.observed, len(rollout.completion_ids), here)
+
+
+def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:
+    borders = [border for start, n in new_rows for border in (start, start + n)]
+    is_ordered = all(a < b for a, b in pairwise([0, *borders, num_tokens]))
+    _require(
+        not new_rows or is_ordered,
+        f"{where}: new_rows must be ascending places (start, num_context) within the {num_tokens} "
+        f"completion tokens, each with tokens before and behind its context, got {list(new_rows)}.",
+    )
 
 
 def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:

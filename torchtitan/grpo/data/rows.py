@@ -41,6 +41,7 @@ class Sample:
         sampled: [completion_len] bool, True for the tokens of a rollout that are trained; None
             if all are. The other tokens, which an environment inserted, are only context.
         source: Position of a rollout among all rollouts of its batch.
+        part: Which of the rollout's sequences it is.
     """
 
     prompt_ids: np.ndarray
@@ -51,6 +52,7 @@ class Sample:
     ptx_weight: float = 0.0
     sampled: np.ndarray | None = None
     source: int = -1
+    part: int = 0
 
     @property
     def num_tokens(self) -> int:

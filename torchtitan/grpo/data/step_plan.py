@@ -18,6 +18,7 @@ import numpy as np
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import SequenceCost
 from torchtitan.grpo.data.packing import split_evenly
+from torchtitan.grpo.data.rollout_rows import sequences_of
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.data.spread import (
     Spread,
@@ -258,16 +259,11 @@ def _weighted(
     lengths = table.completion_lengths[indices]
     weights = token_weights(lengths, kind=aggregation, constant_length=constant_length)
     return [
-        Sample(
-            rollouts[i].prompt_ids,
-            rollouts[i].completion_ids,
-            rollouts[i].generator_logprobs,
-            sample_id=i,
-            source=sources[i],
-            loss_weight=float(weight),
-            sampled=rollouts[i].sampled,
-        )
+        sequence
         for i, weight in zip(indices, weights, strict=True)
+        for sequence in sequences_of(
+            rollouts[i], sample_id=i, source=sources[i], loss_weight=float(weight)
+        )
     ]
 
 

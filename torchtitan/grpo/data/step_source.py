@@ -4,6 +4,7 @@
 """Defines the interface from which the training loop takes its steps."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchtitan.grpo.data.feed import FetchAddress
@@ -70,13 +71,37 @@ class StepSource(ABC):
         """
         return 0
 
-    @abstractmethod
-    def evaluate(self, version: int) -> "EvaluationResult | None":
-        """Scores the held-out prompts under ``version``.
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation was requested whose result was not taken yet."""
+        return False
+
+    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
+        """Requests an evaluation of the held-out prompts under ``version``, without waiting.
+
+        Args:
+            version: Oldest policy version that may generate a completion.
+            pinned: URLs of servers that alone generate them; empty for all servers.
 
         Returns:
-            The result, or None if the run is asked to stop or nothing can be generated.
+            Whether it was requested. It is not if there is nothing that could generate completions.
         """
+        return False
+
+    def take_evaluation(self) -> "EvaluationResult | None":
+        """Returns the result of the requested evaluation if it is there; never waits."""
+        return None
+
+    def wait_evaluation(self, version: int) -> "EvaluationResult | None":
+        """Waits for the result of the requested evaluation.
+
+        Args:
+            version: Number of batches that the run has been trained on.
+
+        Returns:
+            The result, or None if the run is asked to stop or nothing was requested.
+        """
+        return None
 
     @abstractmethod
     def served_version(self) -> int:

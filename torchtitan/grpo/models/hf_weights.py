@@ -10,7 +10,7 @@ parallelism a rank reads the parameters of its own stages, and rank 0 writes all
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -206,16 +206,40 @@ def export_hf(
         is_writer: True on rank 0.
         max_file_bytes: Size beyond which another safetensors file is started.
     """
+    tensors = full_hf_tensors(model_parts, adapter, dtype)
+    if is_writer:
+        write_hf(tensors, source, target, dtype, max_file_bytes=max_file_bytes)
+    else:
+        assert next(tensors, None) is None, (
+            "whole tensors arrive on rank 0, which must be the writer"
+        )
+
+
+def write_hf(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    *,
+    max_file_bytes: int = 4 * 1024**3,
+) -> None:
+    """Writes whole tensors as a Hugging Face directory, which appears only when it is complete.
+
+    Args:
+        tensors: Hugging Face names and tensors.
+        source: Directory whose config and tokenizer files are copied.
+        target: Directory to create. An existing one is replaced.
+        dtype: Data type of the tensors.
+        max_file_bytes: Size beyond which another safetensors file is started.
+    """
     partial = target.with_name(target.name + ".partial")
-    writer = _ShardWriter(partial, max_file_bytes) if is_writer else None
-    for name, tensor in full_hf_tensors(model_parts, adapter, dtype):
-        assert writer is not None, "whole tensors arrive on rank 0, which must be the writer"
+    writer = _ShardWriter(partial, max_file_bytes)
+    for name, tensor in tensors:
         writer.add(name, tensor.to("cpu").contiguous())
-    if writer is not None:
-        writer.finish()
-        _copy_assets(source, partial, dtype)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+    writer.finish()
+    _copy_assets(source, partial, dtype)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
 
 
 def full_hf_tensors(

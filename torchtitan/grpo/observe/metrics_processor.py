@@ -22,6 +22,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
+from torchtitan.grpo.observe.evaluation_records import (
+    evaluation_lines,
+    evaluation_metrics,
+    sample_records,
+)
 from torchtitan.grpo.observe.monitor import RankMonitor
 from torchtitan.grpo.observe.progress import Progress
 from torchtitan.grpo.observe.report import RunOutcome, summarise, write_summary
@@ -39,6 +44,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
         steps: ``metrics.jsonl``, with one record for each step. None on other ranks.
         evaluations: ``evaluations.jsonl``, with one record for each evaluation. None on other
             ranks.
+        evaluated: ``evaluation_samples.jsonl``, with some prompts of each evaluation and all their
+            completions. None on other ranks.
         monitor: What rank 0 serves to whoever watches the run.
     """
 
@@ -52,6 +59,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         self._config = job_config
         self.steps: RunLog | None = None
         self.evaluations: RunLog | None = None
+        self.evaluated: RunLog | None = None
         self._progress: Progress | None = None
         if dist.get_rank() == 0:
             self._folder = Path(job_config.job.dump_folder)
@@ -66,6 +74,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         if self._progress is not None:
             self.steps = RunLog(self._folder / "metrics.jsonl", step)
             self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
+            self.evaluated = RunLog(self._folder / "evaluation_samples.jsonl", step)
 
     def log_step(
         self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
@@ -95,18 +104,25 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._is_chat = samples[0]["is_chat"]
         _warn(self._equal_rewards.update(metrics, self._is_chat))
 
-    def log_evaluation(self, step: int, function: str, result: EvaluationResult) -> None:
-        """Records an evaluation of the weights after ``step``, on rank 0."""
-        if self._progress is None or self.evaluations is None:
+    def log_evaluation(self, step: int, result: EvaluationResult, num_left_out: int = 0) -> None:
+        """Records an evaluation, on rank 0.
+
+        Args:
+            step: Steps that the run has taken. The evaluated version may be older.
+            result: The evaluation.
+            num_left_out: Evaluations of this process that were due while another one was running.
+        """
+        if self._progress is None or self.evaluations is None or self.evaluated is None:
             return
-        metrics = {"evaluation/score": result.score, "evaluation/seconds": result.seconds}
-        self.evaluations.add({"step": step, **metrics, "num_prompts": result.num_prompts})
+        metrics = evaluation_metrics(result) | {"evaluation/left_out": float(num_left_out)}
+        self.evaluations.add({"step": result.version, **metrics, "num_prompts": result.num_prompts})
+        for record in sample_records(result):
+            self.evaluated.add(record)
         self.monitor.latest = {**self.monitor.latest, **metrics}
+        # Under the step of now: wandb refuses what belongs to an earlier one.
         self.logger.log(metrics, step)
-        self._progress.print(
-            f"held-out {function} at step {step}: {result.score:.3f} "
-            f"({result.num_prompts} prompts, {result.seconds:.1f} s)"
-        )
+        for line in evaluation_lines(result):
+            self._progress.print(line)
 
     def report(self, outcome: RunOutcome) -> None:
         """Writes and prints the summary of a run that has ended, and closes the files.
@@ -131,10 +147,10 @@ class GRPOMetricsProcessor(MetricsProcessor):
     def close(self) -> None:
         super().close()
         self.monitor.close()
-        for part in (self._progress, self.steps, self.evaluations):
+        for part in (self._progress, self.steps, self.evaluations, self.evaluated):
             if part is not None:
                 part.close()
-        self._progress = self.steps = self.evaluations = None
+        self._progress = self.steps = self.evaluations = self.evaluated = None
 
 
 def _warn(notice: str | None) -> None:

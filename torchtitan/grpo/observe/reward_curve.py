@@ -3,10 +3,12 @@
 
 """Draws ``reward_curve.png``."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rewards.reward_loading import short_names
 
@@ -38,8 +40,7 @@ def draw_reward_curve(
     figure.suptitle(title(config), wrap=True)
     _draw_rewards(top, steps, short_names(config.reward.functions))
     if evaluations:
-        function = config.evaluation.function
-        _draw(top, evaluations, "evaluation/score", f"held out: {function}", "ko--", linewidth=1)
+        _draw_evaluations(top, evaluations, evaluation_sets(config.evaluation))
     top.set_ylabel("reward, score")
     top.legend(loc="best", fontsize="small")
     _draw_staleness(bottom, steps)
@@ -50,6 +51,17 @@ def draw_reward_curve(
     figure.savefig(file, dpi=120)
     plt.close(figure)
     return file
+
+
+def _draw_evaluations(
+    axes: "Axes", evaluations: Records, sets: Mapping[str, EvaluationSet]
+) -> None:
+    """Draws the score of each set of the configuration."""
+    for (name, settings), marker in zip(sets.items(), itertools.cycle("os^vDP*X"), strict=False):
+        key = f"evaluation/{name}/score"
+        label = f"held out: {settings.function}"
+        label += f" ({name})" if len(sets) > 1 else ""
+        _draw(axes, evaluations, key, label, f"k{marker}--", linewidth=1)
 
 
 def title(config: JobConfig) -> str:

@@ -59,7 +59,9 @@ KINDS: dict[str, DropKind] = {
     "logprobs unusable": _kind("logprobs unusable", "answers without usable logprobs"),
     "answer unusable": _kind("answers unusable", "answers that cannot be used"),
     "answer cut": _kind("answers cut by a server", "answers cut by a server's length"),
-    "held-out prompt": _kind("held-out unscored", "held-out prompts without a score"),
+    "held-out prompt": _kind(
+        "held-out unscored", "completions of held-out prompts without a score"
+    ),
     "too long": _kind("prompts too long", "prompts that are too long", elsewhere=True),
     "failed": _kind(
         "groups failed", "groups without enough completions", "failed_groups", elsewhere=True

@@ -28,6 +28,7 @@ class RolloutHeader(msgspec.Struct):
     reward_components: dict[str, float]
     has_mask: bool = False
     num_context: int = 0
+    new_rows: list[tuple[int, int]] = []
 
 
 class SampleIds(msgspec.Struct):
@@ -165,6 +166,7 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
                 reward_components=rollout.reward_components,
                 has_mask=rollout.sampled is not None,
                 num_context=rollout.num_context,
+                new_rows=list(rollout.new_rows),
             )
             for rollout in group.rollouts
         ],
@@ -196,6 +198,7 @@ def _rollouts(
             reward_components=rollout.reward_components,
             sampled=masks.take(rollout.num_tokens) if rollout.has_mask else None,
             num_context=rollout.num_context,
+            new_rows=tuple(rollout.new_rows),
         )
 
 

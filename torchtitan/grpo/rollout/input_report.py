@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
 from torchtitan.grpo.rewards.gold_answers import Example
 from torchtitan.grpo.rollout.prompts import PromptSet
 from torchtitan.grpo.rollout.session_parts import Inputs, acceptor_position
@@ -94,14 +95,23 @@ def _reward_lines(
 
 def _evaluation_lines(config: RolloutProcessConfig, inputs: Inputs) -> Iterator[str]:
     if not inputs.held_out:
-        yield "evaluation: none (evaluation.path is not set)"
+        yield "evaluation: none (evaluation.path and evaluation.sets are not set)"
         return
-    first = inputs.held_out[0]
-    yield (
-        f"evaluation.path: {config.evaluation.path}, {len(inputs.held_out)} prompts used; "
-        f"{config.evaluation.function} gives an empty completion {_numbers(inputs.scores)}"
-    )
-    yield from _first_prompt(f"row {first.index}", first, inputs)
+    for name, settings in evaluation_sets(config.evaluation).items():
+        prompts = inputs.held_out[name]
+        yield (
+            f"{set_key(config.evaluation, name, 'path')}: {settings.path}, {len(prompts)} prompts "
+            f"used; {settings.function} gives an empty completion {_numbers([inputs.scores[name]])}"
+        )
+        yield f"  {_sampling(settings)}"
+        yield from _first_prompt(f"row {prompts[0].index}", prompts[0], inputs)
+
+
+def _sampling(settings: EvaluationSet) -> str:
+    each = f"{settings.num_samples} completions of each prompt"
+    if settings.temperature == 0:
+        return "one completion of each prompt, decoded greedily"
+    return f"{each}, sampled at temperature {settings.temperature:g}, top_p {settings.top_p:g}"
 
 
 def _numbers(values: list[float | None]) -> str:

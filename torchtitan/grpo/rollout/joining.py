@@ -36,6 +36,7 @@ def joined(before: Generation | None, after: Generation) -> Generation:
         sampled=sampled,
         environment_reward=sum(rewards) if rewards else None,
         num_context=before.num_context + after.num_context,
+        new_rows=(*before.new_rows, *((start + offset, n) for start, n in after.new_rows)),
     )
 
 

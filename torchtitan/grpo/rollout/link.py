@@ -23,6 +23,7 @@ import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout import group_frames, link_messages
+from torchtitan.grpo.rollout.awaited_evaluation import AwaitedEvaluation
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
@@ -93,7 +94,7 @@ class RolloutLink:
         self._failure: str | None = None
         self._has_spoken = False
         self._asked_version: int | None = None
-        self._evaluation_id = 0
+        self._evaluation = AwaitedEvaluation()
         self.fetch_endpoint: str | None = None
         self.warnings: list[str] = []
         self._progress = link_messages.Progress("")
@@ -212,27 +213,48 @@ class RolloutLink:
         groups = group_frames.unpack_groups(batch.groups, frames, has_arrays=has_arrays)
         return RolloutBatch(groups, batch.progress, batch.closed, batch.metrics, batch.part)
 
-    def evaluate(
-        self, version: int, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation was requested whose result was not taken yet."""
+        return self._evaluation.request is not None
+
+    def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
+        """Requests an evaluation of the held-out prompts. Does not wait for it.
+
+        Args:
+            version: Oldest policy version that may generate a completion.
+            pinned: URLs of servers that alone generate them; empty for all servers.
+        """
+        self._send(self._evaluation.make_request(version, pinned))
+
+    def renew_evaluation(self) -> None:
+        """Requests the evaluation again that a process was killed in, if there is one."""
+        if self._evaluation.request is not None:
+            self._send(self._evaluation.request)
+
+    def take_evaluation(self) -> EvaluationResult | None:
+        """Returns the result of the requested evaluation if it has arrived. Never waits."""
+        while self._receive(wait_milliseconds=0):
+            pass
+        return self._evaluation.take_from(self._unclaimed)
+
+    def wait_evaluation(
+        self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
     ) -> EvaluationResult | None:
-        """Decodes the held-out prompts greedily once a server serves ``version``.
+        """Waits for the result of the requested evaluation.
 
         Returns:
             The result, or ``None`` if ``should_stop`` returned true.
         """
-        self._evaluation_id += 1
-        self._send(link_messages.Evaluate(self._evaluation_id, version))
-        deadline = time.monotonic() + timeout_seconds
-        while True:
+        deadline, result = time.monotonic() + timeout_seconds, None
+        while result is None:
             left = deadline - time.monotonic()
-            what = f"evaluate version {version}"
+            what = self._evaluation.describe()
             answer = self._wait_for(link_messages.EvaluationDone, left, should_stop, what)
             if answer is None:
                 return None
-            done = answer[0]
-            # The answer to an earlier evaluation that was given up may still arrive.
-            if done.request_id == self._evaluation_id:
-                return done.result
+            result = self._evaluation.take_from([answer])
+        return result
 
     def save(self, version: int, kept_steps: Sequence[int]) -> None:
         """Requests that rollouts not yet trained on are saved. Does not wait for it.
@@ -368,14 +390,14 @@ class RolloutLink:
                     f"Its log is {self._log}."
                 )
 
-    def _receive(self) -> bool:
+    def _receive(self, wait_milliseconds: int = _POLL_MILLISECONDS) -> bool:
         """Receives one answer of the process. Returns ``False`` if none arrives in a short time."""
         assert self._messages is not None, (
             self._failure or "the rollout process must be started first"
         )
         # Read before polling, so that messages sent before the child ended are still received.
         ended = self._child is None or self._child.poll() is not None
-        if not self._messages.poll(_POLL_MILLISECONDS):
+        if not self._messages.poll(wait_milliseconds):
             if ended:
                 self._check_alive()
             return False

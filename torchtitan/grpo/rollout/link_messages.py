@@ -28,10 +28,11 @@ class NextBatch(msgspec.Struct, tag=True):
 
 
 class Evaluate(msgspec.Struct, tag=True):
-    """Rank 0 requests the held-out score of ``version``."""
+    """Rank 0 requests an evaluation of ``version``, on the servers ``pinned`` if it names some."""
 
     request_id: int
     version: int
+    pinned: list[str] = []
 
 
 class Save(msgspec.Struct, tag=True):

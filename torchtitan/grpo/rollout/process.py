@@ -235,8 +235,8 @@ class RolloutProcess:
     ) -> None:
         evaluator = session.evaluator
         if evaluator is None:
-            raise RuntimeError("Rank 0 requested an evaluation, but evaluation.path is not set.")
-        waiting = asyncio.ensure_future(evaluator.evaluate(command.version))
+            raise RuntimeError("Rank 0 requested an evaluation, but [evaluation] names no set.")
+        waiting = asyncio.ensure_future(evaluator.evaluate(command.version, command.pinned))
         await self._say_progress(waiting, evaluator.describe, session.dispatcher)
         result = await waiting
         await self._send(link_messages.EvaluationDone(command.request_id, result))

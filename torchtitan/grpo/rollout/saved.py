@@ -90,6 +90,7 @@ class _Generation(msgspec.Struct):
     sampled: bytes | None = None
     environment_reward: float | None = None
     num_context: int = 0
+    new_rows: list[tuple[int, int]] = []
 
 
 class _Unfinished(msgspec.Struct):
@@ -202,6 +203,7 @@ def _packed(generation: Generation) -> _Generation:
         sampled=None if generation.sampled is None else generation.sampled.tobytes(),
         environment_reward=generation.environment_reward,
         num_context=generation.num_context,
+        new_rows=list(generation.new_rows),
     )
 
 
@@ -214,4 +216,5 @@ def _unpacked(packed: _Generation) -> Generation:
         sampled=None if packed.sampled is None else np.frombuffer(packed.sampled, np.bool_),
         environment_reward=packed.environment_reward,
         num_context=packed.num_context,
+        new_rows=tuple(packed.new_rows),
     )

@@ -10,7 +10,7 @@ from torchtitan.grpo.rewards.reward_loading import short_names
 from torchtitan.grpo.rewards.scoring_messages import Values
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import Generation, Prompt, Rollout
+from torchtitan.grpo.types import Generation, Prompt, Rollout, without_contexts
 
 
 class Scorer:
@@ -57,7 +57,7 @@ class Scorer:
         """
         # In a thread: long completions take milliseconds to decode, without holding the GIL.
         texts = await asyncio.to_thread(self._decode, generations)
-        ids = [generation.token_ids.tolist() for generation in generations]
+        ids = [read_ids(generation) for generation in generations]
         columns = environment_columns(generations) if self._has_environment else None
         values = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
         return [
@@ -83,7 +83,7 @@ class Scorer:
         return [r for r, verdict in zip(rollouts, verdicts, strict=True) if verdict]
 
     def _decode(self, generations: Sequence[Generation]) -> list[str]:
-        return [self._codec.decode(generation.token_ids.tolist()) for generation in generations]
+        return [self._codec.decode(read_ids(generation)) for generation in generations]
 
     def _rollout(
         self, prompt: Prompt, generation: Generation, text: str, values: Values
@@ -104,7 +104,13 @@ class Scorer:
             reward_components=components,
             sampled=generation.sampled,
             num_context=generation.num_context,
+            new_rows=generation.new_rows,
         )
+
+
+def read_ids(generation: Generation) -> list[int]:
+    """Returns the tokens that reward functions get: each turn once, though contexts repeat it."""
+    return without_contexts(generation.token_ids, generation.new_rows).tolist()
 
 
 def environment_columns(generations: Sequence[Generation]) -> dict[str, list[float | None]]:

@@ -5,16 +5,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.grpo.config import RolloutProcessConfig
-from torchtitan.grpo.rewards.earnable import unearnable_warning
-from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example, prose_warning
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rollout.answer_checks import answer_warnings, check_held_out
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
+from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.model_match import model_warnings
@@ -24,23 +23,24 @@ from torchtitan.grpo.rollout.ranker import LengthRanker
 from torchtitan.grpo.rollout.saved import SavedRollouts, read_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, Tell
-from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.session_parts import (
     Inputs,
     acceptor_position,
     make_admission,
     make_codec,
+    make_dispatcher,
     make_environment_pool,
+    make_evaluation_pool,
+    make_evaluator,
     make_judge,
     make_reward_pool,
     make_sampling,
+    make_writer,
     open_held_out,
     open_prompts,
-    with_turn_ends,
 )
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
-from torchtitan.grpo.types import Prompt, ServerInfo
+from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class RolloutSession:
         self._config = config
         self._fleet = ServerFleet(config, announce)
         self._pool: RewardPool | None = None
+        self._evaluation_pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
         self._stream: PromptStream | None = None
         self.warnings: list[str] = []
@@ -106,28 +107,21 @@ class RolloutSession:
             opening = tasks.create_task(self.open_inputs())
         inputs = opening.result()
         codec = inputs.codec
-        self.dispatcher = Dispatcher(
-            self._fleet.clients,
-            vocab_size=config.vocab_size,
-            request_timeout_seconds=config.rollout.request_timeout_seconds,
-            max_consecutive_failures=config.rollout.max_consecutive_failures,
-            group_size=config.grpo.group_size,
-            max_concurrent_rollouts=config.rollout.max_concurrent_rollouts,
-            adaptive_concurrency=config.rollout.adaptive_concurrency,
-            hedge_seconds=config.rollout.hedge_seconds,
-            drops=self.drops,
+        self.dispatcher = make_dispatcher(config, self._fleet.clients, self.drops)
+        self.producer = self._make_producer(inputs.stream, codec)
+        self.evaluator = make_evaluator(
+            config,
+            inputs.held_out,
+            inputs.codec,
+            self.dispatcher,
+            self._evaluation_pool,
+            self._environments,
+            self.drops,
         )
-        sampling = make_sampling(config)
-        if self._environments is not None:
-            sampling = with_turn_ends(sampling, self._environments.stop_strings, codec)
-        self.producer = self._make_producer(inputs.stream, sampling, codec)
-        if inputs.held_out:
-            self.evaluator = self._make_evaluator(inputs.held_out, sampling, codec)
 
-    def _make_producer(
-        self, stream: PromptStream, sampling: Sampling, codec: TextCodec
-    ) -> Producer:
+    def _make_producer(self, stream: PromptStream, codec: TextCodec) -> Producer:
         config, saved = self._config, self._saved
+        sampling = make_sampling(config)
         assert self._pool is not None, "the reward pool is opened with the inputs"
         ranker = None
         if config.rollout.longest_first:
@@ -138,7 +132,7 @@ class RolloutSession:
             self.dispatcher,
             make_judge(config, self._pool, codec),
             Ledger(config.progress, saved.closed if saved is not None else None),
-            self._make_writer(sampling, codec),
+            make_writer(config, self.dispatcher, sampling, codec, self._environments),
             group_size=config.grpo.group_size,
             num_parts=config.rollout.stream_parts if config.rollout.stream else 1,
             overdue=config.rollout.overdue,
@@ -146,40 +140,6 @@ class RolloutSession:
             drops=self.drops,
             ranker=ranker,
             window=config.grpo.prompts_per_step,
-        )
-
-    def _make_evaluator(
-        self, held_out: list[Prompt], sampling: Sampling, codec: TextCodec
-    ) -> Evaluator:
-        assert self._pool is not None, "the reward pool is opened with the inputs"
-        return Evaluator(
-            held_out,
-            self.dispatcher,
-            self._pool,
-            function=len(self._config.reward.functions),
-            codec=codec,
-            writer=self._make_writer(sampling, codec),
-            max_in_flight=self._config.rollout.max_concurrent_rollouts,
-            drops=self.drops,
-        )
-
-    def _make_writer(self, sampling: Sampling, codec: TextCodec) -> TrajectoryWriter:
-        rollout = self._config.rollout
-        episodes = None
-        if self._environments is not None:
-            episodes = Episodes(
-                self._environments,
-                codec,
-                max_turns=rollout.max_turns,
-                stop_token_ids=sampling.stop_token_ids,
-                vocab_size=self._config.vocab_size,
-            )
-        return TrajectoryWriter(
-            self.dispatcher,
-            sampling,
-            segment_tokens=rollout.segment_tokens,
-            wait_seconds=rollout.request_timeout_seconds,
-            episodes=episodes,
         )
 
     async def watch_servers(self, tell: Tell) -> None:
@@ -195,8 +155,9 @@ class RolloutSession:
         try:
             if self._stream is not None:
                 await asyncio.to_thread(self._stream.close)
-            if self._pool is not None:
-                await self._pool.close()
+            for pool in (self._pool, self._evaluation_pool):
+                if pool is not None:
+                    await pool.close()
             if self._environments is not None:
                 await self._environments.close()
             if hasattr(self, "dispatcher"):
@@ -234,32 +195,16 @@ class RolloutSession:
             prompt = of_set[0].prompt
             inputs.rewards.append(await pool.check(prompt, functions, columns))
             for position in functions:
-                await self._check_answers(position, of_set, key, codec)
+                self._warn(await answer_warnings(config, pool, position, of_set, key, codec))
             if config.rollout.should_accept is not None:
                 await pool.check(prompt, [acceptor_position(config)], {"rewards": [0.0]})
-        if held_out:
-            position = len(config.reward.functions)
-            inputs.scores = await pool.check(held_out[0], [position], columns)
-            path = config.evaluation.path
-            rows = [Example(f"{path}, row {p.index}", p) for p in held_out[:MAX_ROWS]]
-            await self._check_answers(position, rows, "evaluation.path", codec)
+        self._evaluation_pool = pool = make_evaluation_pool(config, self.drops)
+        if pool is not None:
+            await pool.start()
+            scores, warnings = await check_held_out(config, pool, held_out, codec, columns)
+            inputs.scores = scores
+            self._warn(warnings)
         return inputs
-
-    async def _check_answers(
-        self, position: int, examples: Sequence[Example], key: str, codec: TextCodec
-    ) -> None:
-        """Warns of expected answers for which a built-in reward cannot be earned."""
-        assert self._pool is not None, "the reward pool is opened first"
-        warning = await prose_warning(self._pool, position, examples, key)
-        if warning is None:
-            warning = unearnable_warning(
-                self._pool.functions[position],
-                examples,
-                key,
-                lambda text: len(codec.encode_continuation(text)),
-                self._config.rollout.max_new_tokens,
-            )
-        self._warn([] if warning is None else [warning])
 
     def _warn(self, warnings: Iterable[str]) -> None:
         for warning in warnings:

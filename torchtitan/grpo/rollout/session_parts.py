@@ -4,16 +4,19 @@
 """Builds the parts of a rollout session from the configuration."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
+from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.environments import EnvironmentPool
+from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
+from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.prompts import (
     PromptSet,
@@ -23,8 +26,10 @@ from torchtitan.grpo.rollout.prompts import (
 )
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.surroundings import Surroundings
 
@@ -39,18 +44,19 @@ class Inputs:
         codec: The model's tokenizer.
         stream: Training prompts.
         examples: The first prompts of each set.
-        held_out: Prompts of the evaluation.
+        held_out: Prompts of each set of the evaluation, by its name.
         rewards: For each set, what each reward function gives the first prompt with an empty
             completion.
-        scores: The same of the evaluation's function, in a list of one; empty without evaluation.
+        scores: For each set of the evaluation, what its function gives its first prompt with an
+            empty completion.
     """
 
     codec: TextCodec
     stream: PromptStream
     examples: list[list[Example]]
-    held_out: list[Prompt]
+    held_out: dict[str, list[Prompt]]
     rewards: list[list[float | None]] = field(default_factory=list)
-    scores: list[float | None] = field(default_factory=list)
+    scores: dict[str, float | None] = field(default_factory=dict)
 
 
 def make_codec(config: RolloutProcessConfig) -> TextCodec:
@@ -93,39 +99,160 @@ def _examples(prompts: PromptSet) -> list[Example]:
     ]
 
 
-def open_held_out(config: RolloutProcessConfig, codec: TextCodec, drops: DropLog) -> list[Prompt]:
-    """Reads the held-out prompts; none without ``evaluation.path``."""
-    settings = config.evaluation
-    if settings.path is None:
-        return []
-    # All prompts that are used are read here, so the table is closed afterwards.
-    with closing(
-        PromptSet.open(
-            settings.path, settings.split, config, codec, "evaluation.path", settings.name
-        )
-    ) as prompts:
-        usable, num_too_long = first_prompts(prompts, settings.num_prompts)
-    if num_too_long:
-        drops.record("held-out prompt", prompts.too_long_reason, number=num_too_long)
-    return usable
+def open_held_out(
+    config: RolloutProcessConfig, codec: TextCodec, drops: DropLog
+) -> dict[str, list[Prompt]]:
+    """Reads the held-out prompts of each set of ``[evaluation]``, by the set's name."""
+    found = {}
+    for name, settings in evaluation_sets(config.evaluation).items():
+        assert settings.path is not None, "a set without a path is refused by the checks"
+        key = set_key(config.evaluation, name, "path")
+        # All prompts that are used are read here, so the table is closed afterwards.
+        with closing(
+            PromptSet.open(settings.path, settings.split, config, codec, key, settings.name)
+        ) as prompts:
+            found[name], num_too_long = first_prompts(prompts, settings.num_prompts)
+        if num_too_long:
+            number = num_too_long * settings.num_samples
+            drops.record("held-out prompt", prompts.too_long_reason, number=number)
+    return found
+
+
+def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
+    """Returns the reward functions of the evaluation, each once, in the order of its pool."""
+    sets = evaluation_sets(config.evaluation).values()
+    return list(dict.fromkeys(settings.function for settings in sets))
 
 
 def make_reward_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool:
     reward = config.reward
     if not reward.functions:
         raise ValueError("reward.functions must name at least one reward function, got [].")
-    # The pool holds the reward functions, then the evaluation's function, then the acceptor.
-    extra = [config.evaluation.function] if config.evaluation.path is not None else []
+    functions = list(reward.functions)
     if config.rollout.should_accept is not None:
-        extra.append(config.rollout.should_accept)
+        functions.append(config.rollout.should_accept)
+    return _reward_pool(config, functions, reward.num_workers, drops)
+
+
+def make_evaluation_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool | None:
+    """Returns workers for the functions of the evaluation; ``None`` if there is nothing to evaluate.
+
+    They are not those of the rewards: a function that is slow on held-out prompts would otherwise
+    keep rollouts waiting for their rewards.
+    """
+    functions = evaluation_functions(config)
+    num_workers = max(1, config.reward.num_workers // 2)
+    return _reward_pool(config, functions, num_workers, drops) if functions else None
+
+
+def _reward_pool(
+    config: RolloutProcessConfig, functions: list[str], num_workers: int, drops: DropLog
+) -> RewardPool:
+    reward = config.reward
     return RewardPool(
-        [*reward.functions, *extra],
-        num_workers=reward.num_workers,
+        functions,
+        num_workers=num_workers,
         timeout_seconds=reward.timeout_seconds,
         max_consecutive_failures=reward.max_consecutive_failures,
         on_failure=drops.record_scoring,
         surroundings=_surroundings(config),
     )
+
+
+def acceptor_position(config: RolloutProcessConfig) -> int:
+    """Returns the position of ``rollout.should_accept`` in the reward pool."""
+    return len(config.reward.functions)
+
+
+def make_dispatcher(
+    config: RolloutProcessConfig, clients: Sequence[InferenceClient], drops: DropLog
+) -> Dispatcher:
+    rollout = config.rollout
+    return Dispatcher(
+        clients,
+        vocab_size=config.vocab_size,
+        request_timeout_seconds=rollout.request_timeout_seconds,
+        max_consecutive_failures=rollout.max_consecutive_failures,
+        group_size=config.grpo.group_size,
+        max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+        adaptive_concurrency=rollout.adaptive_concurrency,
+        hedge_seconds=rollout.hedge_seconds,
+        drops=drops,
+    )
+
+
+def make_writer(
+    config: RolloutProcessConfig,
+    places: Places,
+    sampling: Sampling,
+    codec: TextCodec,
+    environments: EnvironmentPool | None,
+) -> TrajectoryWriter:
+    """Returns what generates completions with some sampling settings.
+
+    Args:
+        config: Settings of the rollout process.
+        places: Gives completions their places on servers.
+        sampling: The sampling settings. With an environment they also stop where turns end.
+        codec: The model's tokenizer.
+        environments: The environments; ``None`` without ``rollout.environment``.
+    """
+    rollout = config.rollout
+    episodes = None
+    if environments is not None:
+        sampling = with_turn_ends(sampling, environments.stop_strings, codec)
+        episodes = Episodes(
+            environments,
+            codec,
+            max_turns=rollout.max_turns,
+            templated=rollout.earlier_turns == "as_templated",
+            stop_token_ids=sampling.stop_token_ids,
+            vocab_size=config.vocab_size,
+        )
+    return TrajectoryWriter(
+        places,
+        sampling,
+        segment_tokens=rollout.segment_tokens,
+        wait_seconds=rollout.request_timeout_seconds,
+        episodes=episodes,
+    )
+
+
+def make_evaluator(
+    config: RolloutProcessConfig,
+    held_out: Mapping[str, Sequence[Prompt]],
+    codec: TextCodec,
+    dispatcher: Dispatcher,
+    pool: RewardPool | None,
+    environments: EnvironmentPool | None,
+    drops: DropLog,
+) -> Evaluator | None:
+    """Returns what evaluates the held-out prompts; ``None`` if there are none.
+
+    Args:
+        config: Settings of the rollout process.
+        held_out: The prompts of each set.
+        codec: The model's tokenizer.
+        dispatcher: The servers.
+        pool: The functions of the evaluation; ``None`` if there is nothing to evaluate.
+        environments: The environments; ``None`` without ``rollout.environment``.
+        drops: Counts and announces completions that get no score.
+    """
+    if pool is None:
+        return None
+    rollout = config.rollout
+    room = SpareRoom(dispatcher, config.evaluation.max_concurrent, rollout.max_concurrent_rollouts)
+    sets = [
+        HeldOut(
+            name,
+            settings,
+            held_out[name],
+            evaluation_functions(config).index(settings.function),
+            make_writer(config, room, evaluation_sampling(config, settings), codec, environments),
+        )
+        for name, settings in evaluation_sets(config.evaluation).items()
+    ]
+    return Evaluator(sets, dispatcher, room, pool, codec, drops)
 
 
 def make_environment_pool(config: RolloutProcessConfig, drops: DropLog) -> EnvironmentPool:
@@ -166,11 +293,6 @@ def with_turn_ends(sampling: Sampling, stop_strings: Sequence[str], codec: TextC
             )
         stop_ids.append(token)
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
-
-
-def acceptor_position(config: RolloutProcessConfig) -> int:
-    """Returns the position of ``rollout.should_accept`` in the reward pool."""
-    return len(config.reward.functions) + (config.evaluation.path is not None)
 
 
 def make_judge(config: RolloutProcessConfig, pool: RewardPool, codec: TextCodec) -> GroupJudge:
@@ -223,4 +345,17 @@ def make_sampling(config: RolloutProcessConfig) -> Sampling:
         ),
         ignore_eos=rollout.ignore_eos,
         seed=config.seed if rollout.deterministic else None,
+    )
+
+
+def evaluation_sampling(config: RolloutProcessConfig, settings: EvaluationSet) -> Sampling:
+    """Returns the sampling settings of a set of held-out prompts."""
+    return replace(
+        make_sampling(config),
+        max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        # Greedy decoding draws nothing.
+        seed=config.seed if config.rollout.deterministic and settings.temperature > 0 else None,
     )

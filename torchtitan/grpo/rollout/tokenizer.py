@@ -75,6 +75,14 @@ class TextCodec:
         # The template writes the special tokens itself.
         return self.encode_continuation(self._render(messages))
 
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Returns the text of a conversation and of the start of the assistant's turn.
+
+        Raises:
+            ValueError: If the template cannot render the messages.
+        """
+        return self._render(messages)
+
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:

@@ -15,19 +15,45 @@ the completion; see `environments`. The next turn is a further segment of the sa
 """
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rollout.environments import EnvironmentFailed, Episode, Episodes
 from torchtitan.grpo.rollout.joining import joined
-from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.dispatcher import Server
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.types import Generation, Prompt
+from torchtitan.grpo.types import Generation, Prompt, without_contexts
 
 # Poll interval of a completion that waits for a server to continue on.
 _LOOK_SECONDS = 0.05
+
+
+class Places(Protocol):
+    """Gives completions their places on servers; `Dispatcher` has the methods' descriptions."""
+
+    def choose(
+        self,
+        usable: Callable[[int], bool],
+        *,
+        prefer: str | None = None,
+        has_begun: bool = False,
+    ) -> Server | None: ...
+
+    def submit(
+        self,
+        prompt: Prompt,
+        server: Server,
+        sampling: Sampling,
+        *,
+        expected_tokens: float | None = None,
+    ) -> "asyncio.Task[Generation]": ...
+
+    def hold(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(eq=False)
@@ -82,7 +108,8 @@ class TrajectoryWriter:
     """Starts completions and carries each one to its end.
 
     Args:
-        dispatcher: The servers.
+        dispatcher: The places on the servers: the dispatcher of rollouts, or what gives evaluations
+            the places that rollouts leave free.
         sampling: Sampling settings of all completions.
         segment_tokens: ``rollout.segment_tokens``. 0 generates each completion in one segment.
         wait_seconds: Maximum wait for a server between two segments.
@@ -92,7 +119,7 @@ class TrajectoryWriter:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: Places,
         sampling: Sampling,
         *,
         segment_tokens: int = 0,
@@ -103,16 +130,6 @@ class TrajectoryWriter:
         self._episodes = episodes
         self._segment_tokens = segment_tokens
         self._wait_seconds = wait_seconds
-
-    def greedy(self) -> "TrajectoryWriter":
-        """Returns a writer that decodes greedily and is the same in all other respects."""
-        return TrajectoryWriter(
-            self._dispatcher,
-            self._sampling.greedy(),
-            segment_tokens=self._segment_tokens,
-            wait_seconds=self._wait_seconds,
-            episodes=self._episodes,
-        )
 
     def start(
         self,
@@ -192,7 +209,9 @@ class TrajectoryWriter:
                     if episode is None:
                         return whole
                     with self._dispatcher.hold():
-                        followed = await episode.follow(whole, self._room(trajectory))
+                        followed = await episode.follow(
+                            whole, lambda longer: self._room_behind(trajectory.prompt, longer)
+                        )
                     trajectory.so_far = followed.generation
                     if followed.is_over:
                         assert followed.generation is not None, (
@@ -207,8 +226,7 @@ class TrajectoryWriter:
 
     def _turn_is_unfinished(self, prompt: Prompt, whole: Generation) -> bool:
         """Returns whether the turn was cut by the segment length and has room for more tokens."""
-        room = self._sampling.room_after(prompt) - len(whole.token_ids)
-        return whole.finish_reason == "length" and room > 0
+        return whole.finish_reason == "length" and self._room_behind(prompt, whole) > 0
 
     def _submit(
         self, trajectory: Trajectory, server: Server, expected_tokens: float | None
@@ -220,7 +238,7 @@ class TrajectoryWriter:
         if trajectory.so_far is not None:
             written = trajectory.so_far.token_ids
             num_written = len(written)
-            prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, written]))
+            prompt = replace(prompt, token_ids=_context(prompt, trajectory.so_far))
             if expected_tokens is not None:
                 expected_tokens = max(expected_tokens - len(written), 1.0)
         sampling = self._sampling.of_sample(prompt, trajectory.sample, num_written)
@@ -229,8 +247,19 @@ class TrajectoryWriter:
 
     def _room(self, trajectory: Trajectory) -> int:
         """Returns the number of tokens that may still be generated."""
-        written = 0 if trajectory.so_far is None else len(trajectory.so_far.token_ids)
-        return self._sampling.room_after(trajectory.prompt) - written
+        if trajectory.so_far is None:
+            return self._sampling.room_after(trajectory.prompt)
+        return self._room_behind(trajectory.prompt, trajectory.so_far)
+
+    def _room_behind(self, prompt: Prompt, whole: Generation) -> int:
+        """Returns the number of tokens that may follow: in the row, and in the completion.
+
+        The completion's length counts no context that begins a new row.
+        """
+        sampling = self._sampling
+        in_row = sampling.max_total_tokens - len(_context(prompt, whole))
+        written = without_contexts(whole.token_ids, whole.new_rows)
+        return min(in_row, sampling.max_new_tokens - len(written))
 
     async def _next_server(self, floor: int, former: Server) -> Server:
         """Returns the former server, which has the prefix, or another server that is ready."""
@@ -250,3 +279,10 @@ class TrajectoryWriter:
                 f"segment was generated on {former.url}. Check the servers' logs, or raise "
                 "rollout.request_timeout_seconds."
             ) from error
+
+
+def _context(prompt: Prompt, whole: Generation) -> np.ndarray:
+    """Returns the tokens that the model sees when it goes on with a completion."""
+    if whole.new_rows:
+        return whole.token_ids[whole.new_rows[-1][0] :]
+    return np.concatenate([prompt.token_ids, whole.token_ids])

@@ -63,12 +63,13 @@ class RankZeroTurn:
 def patience_seconds(config: JobConfig) -> float:
     """Returns how long other ranks wait for rank 0's next signal.
 
-    The bound exceeds what rank 0 may spend on servers that start, on rollouts, on an evaluation
-    and on a push, each of which has a timeout of its own.
+    The bound exceeds what rank 0 may spend on servers that start, on rollouts, on the last two
+    evaluations and on a push, each of which has a timeout of its own.
     """
     return (
         120
         + config.inference.startup_timeout_seconds
-        + 2 * config.rollout.batch_timeout_seconds
+        + config.rollout.batch_timeout_seconds
+        + 2 * config.evaluation.timeout_seconds
         + 2 * config.weight_sync.timeout_seconds
     )

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # How often an idle lane asks whether the server still serves what was pushed. A server that
 # was restarted answers, but serves other weights.
 _CHECK_SECONDS = 5.0
+# How often a lane that is held looks whether it still is: another thread releases it.
+_HELD_SECONDS = 0.05
 _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
 """Exceptions that a server may cause in a push. ``RuntimeError`` covers those of torch."""
 
@@ -76,6 +78,9 @@ class Lane:
             continues with an older one.
         last_error: Reason of the last loss, or why the last version could not be prepared.
         last_push: Report of the last confirmed push.
+        held_from: The first version from this one on that the server confirms is kept there, and
+            newer ones are not brought. ``None`` keeps the server at the newest. Any thread may
+            set it.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Lane:
         self.is_blocked = False
         self.last_error = ""
         self.last_push: PushReport | None = None
+        self.held_from: int | None = None
         self._connection, self._client = connection, connection.client
         self._versions, self._listeners = versions, listeners
         self._sync = sync
@@ -117,7 +123,7 @@ class Lane:
         """Keeps the server at the newest version until cancelled."""
         while True:
             try:
-                newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
+                newer = await self._next_version()
                 if newer is not None:
                     await self._bring(newer)
                 elif self.state is LaneState.READY:
@@ -143,6 +149,19 @@ class Lane:
         self._take(LaneEvent.REMOVED)
         await self._connection.close()
         await self._client.close()
+
+    async def _next_version(self) -> int | None:
+        """Waits for a version to bring; returns ``None`` if there is none for some seconds."""
+        if not self._is_held():
+            newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
+            return None if self._is_held() else newer
+        deadline = time.monotonic() + _CHECK_SECONDS
+        while self._is_held() and time.monotonic() < deadline:
+            await asyncio.sleep(_HELD_SECONDS)
+        return None
+
+    def _is_held(self) -> bool:
+        return self.held_from is not None and self.version >= self.held_from
 
     async def _bring(self, version: int) -> None:
         """Brings one version to the server: joins if necessary, pushes, attests, confirms."""

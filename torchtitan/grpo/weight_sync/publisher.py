@@ -107,6 +107,20 @@ class Publisher(ABC):
             PublisherFailed: If the publisher's thread has ended.
         """
 
+    def pin(self, version: int | None) -> list[str]:
+        """Leaves one of several servers at the first version that it gets from ``version`` on.
+
+        The other servers go on taking new versions, and a server that is alone is not pinned: it
+        has to take them. Called on the leader.
+
+        Args:
+            version: Policy version. ``None`` lets every server take new versions again.
+
+        Returns:
+            The URL of the server, or nothing if none is pinned.
+        """
+        return []
+
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Returns the state of the push, for the step's metrics. Only the leader has it."""
@@ -202,6 +216,16 @@ class WeightPublisher(Publisher):
                         "servers' logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)
+
+    def pin(self, version: int | None) -> list[str]:
+        for lane in self.lanes:
+            lane.held_from = None
+        present = [lane for lane in self.lanes if not lane.is_lost]
+        if version is None or len(present) < 2:
+            return []
+        chosen = max(present, key=lambda lane: lane.version)  # it has to wait least
+        chosen.held_from = version
+        return [chosen.url]
 
     @property
     def lanes(self) -> Sequence[Lane]:

@@ -141,7 +141,7 @@ def test_there_is_nothing_around_it(record, replay):
     source = replay(record(1))
     assert source.servers == []
     assert source.link is None
-    assert source.evaluate(0) is None
+    assert not source.request_evaluation(0)
     assert source.served_version() == -1
     source.close()
 

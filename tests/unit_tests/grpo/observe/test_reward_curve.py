@@ -32,6 +32,7 @@ def config() -> JobConfig:
     made.job = dataclasses.replace(made.job, description="GRPO on digits")
     made.model.hf_assets_path = "models/tiny"
     made.reward.functions = ["rewards.py:right", "think_answer_tags"]
+    made.evaluation.path = "heldout.jsonl"
     return made
 
 
@@ -45,7 +46,8 @@ def step(number: int, staleness: float) -> dict[str, float]:
 
 def test_the_picture_has_a_title_components_evaluations_and_staleness(tmp_path, figures):
     steps = [step(number, staleness=number % 3) for number in range(1, 13)]
-    evaluations = [{"step": 0, "evaluation/score": 0.1}, {"step": 12, "evaluation/score": 0.9}]
+    key = "evaluation/heldout/score"
+    evaluations = [{"step": 0, key: 0.1}, {"step": 12, key: 0.9}]
     file = reward_curve.draw_reward_curve(tmp_path, steps, evaluations, config())
     assert file.stat().st_size > 1000
     (figure,) = figures

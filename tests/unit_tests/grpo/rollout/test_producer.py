@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.config.evaluation import EvaluationSet
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
-from torchtitan.grpo.rollout.evaluation import Evaluator
+from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
 from torchtitan.grpo.rollout.judging import GroupJudge
 from torchtitan.grpo.rollout.ledger import Ledger
 from torchtitan.grpo.rollout.producer import OverduePolicy, Producer
@@ -186,10 +187,16 @@ def run_world(repository: Path, tmp_path: Path):
                 window=GROUPS_PER_BATCH,
             )
             held_out, _ = first_prompts(prompt_set, 0)
-            writer = TrajectoryWriter(dispatcher, sampling)
-            evaluator = Evaluator(
-                held_out, dispatcher, pool, evaluation_function, codec, writer, 12
+            room = SpareRoom(dispatcher, 0, 12)
+            greedy = replace(sampling, temperature=0.0)
+            held = HeldOut(
+                "heldout",
+                EvaluationSet(path=str(file)),
+                held_out,
+                evaluation_function,
+                TrajectoryWriter(room, greedy),
             )
+            evaluator = Evaluator([held], dispatcher, room, pool, codec)
             work = asyncio.create_task(producer.run())
             try:
                 await body(World(servers, dispatcher, producer, evaluator, stream))
@@ -345,7 +352,7 @@ def test_evaluation_waits_for_the_version_and_scores_every_prompt(run_world):
         world.push(world.servers[0], 2)
         result = await asyncio.wait_for(evaluation, 60)
         assert (result.num_prompts, result.version) == (3, 2)
-        assert [sample.prompt for sample in result.samples] == ["12", "21", "33"]
+        assert [sample.prompt for sample in result.sets[0].samples] == ["12", "21", "33"]
         assert result.score == 0.0
 
     run_world(body, prompts=["12", "21", "33"], max_staleness=0)
@@ -688,7 +695,7 @@ def test_a_held_out_prompt_without_a_score_does_not_count(run_world, tmp_path: P
         world.push(world.servers[0], 0)
         result = await asyncio.wait_for(world.evaluator.evaluate(0), 60)
         # The function gives no value for "11", and fails for "00".
-        assert [sample.prompt for sample in result.samples] == ["22"]
+        assert [sample.prompt for sample in result.sets[0].samples] == ["22"]
         assert (result.num_prompts, result.score) == (1, 1.0)
 
     run_world(

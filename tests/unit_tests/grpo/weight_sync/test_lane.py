@@ -234,6 +234,36 @@ def test_a_lane_reports_the_version_that_was_pushed_though_a_newer_one_has_come(
     run_rig(body)
 
 
+def test_a_held_lane_keeps_its_version_until_it_is_released():
+    async def body(rig: LaneRig) -> None:
+        rig.lane.held_from = 2
+        await rig.versions.begin(1)
+        assert await rig.hears() == ("version", 1)
+        await rig.versions.begin(2)
+        assert await rig.hears() == ("version", 2)
+        await rig.versions.begin(3)
+        await asyncio.sleep(10 * lane_module._HELD_SECONDS)
+        assert (rig.lane.version, rig.heard.empty()) == (2, True)
+        rig.lane.held_from = None
+        assert await rig.hears() == ("version", 3)
+        assert rig.way.asked == ["join", (1, None), (2, None), (3, None)]
+
+    run_rig(body)
+
+
+def test_a_lane_that_waits_for_a_version_when_it_is_held_does_not_take_it():
+    async def body(rig: LaneRig) -> None:
+        await rig.versions.begin(2)
+        assert await rig.hears() == ("version", 2)
+        await asyncio.sleep(lane_module._HELD_SECONDS)  # it waits for the next one by now
+        rig.lane.held_from = 2
+        await rig.versions.begin(3)
+        await asyncio.sleep(5 * lane_module._HELD_SECONDS)
+        assert rig.lane.version == 2
+
+    run_rig(body)
+
+
 def test_a_lost_server_has_no_version_until_it_has_confirmed_the_newest():
     async def body(rig: LaneRig) -> None:
         await rig.versions.begin(1)

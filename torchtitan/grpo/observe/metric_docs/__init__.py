@@ -10,12 +10,13 @@ no table describes.
 from collections.abc import Collection, Iterable
 
 from torchtitan.grpo.observe.metric_docs.entry import Metric, Section
+from torchtitan.grpo.observe.metric_docs.evaluating import EVALUATION
 from torchtitan.grpo.observe.metric_docs.guarding import GUARDING
 from torchtitan.grpo.observe.metric_docs.learning import LEARNING
 from torchtitan.grpo.observe.metric_docs.rollouts import ROLLOUTS
 from torchtitan.grpo.observe.metric_docs.system import SYSTEM
 
-SECTIONS: tuple[Section, ...] = (*ROLLOUTS, *LEARNING, *SYSTEM, *GUARDING)
+SECTIONS: tuple[Section, ...] = (*ROLLOUTS, *LEARNING, *SYSTEM, EVALUATION, *GUARDING)
 
 __all__ = ["SECTIONS", "Metric", "Section", "undescribed"]
 

@@ -27,10 +27,13 @@ class Metric(NamedTuple):
 
     def matches(self, key: str) -> bool:
         """Returns whether a key of a run is this metric's."""
-        parts = re.split(r"\{\w+\}", self.key)
         # An address may contain anything but a slash; a number is digits.
-        between = r"\d+" if "{number}" in self.key else "[^/]+"
-        return re.fullmatch(between.join(map(re.escape, parts)), key) is not None
+        parts = re.split(r"(\{\w+\})", self.key)
+        pattern = "".join(
+            re.escape(part) if i % 2 == 0 else r"\d+" if part == "{number}" else "[^/]+"
+            for i, part in enumerate(parts)
+        )
+        return re.fullmatch(pattern, key) is not None
 
 
 @dataclass(frozen=True)

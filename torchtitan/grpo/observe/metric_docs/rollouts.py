@@ -133,7 +133,7 @@ COUNTS = Section(
         ),
         Metric(
             "rollout/heldout_unscored", "prompts",
-            "Held-out prompts that are too long or got no score in an evaluation.", "0",
+            "Completions of held-out prompts that got no score in an evaluation, those of prompts that are too long included.", "0",
             "The console has the reason of the first.",
         ),
         Metric(
@@ -297,6 +297,13 @@ ENVIRONMENTS = Section(
             "environment/restarted_completions", "completions",
             "Completions begun again because their environment did not repeat its answers.", "0",
             "Make the environment deterministic, or find out why its process ends.",
+        ),
+        Metric(
+            "environment/rewritten_contexts", "turns",
+            "Turns before which the chat template had changed earlier ones, so that they begin a training row of their own "
+            "(`rollout.earlier_turns`).",
+            "0, or each turn but the first if the template leaves out thinking",
+            "If it is not 0 with a template that leaves nothing out, the model writes what the template renders otherwise, such as spaces.",
         ),
     ),
 )  # fmt: skip

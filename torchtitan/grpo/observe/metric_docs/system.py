@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Descriptions of the metrics of time, memory, weight synchronisation and evaluation."""
+"""Descriptions of the metrics of time, memory and weight synchronisation."""
 
 from torchtitan.grpo.observe.metric_docs.entry import Metric, Section
 
 TIME = Section(
     "Time and memory",
-    "A step lasts from the end of the step before to its own end; an evaluation between two steps is not counted.",
+    "A step lasts from the end of the step before to its own end; an evaluation that the run waits for is not counted.",
     (
         Metric("time/step_seconds", "s", "Duration of the step.", "steady", "Read the parts below."),
         Metric(
@@ -117,17 +117,4 @@ PUSH = Section(
     ),
 )  # fmt: skip
 
-EVALUATION = Section(
-    "Evaluation",
-    "Records of `evaluations.jsonl`; its `step` is the version that was evaluated.",
-    (
-        Metric(
-            "evaluation/score", "score", "Mean of `evaluation.function` on held-out prompts, decoded greedily.",
-            "rises", "If it falls while `reward/mean` rises, the reward is exploited: read samples.",
-        ),
-        Metric("evaluation/seconds", "s", "Duration of the evaluation.", "below some steps", "Lower `evaluation.num_prompts`."),
-        Metric("num_prompts", "prompts", "Held-out prompts that received a score.", "all of them", "`rollout_process.log` has the reasons."),
-    ),
-)  # fmt: skip
-
-SYSTEM = (TIME, PUSH, EVALUATION)
+SYSTEM = (TIME, PUSH)

@@ -10,9 +10,10 @@ observations that follow them in the completion; otherwise the completion starts
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from torchtitan.grpo.rollout.environments.conversation import Conversation, Shown
 from torchtitan.grpo.rollout.environments.environment_messages import Observed
 from torchtitan.grpo.rollout.environments.environment_pool import (
     EnvironmentFailed,
@@ -57,6 +58,8 @@ class Episodes:
         pool: Pool in which the environments run.
         codec: The model's tokenizer.
         max_turns: ``rollout.max_turns``.
+        templated: Whether the chat template decides what the model sees of its earlier turns
+            (``rollout.earlier_turns``).
         stop_token_ids: Token ids that end a turn.
         vocab_size: Size of the model's vocabulary, which bounds the token ids of observations.
     """
@@ -67,15 +70,18 @@ class Episodes:
         codec: TextCodec,
         *,
         max_turns: int,
+        templated: bool = False,
         stop_token_ids: Collection[int],
         vocab_size: int,
     ) -> None:
         self.pool, self.codec = pool, codec
         self.max_turns, self.vocab_size = max_turns, vocab_size
+        self.templated = templated
         self.stop_token_ids = frozenset(stop_token_ids)
         self.num_steps = 0
         self.num_replayed = 0
         self.num_restarts = 0
+        self.num_rewritten = 0
         self.step_seconds = 0.0
 
     def open(self, prompt: Prompt) -> "Episode":
@@ -91,6 +97,7 @@ class Episodes:
             "environment/timeouts": float(failures["timeout"]),
             "environment/replayed_turns": float(self.num_replayed),
             "environment/restarted_completions": float(self.num_restarts),
+            "environment/rewritten_contexts": float(self.num_rewritten),
         }
 
 
@@ -102,15 +109,16 @@ class Episode:
         self._num_stepped = 0
         self._num_lost = 0
         self._num_restarts = 0
+        self._conversation = self._begin_conversation()
         # The environment is made while the model writes its first turn.
         self._opening = self._open()
 
-    async def follow(self, whole: Generation, room: int) -> Followed:
+    async def follow(self, whole: Generation, room_behind: Callable[[Generation], int]) -> Followed:
         """Has the environment read the last turn of a completion.
 
         Args:
             whole: Completion so far. It ends with a stop token or at the length limit.
-            room: Number of tokens that may still be appended.
+            room_behind: Returns how many tokens may follow a completion.
 
         Raises:
             EnvironmentFailed: If the completion cannot continue.
@@ -118,7 +126,7 @@ class Episode:
         """
         pool = self._episodes.pool
         try:
-            followed = await self._follow(whole, room)
+            followed = await self._follow(whole, room_behind)
         except Diverged:
             return Followed(self._restart(), is_over=False)
         except EnvironmentFailed as error:
@@ -135,35 +143,40 @@ class Episode:
         if opening.done() and not opening.cancelled() and opening.exception() is None:
             opening.result().close()
 
-    async def _follow(self, whole: Generation, room: int) -> Followed:
+    async def _follow(
+        self, whole: Generation, room_behind: Callable[[Generation], int]
+    ) -> Followed:
         episodes = self._episodes
         turns = turns_of(whole, episodes.stop_token_ids)
-        observation, token_ids = await self._observe(turns)
+        observation, shown = await self._observe(turns)
         whole = _with_reward(whole, observation.reward)
         if observation.is_done:
             return Followed(whole, is_over=True)
         was_cut = whole.finish_reason == "length"
+        longer = replace(whole, finish_reason="length")
+        if shown.token_ids:
+            version = whole.segments[-1].version
+            part = observed(shown.token_ids, version, begins_row=shown.begins_row)
+            longer = joined(whole, part)
         # An observation that no turn can follow is left out.
-        if was_cut or len(turns) >= episodes.max_turns or len(token_ids) >= room:
+        if was_cut or len(turns) >= episodes.max_turns or room_behind(longer) <= 0:
             whole = _with_reward(whole, await self._cut_off(turns))
             return Followed(replace(whole, finish_reason="length"), is_over=True)
-        if not token_ids:
-            return Followed(replace(whole, finish_reason="length"), is_over=False)
-        part = observed(token_ids, whole.segments[-1].version)
-        return Followed(joined(whole, part), is_over=False)
+        episodes.num_rewritten += shown.begins_row
+        return Followed(longer, is_over=False)
 
-    async def _observe(self, turns: list[Turn]) -> tuple[Observed, list[int]]:
+    async def _observe(self, turns: list[Turn]) -> tuple[Observed, Shown]:
         """Has the environment read all turns that it has not read; returns the last observation."""
         while True:
             try:
                 remote = await self._opening
                 while self._num_stepped < len(turns):
                     turn = turns[self._num_stepped]
-                    observation, token_ids = await self._step(remote, turn)
+                    observation, shown = await self._step(remote, turn)
                     self._num_stepped += 1
                     if self._num_stepped == len(turns):
-                        return observation, token_ids
-                    if observation.is_done or token_ids != turn.observed:
+                        return observation, shown
+                    if observation.is_done or shown.token_ids != turn.observed:
                         raise Diverged
                     self._episodes.num_replayed += 1
             except WorkerLost as error:
@@ -171,34 +184,47 @@ class Episode:
             else:  # the last turn ended with an unknown stop token
                 raise Diverged
 
-    async def _step(self, remote: RemoteEnvironment, turn: Turn) -> tuple[Observed, list[int]]:
+    async def _step(self, remote: RemoteEnvironment, turn: Turn) -> tuple[Observed, Shown]:
         episodes = self._episodes
         text = await asyncio.to_thread(episodes.codec.decode, turn.token_ids)
         started = time.monotonic()
         observation = await remote.step(text, turn.token_ids)
         episodes.step_seconds += time.monotonic() - started
         episodes.num_steps += 1
-        return observation, await asyncio.to_thread(self._token_ids, observation, turn)
+        return observation, await asyncio.to_thread(self._show, observation, turn, text)
 
-    def _token_ids(self, observation: Observed, turn: Turn) -> list[int]:
+    def _show(self, observation: Observed, turn: Turn, text: str) -> Shown:
         codec, vocab_size = self._episodes.codec, self._episodes.vocab_size
-        ids = observation.token_ids or []
+        shown = Shown(observation.token_ids or [])
         try:
             if observation.text is not None:
                 ids = codec.encode_observation(
                     observation.text, has_special_tokens=observation.has_special_tokens
                 )
+                shown = Shown(ids)
             elif observation.messages is not None and not observation.is_done:
-                ids = codec.encode_reply(observation.messages, turn.token_ids)
+                if self._conversation is not None:
+                    shown = self._conversation.reply(turn.token_ids, text, observation.messages)
+                else:
+                    shown = Shown(codec.encode_reply(observation.messages, turn.token_ids))
         except ValueError as error:
             raise EnvironmentFailed("bad observation", str(error)) from error
+        ids = shown.token_ids
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise EnvironmentFailed(
                 "bad observation",
                 f"The token ids of an observation must be in [0, {vocab_size}), the model's "
                 f"vocabulary, got {min(ids)} to {max(ids)}.",
             )
-        return ids
+        if self._conversation is not None and observation.messages is None:
+            self._conversation.insert(turn.token_ids, text, ids)
+        return shown
+
+    def _begin_conversation(self) -> Conversation | None:
+        messages = self._prompt.text
+        if not self._episodes.templated or isinstance(messages, str):
+            return None
+        return Conversation(self._episodes.codec, messages)
 
     async def _cut_off(self, turns: list[Turn]) -> float | None:
         while True:
@@ -220,8 +246,12 @@ class Episode:
             raise EnvironmentFailed(
                 "crash", f"The worker processes of one episode have ended {self._num_lost} times."
             ) from error
+        self._open_again()
+
+    def _open_again(self) -> None:
         self.close()
         self._num_stepped = 0
+        self._conversation = self._begin_conversation()
         self._opening = self._open()
 
     def _restart(self) -> None:
@@ -236,9 +266,7 @@ class Episode:
             self._episodes.pool.record_failure(error)
             raise error
         self._episodes.num_restarts += 1
-        self.close()
-        self._num_stepped = 0
-        self._opening = self._open()
+        self._open_again()
 
 
 def _with_reward(whole: Generation, reward: float | None) -> Generation:

@@ -14,7 +14,7 @@ An episode is one completion of a prompt::
 A turn ends with a stop token: one of the model's, one of ``rollout.stop_token_ids``, or one of the
 environment's own ``stop_strings``. The context of the next turn consists of the prompt, the tokens
 exactly as the model wrote them, and the tokens of the observations. Text that the model wrote is
-never tokenised again.
+never tokenised again, unless ``rollout.earlier_turns`` lets the chat template rewrite it.
 """
 
 from collections.abc import Sequence

@@ -52,13 +52,14 @@ def num_turns(generation: Generation | None, stop_token_ids: Collection[int]) ->
     return 0 if generation is None else len(turns_of(generation, stop_token_ids))
 
 
-def observed(token_ids: Sequence[int], version: int) -> Generation:
+def observed(token_ids: Sequence[int], version: int, *, begins_row: bool = False) -> Generation:
     """Returns the tokens of an observation as a part of a completion that is not trained on.
 
     Args:
         token_ids: Token ids of the observation, at least one.
         version: Policy version of the tokens before the observation, which the observation counts
             as having too.
+        begins_row: Whether they are the whole context of the next turn; see `types.NewRows`.
     """
     length = len(token_ids)
     return Generation(
@@ -67,4 +68,5 @@ def observed(token_ids: Sequence[int], version: int) -> Generation:
         finish_reason="length",
         segments=(VersionSegment(version, 0, length),),
         sampled=np.zeros(length, np.bool_),
+        new_rows=((0, length),) if begins_row else (),
     )

@@ -42,7 +42,7 @@ class Attempts:
 
     Attributes:
         num_failed: Number of requests without a usable answer.
-        num_tokens: Number of generated tokens.
+        num_tokens: Number of generated tokens of rollouts.
         last_error: Message of the last failed request. Empty if there was none.
     """
 
@@ -101,7 +101,8 @@ class Attempts:
             raise
         self._consecutive_failures = 0
         server.failures_in_a_row = 0
-        self.num_tokens += len(generation.token_ids)
+        if not job.is_evaluation:
+            self.num_tokens += len(generation.token_ids)
         self._count_cut(server, request, generation)
         return generation
 

@@ -23,17 +23,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.attempts import Attempts, GivenBack, ServersFailing
+from torchtitan.grpo.rollout.serving.completion import Completion
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
 from torchtitan.grpo.rollout.serving.hedging import first_answer, is_overdue
 from torchtitan.grpo.rollout.serving.load_watch import watch_loads
 from torchtitan.grpo.rollout.serving.placement import best_server, holder_of
 from torchtitan.grpo.rollout.serving.requests import Sampling
-from torchtitan.grpo.rollout.serving.server_state import Job, Server
+from torchtitan.grpo.rollout.serving.server_state import Server
 from torchtitan.grpo.types import Generation, Prompt
 
 __all__ = ["Dispatcher", "Server", "ServersFailing"]
@@ -46,25 +46,6 @@ _CLOSE_SECONDS = 0.7
 _LOOK_SECONDS = 0.05
 # Weight of a new completion's length in the running mean of lengths.
 _LENGTH_GAIN = 0.02
-
-
-@dataclass(eq=False)
-class _Completion:
-    """One completion, from submission to its end.
-
-    Attributes:
-        prompt: The prompt to answer.
-        sampling: Sampling settings.
-        floor: Oldest policy version that may generate it.
-        expected_tokens: Number of tokens that are expected to be generated.
-        jobs: Its job on each server that is generating it: none, one, or two if it is hedged.
-    """
-
-    prompt: Prompt
-    sampling: Sampling
-    floor: int
-    expected_tokens: float
-    jobs: dict[Server, Job] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -86,8 +67,9 @@ class Dispatcher:
 
     Attributes:
         servers: All servers by URL.
-        in_flight: Number of completions that were submitted and have not ended, over all servers.
-            A hedged completion counts twice.
+        in_flight: Number of rollouts that were submitted and have not ended, over all servers.
+            A hedged rollout counts twice.
+        in_flight_evaluation: The same of completions of evaluations.
         listeners: Called when a server may have become free or ready.
         num_hedged: Number of completions that were sent to a second server.
         num_hedges_won: Number of those that the second server answered first.
@@ -107,6 +89,7 @@ class Dispatcher:
         drops: DropLog | None = None,
     ) -> None:
         self.in_flight = 0
+        self.in_flight_evaluation = 0
         self.listeners: list[Callable[[], None]] = []
         self.num_hedged = 0
         self.num_hedges_won = 0
@@ -138,7 +121,7 @@ class Dispatcher:
 
     @property
     def num_tokens(self) -> int:
-        """Number of generated tokens."""
+        """Number of generated tokens of rollouts."""
         return self._attempts.num_tokens
 
     @property
@@ -261,7 +244,7 @@ class Dispatcher:
             has_begun: Whether this continues earlier work, which does not wait for room.
         """
         return best_server(
-            self._ready(usable),
+            self.ready(usable),
             num_completions=self._group_size,
             prefer=self.servers.get(prefer) if prefer is not None else None,
             has_begun=has_begun,
@@ -274,6 +257,7 @@ class Dispatcher:
         sampling: Sampling,
         *,
         expected_tokens: float | None = None,
+        allowed: Callable[[Server], bool] | None = None,
     ) -> asyncio.Task[Generation]:
         """Starts one completion on a ready ``server``. It is in flight immediately.
 
@@ -287,6 +271,8 @@ class Dispatcher:
             sampling: Sampling settings.
             expected_tokens: Number of tokens that are expected to be generated, including later
                 segments of the same completion. ``None`` uses the mean of the answers so far.
+            allowed: For a completion of an evaluation, whether a server may generate it. It is not
+                counted among the rollouts, and is not hedged. ``None`` for a rollout.
 
         Returns:
             A task with the completion. It raises :class:`ServerError` if both attempts failed, or
@@ -297,24 +283,24 @@ class Dispatcher:
         if expected_tokens is None:
             longest = float(sampling.max_new_tokens)
             expected_tokens = longest if self._mean_tokens is None else self._mean_tokens
-        completion = _Completion(prompt, sampling, server.version, expected_tokens)
+        completion = Completion(prompt, sampling, server.version, expected_tokens, allowed=allowed)
         self._place(completion, server)
-        self.in_flight += 1
+        self._enter_flight(completion.is_evaluation)
         task = asyncio.create_task(self._complete(completion, server))
         task.add_done_callback(lambda _: self._release(completion))
         return task
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self, *, is_evaluation: bool = False) -> Iterator[None]:
         """Counts a completion as in flight while no server is generating it.
 
         Its environment is working, and no new completion may take its place meanwhile.
         """
-        self.in_flight += 1
+        self._enter_flight(is_evaluation)
         try:
             yield
         finally:
-            self._leave_flight()
+            self._leave_flight(is_evaluation)
 
     async def close(self) -> None:
         """Cancels all completions in flight and notifies the servers, in bounded time."""
@@ -325,38 +311,47 @@ class Dispatcher:
         if requests:
             await asyncio.wait(requests, timeout=_CLOSE_SECONDS)
 
-    def _ready(self, usable: Callable[[int], bool]) -> list[Server]:
+    def ready(self, usable: Callable[[int], bool]) -> list[Server]:
+        """Returns the servers that are READY and have a usable version."""
         return [
             server
             for server in self.servers.values()
             if server.is_ready() and server.version is not None and usable(server.version)
         ]
 
-    def _place(self, completion: _Completion, server: Server) -> None:
-        job = server.begin_job(completion.expected_tokens, completion.prompt.index)
+    def _place(self, completion: Completion, server: Server) -> None:
+        is_evaluation = completion.is_evaluation
+        # The numbers of held-out prompts are not those of groups.
+        group_id = None if is_evaluation else completion.prompt.index
+        job = server.begin_job(completion.expected_tokens, group_id, is_evaluation=is_evaluation)
         completion.jobs[server] = job
 
     def _vacate(
-        self, completion: _Completion, server: Server, num_tokens: int | None = None
+        self, completion: Completion, server: Server, num_tokens: int | None = None
     ) -> None:
         job = completion.jobs.pop(server, None)
         if job is not None:
             server.end_job(job, num_tokens)
 
-    def _release(self, completion: _Completion) -> None:
+    def _release(self, completion: Completion) -> None:
         for server in list(completion.jobs):  # attempts that were cancelled before they began
             self._vacate(completion, server)
-        self._leave_flight()
+        self._leave_flight(completion.is_evaluation)
 
-    def _leave_flight(self) -> None:
-        self.in_flight -= 1
+    def _enter_flight(self, is_evaluation: bool) -> None:
+        self.in_flight += not is_evaluation
+        self.in_flight_evaluation += is_evaluation
+
+    def _leave_flight(self, is_evaluation: bool) -> None:
+        self.in_flight -= not is_evaluation
+        self.in_flight_evaluation -= is_evaluation
         self._changed()
 
     def _changed(self) -> None:
         for listener in self.listeners:
             listener()
 
-    async def _complete(self, completion: _Completion, server: Server) -> Generation:
+    async def _complete(self, completion: Completion, server: Server) -> Generation:
         num_failures = 0
         while True:
             try:
@@ -368,8 +363,8 @@ class Dispatcher:
                 server = await self._next_server(completion, error)
             self._place(completion, server)
 
-    async def _answer(self, completion: _Completion, server: Server) -> Generation:
-        if self._hedge_seconds == 0:
+    async def _answer(self, completion: Completion, server: Server) -> Generation:
+        if self._hedge_seconds == 0 or completion.is_evaluation:
             return await self._attempt(completion, server)
         generation, is_hedge = await first_answer(
             asyncio.create_task(self._attempt(completion, server)),
@@ -379,7 +374,7 @@ class Dispatcher:
         self.num_hedges_won += is_hedge
         return generation
 
-    async def _attempt(self, completion: _Completion, server: Server) -> Generation:
+    async def _attempt(self, completion: Completion, server: Server) -> Generation:
         """Sends one request to a server where the completion has a job, and ends the job."""
         request_id = f"{self._run_id}-{completion.prompt.index}-{next(self._counter)}-"
         request = completion.sampling.request(request_id, completion.prompt)
@@ -391,18 +386,20 @@ class Dispatcher:
             self._vacate(
                 completion, server
             )  # no effect after a success, which has ended the job already
+        if completion.is_evaluation:
+            return generation  # other prompts and settings, so of other lengths
         former = num_tokens if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
 
-    def _hedge(self, completion: _Completion, first: Server) -> asyncio.Task[Generation] | None:
+    def _hedge(self, completion: Completion, first: Server) -> asyncio.Task[Generation] | None:
         """Sends a stalled completion to a second server, or returns ``None`` if it must wait."""
         job, longest = completion.jobs[first], completion.sampling.max_new_tokens
         if not is_overdue(first, job, longest, self._hedge_seconds, time.monotonic()):
             return None
         if self._max_concurrent is not None and self.in_flight >= self._max_concurrent:
             return None
-        others = self._ready(lambda version: version >= completion.floor)
+        others = self.ready(lambda version: version >= completion.floor)
         second = best_server(server for server in others if server is not first)
         if second is None:
             return None
@@ -412,12 +409,12 @@ class Dispatcher:
         )  # fmt: skip
         self.num_hedged += 1
         self._place(completion, second)
-        self.in_flight += 1
+        self._enter_flight(is_evaluation=False)
         task = asyncio.create_task(self._attempt(completion, second))
-        task.add_done_callback(lambda _: self._leave_flight())
+        task.add_done_callback(lambda _: self._leave_flight(is_evaluation=False))
         return task
 
-    async def _next_server(self, completion: _Completion, error: ServerError) -> Server:
+    async def _next_server(self, completion: Completion, error: ServerError) -> Server:
         """Waits for a ready server of at least the completion's version.
 
         Among several, a server that is generating other completions of the same group is preferred,
@@ -425,7 +422,9 @@ class Dispatcher:
         """
         deadline, floor = time.monotonic() + self._request_timeout, completion.floor
         while True:
-            ready = self._ready(lambda version: version >= floor)
+            ready = self.ready(lambda version: version >= floor)
+            if completion.allowed is not None:
+                ready = [server for server in ready if completion.allowed(server)]
             holder = holder_of(completion.prompt.index, ready)
             server = best_server(ready, prefer=holder, has_begun=True)
             if server is not None:

@@ -29,10 +29,6 @@ class Sampling:
     ignore_eos: bool = False
     seed: int | None = None
 
-    def greedy(self) -> "Sampling":
-        """Returns the same settings with greedy decoding."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
-
     def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
         """Returns the same settings with the seed of one request for a sample.
 

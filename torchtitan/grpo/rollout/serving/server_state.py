@@ -6,7 +6,7 @@
 import asyncio
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerLoad
 from torchtitan.grpo.rollout.serving.concurrency import ConcurrencyWindow
@@ -28,13 +28,15 @@ class Job:
         expected_tokens: Expected number of tokens.
         started_at: Start time on the monotonic clock.
         number: Number of the completion in the server's window. ``None`` without a window.
-        group_id: Group of the completion. ``None`` if it is not known.
+        group_id: Group of the completion. ``None`` if it is not known, or in an evaluation.
+        is_evaluation: Whether it belongs to an evaluation, which gets what rollouts leave free.
     """
 
     expected_tokens: float
     started_at: float
     number: int | None = None
     group_id: int | None = None
+    is_evaluation: bool = False
 
     def remaining_tokens(self, now: float, tokens_per_second: float) -> float:
         """Returns the number of tokens still to be generated, at the given speed."""
@@ -83,15 +85,20 @@ class Server:
 
     @property
     def load(self) -> int:
-        """Number of completions in flight on the server."""
-        return len(self.jobs)
+        """Number of rollouts in flight on the server."""
+        return len(self.jobs) - self.num_evaluated
+
+    @property
+    def num_evaluated(self) -> int:
+        """Number of completions of evaluations in flight on the server."""
+        return sum(job.is_evaluation for job in self.jobs)
 
     def is_ready(self) -> bool:
         """Returns whether the server is attested and not in the pause after a failure."""
         return self.version is not None and time.monotonic() >= self.retry_at
 
     def free_places(self) -> float:
-        """Returns how many more completions fit into the window, at most 0 if it is full."""
+        """Returns how many more rollouts fit into the window, at most 0 if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
 
     def remaining_tokens(self) -> float:
@@ -113,10 +120,16 @@ class Server:
 
     # -- its work ---------------------------------------------------------------------
 
-    def begin_job(self, expected_tokens: float, group_id: int | None = None) -> Job:
-        """Adds a completion in flight."""
-        number = None if self.window is None else self.window.begin()
-        job = Job(expected_tokens, time.monotonic(), number, group_id)
+    def begin_job(
+        self,
+        expected_tokens: float,
+        group_id: int | None = None,
+        *,
+        is_evaluation: bool = False,
+    ) -> Job:
+        """Adds a completion in flight. The window counts those of rollouts alone."""
+        number = None if self.window is None or is_evaluation else self.window.begin()
+        job = Job(expected_tokens, time.monotonic(), number, group_id, is_evaluation)
         self.jobs.add(job)
         return job
 
@@ -179,6 +192,9 @@ class Server:
     def report(self, load: ServerLoad | None) -> None:
         """Records the load that the server reports, or ``None`` if it is unknown."""
         self.reported = load
+        if load is not None:
+            # Rollouts are not held back because completions of an evaluation wait.
+            load = replace(load, waiting=max(0, load.waiting - self.num_evaluated))
         if self.window is not None:
             self.window.report(load, self.load)
 

@@ -86,7 +86,7 @@ def opened(model: Path, tmp_path: Path):
         )
         codec = make_codec(config)
         stream, _ = open_prompts(config, codec, [])
-        prompts = [stream.next(), *open_held_out(config, codec, DropLog(None))]
+        prompts = [stream.next(), *open_held_out(config, codec, DropLog(None))["heldout"]]
         stream.close()
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         return [

@@ -128,7 +128,8 @@ def test_set_without_a_short_prompt_is_refused_before_training(model, codec, pat
 def test_held_out_prompts_are_read_once_and_their_file_is_closed(model, codec, paths):
     held_out = Evaluation(path=paths[0], num_prompts=3)
     config = process_config(model, Prompts(path=paths[0]), evaluation=held_out)
-    assert [prompt.text for prompt in open_held_out(config, codec, DropLog())] == ["0", "1", "2"]
+    (opened,) = open_held_out(config, codec, DropLog()).values()
+    assert [prompt.text for prompt in opened] == ["0", "1", "2"]
     assert num_open(paths) == 0
 
 

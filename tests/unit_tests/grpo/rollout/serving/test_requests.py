@@ -38,7 +38,6 @@ def test_each_part_of_each_sample_of_each_prompt_has_a_seed_of_its_own():
 def test_without_a_seed_the_servers_numbers_are_used():
     sampling = replace(SAMPLING, seed=None)
     assert sampling.of_sample(PROMPT, 0, 0).seed is None
-    assert SAMPLING.greedy().seed is None
 
 
 @pytest.mark.parametrize(("client", "name"), [(sglang, "sampling_seed"), (vllm, "seed")])

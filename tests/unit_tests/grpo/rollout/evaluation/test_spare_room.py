@@ -1,0 +1,177 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Evaluations get the places that rollouts leave free, and rollouts notice nothing of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.inference.client import InferenceClient, ServerLoad
+from torchtitan.grpo.rollout.evaluation import SpareRoom
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, VersionSegment
+
+SAMPLING = Sampling(8, 16, 1.0, 1.0, -1, (1,))
+PROMPT = Prompt(0, "abc", np.arange(3, dtype=np.int32), {})
+MOST_ROLLOUTS = 8
+
+
+class Holding(InferenceClient):
+    """Answers with four tokens once it is told to."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.go_on = asyncio.Event()
+        self.num_asked = 0
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.num_asked += 1
+        await self.go_on.wait()
+        ids = np.ones(4, np.int32)
+        segments = (VersionSegment(0, 0, 4),)
+        return Generation(ids, -np.ones(4, np.float32), "stop", segments)
+
+    async def _none(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server only generates")
+
+    abort = health = load = version = num_workers = pause = resume = _none
+    describe = join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
+
+
+Body = Callable[[Dispatcher, SpareRoom, list[Holding]], Awaitable[None]]
+
+
+@pytest.fixture
+def run():
+    def run(body: Body, *, num_servers: int = 1, max_concurrent: int = 0, **settings: Any) -> None:
+        async def main() -> None:
+            clients = [Holding(f"http://{name}") for name in "abc"[:num_servers]]
+            dispatcher = Dispatcher(
+                clients,
+                vocab_size=100,
+                request_timeout_seconds=20.0,
+                max_consecutive_failures=8,
+                max_concurrent_rollouts=MOST_ROLLOUTS,
+                **settings,
+            )
+            for client in clients:
+                dispatcher.set_version(client.url, 0)
+            room = SpareRoom(dispatcher, max_concurrent, MOST_ROLLOUTS)
+            await body(dispatcher, room, clients)
+            await dispatcher.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+def fill(places: Dispatcher | SpareRoom, limit: int = 99) -> list[asyncio.Task[Generation]]:
+    """Starts as many completions as there are places."""
+    started = []
+    while len(started) < limit and (server := places.choose(lambda version: True)) is not None:
+        started.append(places.submit(PROMPT, server, SAMPLING))
+    return started
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_an_evaluation_takes_what_rollouts_leave_free(run, adaptive: bool):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        fill(dispatcher, 3)
+        evaluated = fill(room)
+        assert len(evaluated) == MOST_ROLLOUTS - 3
+        assert (dispatcher.in_flight, dispatcher.in_flight_evaluation) == (3, 5)
+        # Of rollouts there are as many as without an evaluation.
+        (server,) = dispatcher.servers.values()
+        assert server.free_places() == (MOST_ROLLOUTS - 3 if adaptive else float("inf"))
+        assert len(fill(dispatcher, 5)) == 5
+        assert dispatcher.in_flight == MOST_ROLLOUTS
+        clients[0].go_on.set()
+        await asyncio.gather(*evaluated)
+        await asyncio.sleep(0)
+        assert dispatcher.in_flight_evaluation == 0
+
+    run(body, adaptive_concurrency=adaptive)
+
+
+def test_behind_rollouts_that_fill_all_servers_a_few_are_always_in_flight(run):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        fill(dispatcher)
+        assert dispatcher.in_flight == MOST_ROLLOUTS
+        assert len(fill(room)) == 2  # a sixteenth of 32
+
+    run(body, max_concurrent=32)
+
+
+def test_no_more_are_in_flight_than_allowed(run):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        assert len(fill(room)) == 3
+
+    run(body, max_concurrent=3)
+
+
+def test_a_server_with_a_queue_or_full_memory_gets_none(run):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        servers = list(dispatcher.servers.values())
+        servers[0].report(ServerLoad(running=1, waiting=2))
+        servers[1].report(ServerLoad(running=1, waiting=0, kv_use=0.95))
+        fill(room, 1)  # the one that is always allowed
+        assert {client.url for client in chosen(room)} == {"http://c"}
+
+    def chosen(room: SpareRoom) -> list[Server]:
+        found = []
+        while (server := room.choose(lambda version: True)) is not None and len(found) < 4:
+            found.append(server)
+            room.submit(PROMPT, server, SAMPLING)
+        return found
+
+    run(body, num_servers=3, max_concurrent=8)
+
+
+def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_rollouts(run):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        (server,) = dispatcher.servers.values()
+        assert server.window is not None
+        fill(room)
+        for _ in range(3):
+            server.report(ServerLoad(running=0, waiting=server.num_evaluated))
+        assert server.window.num_cuts == 0
+        for _ in range(3):
+            server.report(ServerLoad(running=0, waiting=server.num_evaluated + 4))
+        assert server.window.num_cuts == 1
+
+    run(body)
+
+
+def test_a_pinned_server_alone_is_asked_until_it_is_gone(run):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        room.pin(["http://b"])
+        evaluated = fill(room, 3)
+        assert {job.is_evaluation for job in dispatcher.servers["http://b"].jobs} == {True}
+        assert dispatcher.servers["http://a"].jobs == set()
+        assert len(evaluated) == 3
+        dispatcher.set_lost("http://b", "gone")
+        clients[0].go_on.set()
+        await asyncio.gather(*evaluated)  # generated again, by the other one
+        assert clients[0].num_asked == 3
+        assert room.choose(lambda version: True) is dispatcher.servers["http://a"]
+
+    run(body, num_servers=2)
+
+
+def test_evaluations_are_neither_hedged_nor_counted_as_tokens_of_rollouts(run):
+    async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
+        room.pin(["http://a"])
+        (evaluated,) = fill(room, 1)
+        await asyncio.sleep(0.3)
+        assert (dispatcher.num_hedged, clients[1].num_asked) == (0, 0)
+        clients[0].go_on.set()
+        await evaluated
+        assert dispatcher.num_tokens == 0
+
+    run(body, num_servers=2, hedge_seconds=0.05)

@@ -1,0 +1,226 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Episodes under a chat template that leaves out the thinking of earlier turns."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.data.rollout_rows import sequences_of
+from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.rollout.environments import EnvironmentPool, Episodes
+from torchtitan.grpo.rollout.scoring import read_ids
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.types import GenerateRequest, Generation, Prompt, Rollout, VersionSegment
+
+EOS = 1
+# What stands in braces is thinking.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:"
+    "{% if m.role == 'assistant' %}{{ m.content.split('}')[-1] }}<eos>"
+    "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+ENVIRONMENT = """
+from torchtitan.grpo.rollout.environments import Observation
+
+class Counting:
+    def __init__(self, **options):
+        self.number = 0
+
+    async def reset(self, prompt):
+        self.words = prompt.columns.get("words", "")
+
+    async def step(self, text, token_ids):
+        self.number += 1
+        if self.number == 3:
+            return Observation(is_done=True, reward=1.0)
+        if self.words and self.number == 1:
+            return Observation(text=self.words)
+        return Observation(messages=[{"role": "user", "content": f"[{self.number}]"}])
+"""
+TURNS = ["{12}3<eos>", "4<eos>", "{5}6<eos>"]
+
+
+class Server(InferenceClient):
+    """Writes the turns one after another, and keeps the contexts that it was sent."""
+
+    def __init__(self, codec: TextCodec, turns: list[str]) -> None:
+        self.url = "http://a"
+        self.codec, self.turns = codec, [codec.encode(turn) for turn in turns]
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        turn = self.turns[len(self.seen)]
+        self.seen.append((list(request.prompt_ids), turn))
+        logprobs = -np.arange(1, len(turn) + 1, dtype=np.float32)
+        segments = (VersionSegment(0, 0, len(turn)),)
+        return Generation(np.array(turn, np.int32), logprobs, "stop", segments)
+
+    async def _none(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server only generates")
+
+    abort = health = load = version = num_workers = pause = resume = _none
+    describe = join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
+
+    @property
+    def contexts(self) -> list[str]:
+        return [self.codec.decode_exactly(context) for context, _ in self.seen]
+
+
+@pytest.fixture
+def codec(repository: Path, tmp_path: Path) -> TextCodec:
+    model = tmp_path / "model"
+    shutil.copytree(repository / "assets/reverse_digits/model", model)
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    return TextCodec(str(model), [EOS])
+
+
+def play(
+    codec: TextCodec,
+    tmp_path: Path,
+    turns: list[str],
+    *,
+    templated: bool,
+    max_total: int = 200,
+    max_new: int = 100,
+    columns: dict[str, Any] | None = None,
+    begun: Generation | None = None,
+) -> tuple[Generation, Server, dict[str, float]]:
+    """Plays one episode; returns the completion, the server, and the metrics."""
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+
+    async def main() -> tuple[Generation, Server, dict[str, float]]:
+        pool = EnvironmentPool(f"{tmp_path / 'mine.py'}:Counting", {})
+        server = Server(codec, turns)
+        dispatcher = Dispatcher(
+            [server], vocab_size=128, request_timeout_seconds=30, max_consecutive_failures=9
+        )
+        dispatcher.set_version(server.url, 0)
+        try:
+            await pool.start()
+            episodes = Episodes(
+                pool, codec, max_turns=8, templated=templated, stop_token_ids=(EOS,), vocab_size=128
+            )
+            sampling = Sampling(max_new, max_total, 1.0, 1.0, -1, (EOS,))
+            writer = TrajectoryWriter(dispatcher, sampling, episodes=episodes)
+            messages = [{"role": "user", "content": "7"}]
+            ids = np.array(codec.encode_chat(messages), np.int32)
+            chosen = dispatcher.choose(lambda version: True)
+            assert chosen is not None
+            prompt = Prompt(0, messages, ids, columns or {})
+            whole = await writer.start(prompt, chosen, begun=begun).task
+            return whole, server, episodes.metrics()
+        finally:
+            await pool.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def rollout(codec: TextCodec, whole: Generation) -> Rollout:
+    prompt = np.array(codec.encode("u:7;a:"), np.int32)
+    return Rollout(
+        prompt, whole.token_ids, whole.logprobs, whole.segments, whole.finish_reason, "", 1.0,
+        sampled=whole.sampled, new_rows=whole.new_rows,
+    )  # fmt: skip
+
+
+def test_a_turn_behind_a_rewritten_context_begins_a_row_and_others_do_not(codec, tmp_path):
+    whole, server, metrics = play(codec, tmp_path, TURNS, templated=True)
+    assert server.contexts == [
+        "u:7;a:",
+        "u:7;a:3<eos>u:[1];a:",
+        "u:7;a:3<eos>u:[1];a:4<eos>u:[2];a:",
+    ]
+    assert metrics["environment/rewritten_contexts"] == 1
+    rows = sequences_of(rollout(codec, whole))
+    texts = [
+        (codec.decode_exactly(r.prompt_ids), codec.decode_exactly(r.completion_ids)) for r in rows
+    ]
+    assert texts == [
+        ("u:7;a:", "{12}3<eos>"),
+        ("u:7;a:3<eos>u:[1];a:", "4<eos>u:[2];a:{5}6<eos>"),
+    ]
+    assert [row.part for row in rows] == [0, 1]
+    # The reward functions get each turn once.
+    assert codec.decode_exactly(read_ids(whole)) == "{12}3<eos>4<eos>u:[2];a:{5}6<eos>"
+
+
+def test_every_trained_token_stands_behind_what_the_server_saw(codec, tmp_path):
+    whole, server, _ = play(codec, tmp_path, TURNS, templated=True)
+    trained = set()
+    for row in sequences_of(rollout(codec, whole)):
+        ids = [*row.prompt_ids.tolist(), *row.completion_ids.tolist()]
+        is_trained = (
+            row.sampled if row.sampled is not None else np.ones(len(row.completion_ids), bool)
+        )
+        for i in np.flatnonzero(is_trained):
+            position = len(row.prompt_ids) + int(i)
+            trained.add((tuple(ids[:position]), ids[position], float(row.generator_logprobs[i])))
+    served = {
+        ((*context, *turn[:i]), turn[i], -float(i + 1))
+        for context, turn in server.seen
+        for i in range(len(turn))
+    }
+    assert trained == served
+
+
+def test_as_written_the_model_sees_its_thinking_and_there_is_one_row(codec, tmp_path):
+    whole, server, metrics = play(codec, tmp_path, TURNS, templated=False)
+    assert server.contexts[2] == "u:7;a:{12}3<eos>u:[1];a:4<eos>u:[2];a:"
+    assert (whole.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
+    assert len(sequences_of(rollout(codec, whole))) == 1
+
+
+def test_without_thinking_nothing_is_rewritten(codec, tmp_path):
+    turns = ["3<eos>", "4<eos>", "6<eos>"]
+    templated, _, metrics = play(codec, tmp_path, turns, templated=True)
+    written, _, _ = play(codec, tmp_path, turns, templated=False)
+    assert (templated.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
+    assert templated.token_ids.tolist() == written.token_ids.tolist()
+
+
+def test_text_that_is_put_behind_a_turn_belongs_to_the_same_message(codec, tmp_path):
+    """The first answer is text: the message goes on, and is rendered as one."""
+    turns = ["{1}2<eos>", "{3}4<eos>", "5<eos>"]
+    _, server, _ = play(codec, tmp_path, turns, templated=True, columns={"words": "(ok)"})
+    assert server.contexts == [
+        "u:7;a:",
+        "u:7;a:{1}2<eos>(ok)",
+        "u:7;a:4<eos>u:[2];a:",
+    ]
+
+
+def test_each_row_has_room_of_its_own_and_contexts_do_not_count_as_written(codec, tmp_path):
+    # The first row takes 6 + 6 tokens and the second 17 + 10, so both fit into 27.
+    whole, _, _ = play(codec, tmp_path, TURNS, templated=True, max_total=34, max_new=40)
+    assert whole.finish_reason == "stop"
+    longest = max(row.num_tokens for row in sequences_of(rollout(codec, whole)))
+    assert longest <= 34 < 6 + len(whole.token_ids)
+    # No row may be longer: here the second context does not fit any more.
+    cut, server, metrics = play(codec, tmp_path, TURNS, templated=True, max_total=16, max_new=40)
+    assert (cut.finish_reason, len(server.seen)) == ("length", 1)
+    assert (cut.new_rows, metrics["environment/rewritten_contexts"]) == ((), 0)
+
+
+def test_an_episode_that_goes_on_after_a_resume_has_the_same_rows(codec, tmp_path):
+    whole, _, _ = play(codec, tmp_path, TURNS, templated=True)
+    turn = len(codec.encode(TURNS[0]))
+    begun = Generation(
+        whole.token_ids[:turn], whole.logprobs[:turn], "stop", (VersionSegment(0, 0, turn),)
+    )
+    again, server, _ = play(codec, tmp_path, TURNS[1:], templated=True, begun=begun)
+    assert server.contexts[0] == "u:7;a:3<eos>u:[1];a:"
+    assert again.token_ids.tolist() == whole.token_ids.tolist()
+    assert again.new_rows == whole.new_rows

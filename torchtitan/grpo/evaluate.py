@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""``torchtitan-grpo evaluate X.toml``: the evaluation of a run, without training.
+
+Launched servers load the weights that are named; servers at ``inference.urls`` are asked as they are.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.config_checks import check_model
+from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.controller import process_config
+from torchtitan.grpo.inference.local_servers import set_random_keys
+from torchtitan.grpo.inference.urls import named_urls
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hub import locate_models
+from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
+from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
+from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
+from torchtitan.grpo.rollout.process import first_cause
+from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.types import PromptProgress
+
+FOLDER = "evaluate"
+"""Folder in the dump folder with one folder for each set of weights that was evaluated."""
+RESULT_FILE = "evaluation.json"
+SAMPLES_FILE = "evaluation_samples.jsonl"
+_STOPPED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Attributes:
+        model: Hugging Face directory of the weights, or of their tokenizer if servers have them.
+        name: Name of the folder in which everything is written.
+        described: What it is, for the console and the result.
+    """
+
+    model: HFModel
+    name: str
+    described: str
+
+
+def options() -> argparse.ArgumentParser:
+    """Returns the parser of what the command takes beside settings."""
+    parser = argparse.ArgumentParser(prog="torchtitan-grpo evaluate", allow_abbrev=False)
+    parser.add_argument("--model", help="Hugging Face directory, or name on the Hub, to evaluate")
+    parser.add_argument(
+        "--checkpoint", help="checkpoint of the run to evaluate: a step, newest, or a folder"
+    )
+    parser.add_argument("--output", type=Path, help="where the JSON with the result is written")
+    return parser
+
+
+def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Evaluates and prints a table; returns the exit status.
+
+    Args:
+        given: The parsed :func:`options`.
+        arguments: Settings, as of the ranks of a run.
+
+    Raises:
+        ConfigError: If the configuration, the model or the checkpoint cannot be used.
+    """
+    config = load_config(list(arguments))
+    try:
+        _check(config, given)
+        subject = _subject(config, given)
+        check_model(config, subject.model)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    folder = Path(config.job.dump_folder) / FOLDER / subject.name
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"Evaluating {subject.described}.", file=sys.stderr, flush=True)
+    set_random_keys(config.inference, os.environ)
+    try:
+        result, servers = asyncio.run(_run(_session_config(config, subject.model, folder)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("The evaluation was stopped.", file=sys.stderr)
+        return _STOPPED
+    except (BaseExceptionGroup, ValueError, RuntimeError, TimeoutError) as error:
+        cause = first_cause(error)
+        if not isinstance(cause, ValueError | RuntimeError | TimeoutError):
+            raise
+        print(f"error: {cause}", file=sys.stderr)
+        return 1
+    target = given.output or folder / RESULT_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    record = _record(config, subject, result, servers)
+    target.write_text(json.dumps(record, indent=2) + "\n")
+    with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
+        file.writelines(
+            json.dumps(sample, ensure_ascii=False) + "\n" for sample in sample_records(result)
+        )
+    Console(soft_wrap=True).print(table(result))
+    print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
+    return 0
+
+
+def table(result: EvaluationResult) -> Table:
+    """Returns the figures as a table, a row for each set."""
+    ks = sorted({k for of_set in result.sets for k in of_set.pass_at})
+    made = Table(box=None, pad_edge=False)
+    made.add_column("set")
+    made.add_column("function")
+    for name in ("score", *(f"pass@{k}" for k in ks), "tokens", "longest", "cut", "prompts", "n"):
+        made.add_column(name, justify="right")
+    for of_set in result.sets:
+        passed = [of_set.pass_at.get(k) for k in ks]
+        made.add_row(
+            of_set.name,
+            of_set.function,
+            f"{of_set.score:.4f}",
+            *("" if value is None else f"{value:.4f}" for value in passed),
+            f"{of_set.length_mean:.1f}",
+            str(of_set.length_max),
+            f"{of_set.cut_fraction:.1%}",
+            str(of_set.num_prompts),
+            f"{of_set.num_completions / of_set.num_prompts:.3g}",
+        )
+    return made
+
+
+def _check(config: JobConfig, given: argparse.Namespace) -> None:
+    if not evaluation_sets(config.evaluation):
+        raise ConfigError(
+            "evaluation.path must name held-out prompts, or evaluation.sets several sets of them, got "
+            "nothing to evaluate."
+        )
+    if given.model and given.checkpoint:
+        raise ConfigError(
+            f"--model and --checkpoint name different weights, got {given.model} and "
+            f"{given.checkpoint}. Give one of them."
+        )
+    named = given.model or given.checkpoint
+    if named and not config.inference.launch:
+        raise ConfigError(
+            f"{'--model' if given.model else '--checkpoint'} {named} needs inference.launch = true: "
+            "servers that run already are evaluated with the weights that they serve. Start servers "
+            "on these weights, or let this command launch them (--inference.launch)."
+        )
+
+
+def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
+    """Finds the weights, and writes those of a checkpoint as a Hugging Face directory."""
+    if given.model:
+        config.model.hf_assets_path = given.model
+    for note in locate_models(config):
+        print(note, file=sys.stderr)
+    model = read_hf_model(config.model.hf_assets_path)
+    if given.checkpoint:
+        folder = find_checkpoint(config, given.checkpoint)
+        target = Path(config.job.dump_folder) / FOLDER / folder.name / "model"
+        export_checkpoint(config, model, folder, target)
+        return Subject(read_hf_model(str(target)), folder.name, f"the checkpoint {folder}")
+    if not config.inference.launch:
+        urls = ", ".join(named_urls(config.inference)) or "that register themselves"
+        return Subject(model, "servers", f"what the servers {urls} serve")
+    return Subject(model, f"model-{model.path.name}", f"the model in {model.path}")
+
+
+def _session_config(config: JobConfig, model: HFModel, folder: Path) -> RolloutProcessConfig:
+    # No rank trains here, so servers may have every GPU.
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = "0"
+    try:
+        made = process_config(config, model, 0, PromptProgress(), "")
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+    return replace(made, dump_folder=str(folder), saved_rollouts=None, monitor_host="")
+
+
+async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str]]:
+    session = EvaluationSession(config, lambda text: print(text, file=sys.stderr, flush=True))
+    working = asyncio.current_task()
+    assert working is not None
+    # What was started must end with the command, also if a scheduler ends it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    try:
+        await session.open()
+        return await session.evaluate(), [server.url for server in session.servers]
+    finally:
+        await session.close()
+
+
+def _record(
+    config: JobConfig, subject: Subject, result: EvaluationResult, servers: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the content of the result's file."""
+    settings = evaluation_sets(config.evaluation)
+    return {
+        "evaluated": subject.described,
+        "model": str(subject.model.path),
+        "servers": list(servers),
+        "version": result.version,
+        **evaluation_metrics(result),
+        "num_prompts": result.num_prompts,
+        "sets": {name: asdict(of_set) for name, of_set in settings.items()},
+    }

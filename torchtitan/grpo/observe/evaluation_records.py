@@ -1,0 +1,74 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What is written and printed of an evaluation, the same in a run and without one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.grpo.rollout.results import EvaluationResult, SetResult
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Returns the metrics of an evaluation: those of each set, and those of all together."""
+    metrics = {
+        "evaluation/score": result.score,
+        "evaluation/seconds": result.seconds,
+        "evaluation/newest_version": float(result.newest_version),
+        "evaluation/mixed_fraction": result.mixed_fraction,
+    }
+    for of_set in result.sets:
+        for name, value in _set_metrics(of_set).items():
+            metrics[f"evaluation/{of_set.name}/{name}"] = float(value)
+    return metrics
+
+
+def sample_records(result: EvaluationResult) -> Iterator[dict[str, Any]]:
+    """Yields the records of ``evaluation_samples.jsonl``: one for each kept prompt."""
+    for of_set in result.sets:
+        for prompt in of_set.samples:
+            yield {
+                "step": result.version,
+                "set": of_set.name,
+                "row": prompt.index,
+                "prompt": prompt.prompt,
+                "completions": [
+                    {
+                        "text": completion.text,
+                        "score": completion.score,
+                        "num_tokens": completion.num_tokens,
+                        "finish_reason": completion.finish_reason,
+                        "versions": sorted({completion.oldest_version, completion.newest_version}),
+                    }
+                    for completion in prompt.completions
+                ],
+            }
+
+
+def evaluation_lines(result: EvaluationResult) -> Iterator[str]:
+    """Yields a line for each set, for the console."""
+    for of_set in result.sets:
+        name = "" if len(result.sets) == 1 else f" {of_set.name},"
+        passed = "".join(f", pass@{k} {value:.3f}" for k, value in of_set.pass_at.items())
+        yield (
+            f"held-out{name} {of_set.function} at step {result.version}: {of_set.score:.3f}{passed} "
+            f"({of_set.num_prompts} prompts, {of_set.cut_fraction:.0%} of the completions cut, "
+            f"{result.seconds:.1f} s)"
+        )
+    if result.mixed_fraction > 0:
+        yield (
+            f"{result.mixed_fraction:.0%} of these completions have tokens of newer weights, of up "
+            f"to step {result.newest_version}, which the servers took meanwhile"
+        )
+
+
+def _set_metrics(of_set: SetResult) -> dict[str, float]:
+    return {
+        "score": of_set.score,
+        **{f"pass_at_{k}": value for k, value in of_set.pass_at.items()},
+        "length_mean": of_set.length_mean,
+        "length_max": of_set.length_max,
+        "cut_fraction": of_set.cut_fraction,
+        "num_prompts": of_set.num_prompts,
+        "num_completions": of_set.num_completions,
+    }

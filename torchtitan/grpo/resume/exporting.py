@@ -1,0 +1,102 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Writes the model of a checkpoint as a Hugging Face directory, in one process and without training."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel, ModelError
+from torchtitan.grpo.models.hf_weights import named_parameters, write_hf
+from torchtitan.grpo.resume.checkpoint_files import (
+    METADATA_FILE,
+    damaged_files,
+    is_whole,
+    quick_problem,
+)
+from torchtitan.grpo.run_folder.contents import steps_in
+from torchtitan.grpo.training.weights_check import build_without_memory
+
+
+def find_checkpoint(config: JobConfig, named: str) -> Path:
+    """Returns the folder of a checkpoint of the run in ``job.dump_folder``.
+
+    Args:
+        config: Configuration of the run.
+        named: ``newest``, the number of a step, or a folder.
+
+    Raises:
+        ModelError: If there is no such checkpoint, or it is not whole.
+    """
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    steps = [step for step in steps_in(folder) if is_whole(folder / f"step-{step}")]
+    if named == "newest" or named.isdecimal():
+        step = (steps[-1] if steps else None) if named == "newest" else int(named)
+        if step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
+            raise ModelError(
+                f"--checkpoint must name a checkpoint of the run in job.dump_folder, got {named}. "
+                f"{folder} holds whole checkpoints of the steps: {listed}."
+            )
+        found = folder / f"step-{step}"
+    else:
+        found = Path(named)
+    if not (found / METADATA_FILE).is_file():
+        raise ModelError(
+            f"--checkpoint must be a checkpoint folder with a {METADATA_FILE}, which is written when "
+            f"it is whole, or a step, or newest, got {named}. --model takes a Hugging Face directory."
+        )
+    problem = quick_problem(found)
+    damaged = [problem] if problem else list(damaged_files(found))
+    if damaged:
+        raise ModelError(f"The checkpoint {found} is damaged: {'; '.join(damaged[:3])}.")
+    return found
+
+
+def export_checkpoint(config: JobConfig, model: HFModel, folder: Path, target: Path) -> None:
+    """Writes the model of a checkpoint as a Hugging Face directory, in ``export_dtype``.
+
+    The optimizer's state is not read. The whole model must fit into host memory.
+
+    Args:
+        config: Configuration of the run that wrote the checkpoint.
+        model: The directory with its config and tokenizer. Building the model changes its arguments.
+        folder: The checkpoint.
+        target: Directory to create. An existing one is replaced.
+
+    Raises:
+        ModelError: If the checkpoint holds another model.
+    """
+    dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
+    built, adapter_of = build_without_memory(config, model)
+    state = {
+        name: torch.empty(parameter.shape, dtype=dtype)
+        for name, parameter in named_parameters([built])
+    }
+    try:
+        with warnings.catch_warnings():
+            # It warns that it loads in a single process, which is what is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    except (CheckpointException, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(
+            f"The checkpoint {folder} must hold the model of model.hf_assets_path ({model.path}): "
+            f"{str(error).strip()[-300:]}"
+        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_hf(_hf_tensors(state, adapter_of(str(model.path))), model.path, target, dtype)
+
+
+def _hf_tensors(
+    state: dict[str, torch.Tensor], adapter: BaseStateDictAdapter
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in state.items():
+        yield from adapter.to_hf({name: tensor}).items()

@@ -1,0 +1,46 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The evaluation that rank 0 has requested and whose result it has not taken yet."""
+
+from collections.abc import Sequence
+
+from torchtitan.grpo.rollout.link_messages import Answer, Evaluate, EvaluationDone
+from torchtitan.grpo.rollout.results import EvaluationResult
+
+
+class AwaitedEvaluation:
+    """Matches the answer of an evaluation with its request. There is at most one request at a time.
+
+    Attributes:
+        request: The request; ``None`` if no evaluation is awaited.
+    """
+
+    def __init__(self) -> None:
+        self.request: Evaluate | None = None
+        self._num_requests = 0
+
+    def make_request(self, version: int, pinned: Sequence[str]) -> Evaluate:
+        """Returns a new request, which is awaited from now on."""
+        assert self.request is None, "evaluations are requested one after another"
+        self._num_requests += 1
+        self.request = Evaluate(self._num_requests, version, list(pinned))
+        return self.request
+
+    def take_from(self, answers: list[tuple[Answer, list[bytes]]]) -> EvaluationResult | None:
+        """Removes the answers to evaluations from a list; returns the result that was awaited.
+
+        A request that was renewed after the process was killed may be answered twice.
+        """
+        found = [answer for answer, _ in answers if isinstance(answer, EvaluationDone)]
+        answers[:] = [each for each in answers if not isinstance(each[0], EvaluationDone)]
+        for done in found:
+            if self.request is not None and done.request_id == self.request.request_id:
+                self.request = None
+                return done.result
+        return None
+
+    def describe(self) -> str:
+        """Describes the request for messages about waiting for it."""
+        assert self.request is not None, "an evaluation must be requested first"
+        return f"evaluate version {self.request.version}"

@@ -1,0 +1,220 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Evaluates held-out prompts on the servers that also generate the rollouts."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.environments import EnvironmentFailed
+from torchtitan.grpo.rollout.evaluation.figures import summarise_set
+from torchtitan.grpo.rollout.evaluation.held_out import HeldOut
+from torchtitan.grpo.rollout.evaluation.spare_room import SpareRoom
+from torchtitan.grpo.rollout.results import (
+    EvaluatedCompletion,
+    EvaluatedPrompt,
+    EvaluationResult,
+)
+from torchtitan.grpo.rollout.scoring import environment_columns, prompt_text, read_ids
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher, Server
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Generation, Prompt
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.2
+
+_Scoring = asyncio.Task[EvaluatedPrompt | None]
+
+
+class Evaluator:
+    """Evaluates fixed sets of prompts whenever it is called, once at a time.
+
+    Args:
+        sets: The sets, at least one. Their writers must take their places from ``room``.
+        dispatcher: The servers.
+        room: Gives completions the places that rollouts leave free.
+        pool: Runs the reward functions.
+        codec: Tokenizer of the model.
+        drops: Counts and announces completions that get no score.
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[HeldOut],
+        dispatcher: Dispatcher,
+        room: SpareRoom,
+        pool: RewardPool,
+        codec: TextCodec,
+        drops: DropLog | None = None,
+    ) -> None:
+        self._sets = sets
+        self._dispatcher, self._room = dispatcher, room
+        self._pool = pool
+        self._codec = codec
+        self._drops = drops or DropLog()
+        self._has_changed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        dispatcher.listeners.append(self._has_changed.set)
+
+    async def evaluate(self, version: int, pinned: Collection[str] = ()) -> EvaluationResult:
+        """Evaluates once servers serve ``version`` or a newer one.
+
+        A completion is left out, with a warning, if generation or scoring failed or if its score
+        is ``None``.
+
+        Args:
+            version: Oldest policy version that may generate a completion.
+            pinned: URLs of servers that alone generate them, as long as one of them is there.
+
+        Raises:
+            RuntimeError: If no completion of a set received a score.
+        """
+        async with self._turn:
+            started = time.monotonic()
+            self._room.pin(pinned)
+            # In a task group, a failed completion also interrupts the loop that starts the others.
+            async with asyncio.TaskGroup() as group:
+                of_sets = [await self._start_set(held, version, group) for held in self._sets]
+            scored = [[task.result() for task in tasks] for tasks in of_sets]
+        return self._result(
+            [[prompt for prompt in of_set if prompt is not None] for of_set in scored],
+            time.monotonic() - started,
+        )
+
+    def describe(self) -> str:
+        """Describes what a running evaluation may be waiting for."""
+        versions = {url: server.version for url, server in self._dispatcher.servers.items()}
+        return (
+            f"evaluation: {self._dispatcher.in_flight_evaluation} completions in flight; "
+            f"served: {versions}"
+        )
+
+    async def _start_set(
+        self, held: HeldOut, version: int, group: asyncio.TaskGroup
+    ) -> list[_Scoring]:
+        """Starts all completions of a set; returns the tasks that score them, one a prompt."""
+        return [
+            group.create_task(
+                self._score(held, prompt, await self._start_prompt(held, prompt, version))
+            )
+            for prompt in held.prompts
+        ]
+
+    async def _start_prompt(
+        self, held: HeldOut, prompt: Prompt, version: int
+    ) -> list[asyncio.Task[Generation]]:
+        started: list[asyncio.Task[Generation]] = []
+        try:
+            for sample in range(held.settings.num_samples):
+                server = await self._wait_for_server(version)
+                started.append(held.writer.start(prompt, server, sample=sample).task)
+        except BaseException:  # nobody else knows of them yet
+            for task in started:
+                task.cancel()
+            raise
+        return started
+
+    async def _wait_for_server(self, version: int) -> Server:
+        while True:
+            self._has_changed.clear()
+            server = self._room.choose(lambda served: served >= version)
+            if server is not None:
+                return server
+            try:
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await self._has_changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _score(
+        self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
+    ) -> EvaluatedPrompt | None:
+        """Scores a prompt's completions together; returns ``None`` if none received a score."""
+        try:
+            generations = await self._finished(held, prompt, completions)
+            if not generations:
+                return None
+            ids = [read_ids(generation) for generation in generations]
+            # In a thread: long completions take milliseconds to decode, without holding the GIL.
+            texts = await asyncio.to_thread(lambda: [self._codec.decode(each) for each in ids])
+            has_environment = held.writer.has_environment
+            columns = environment_columns(generations) if has_environment else None
+            (scores,) = await self._pool.score(prompt, texts, ids, [held.function], columns)
+        except ScoringFailed as error:
+            self._drop(held, prompt, error, number=held.settings.num_samples)
+            return None
+        evaluated = tuple(
+            _evaluated(text, score, generation)
+            for text, score, generation in zip(texts, scores, generations, strict=True)
+            if score is not None
+        )
+        return EvaluatedPrompt(prompt.index, prompt_text(prompt), evaluated) if evaluated else None
+
+    async def _finished(
+        self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
+    ) -> list[Generation]:
+        """Returns the completions of a prompt that servers and environments brought to an end."""
+        found = []
+        try:
+            for completion in completions:
+                try:
+                    found.append(await completion)
+                except (ServerError, EnvironmentFailed) as error:
+                    self._drop(held, prompt, error)
+        except BaseException:
+            for completion in completions:
+                completion.cancel()
+            raise
+        return found
+
+    def _drop(self, held: HeldOut, prompt: Prompt, error: Exception, number: int = 1) -> None:
+        reason = f"prompt {prompt.index} of {held.settings.path}: {error}"
+        self._drops.record("held-out prompt", reason, number=number)
+
+    def _result(self, of_sets: Sequence[list[EvaluatedPrompt]], seconds: float) -> EvaluationResult:
+        for held, prompts in zip(self._sets, of_sets, strict=True):
+            num_wanted = len(held.prompts) * held.settings.num_samples
+            num_scored = sum(len(prompt.completions) for prompt in prompts)
+            if num_scored == 0:
+                raise RuntimeError(
+                    f"None of the {num_wanted} completions of held-out prompts ({held.name}, "
+                    f"{held.settings.path}) could be scored. Last server error: "
+                    f"{self._dispatcher.last_error or 'none'}."
+                )
+            if num_scored < num_wanted:
+                logger.warning(
+                    "%d completions of held-out prompts (%s) got no score",
+                    num_wanted - num_scored,
+                    held.name,
+                )
+        completions = [c for of_set in of_sets for p in of_set for c in p.completions]
+        oldest = min(completion.oldest_version for completion in completions)
+        num_mixed = sum(completion.newest_version != oldest for completion in completions)
+        return EvaluationResult(
+            sets=tuple(
+                summarise_set(held.name, held.settings, prompts)
+                for held, prompts in zip(self._sets, of_sets, strict=True)
+            ),
+            version=oldest,
+            newest_version=max(completion.newest_version for completion in completions),
+            mixed_fraction=num_mixed / len(completions),
+            seconds=seconds,
+        )
+
+
+def _evaluated(text: str, score: float, generation: Generation) -> EvaluatedCompletion:
+    versions = [segment.version for segment in generation.segments]
+    return EvaluatedCompletion(
+        text=text,
+        score=score,
+        num_tokens=len(read_ids(generation)),
+        finish_reason=generation.finish_reason,
+        oldest_version=min(versions),
+        newest_version=max(versions),
+    )

@@ -1,0 +1,111 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""When a run evaluates, and what waits for it: before the first and after the last step the run,
+between two steps nobody."""
+
+import time
+from collections.abc import Callable
+
+from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.weight_sync.publisher import Publisher
+
+Log = Callable[[int, EvaluationResult, int], None]
+"""Records an evaluation: the step of now, the result, and how many were left out so far."""
+
+
+class Evaluations:
+    """Requests evaluations and records their results. Used on rank 0, by the training thread.
+
+    An evaluation beside training is requested by :meth:`begin` and recorded by the first
+    :meth:`collect` that finds its result; neither waits. One server, if there are several, keeps
+    the evaluated weights meanwhile (``evaluation.pin``), until the result is there or
+    ``evaluation.timeout_seconds`` have passed.
+
+    Args:
+        config: Configuration of the run.
+        source: Has the evaluations made.
+        publisher: Keeps a server at the evaluated weights.
+        log: Records an evaluation.
+
+    Attributes:
+        num_left_out: Number of evaluations that were due while another one was running.
+    """
+
+    def __init__(
+        self, config: JobConfig, source: StepSource, publisher: Publisher, log: Log
+    ) -> None:
+        self._source, self._publisher, self._log = source, publisher, log
+        self._is_on = bool(evaluation_sets(config.evaluation))
+        # The servers' weights must not depend on when they take them: in the foreground every
+        # server has taken them before the next step, and deterministic figures are reproducible.
+        is_beside = config.grpo.async_weight_update and not config.rollout.deterministic
+        self._interval = config.evaluation.interval
+        self._pins = config.evaluation.pin
+        self._longest_pin = config.evaluation.timeout_seconds
+        self._pinned_at: float | None = None
+        self.is_beside_training = is_beside
+        self.num_left_out = 0
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether an evaluation belongs between this step and the next one."""
+        return self._is_on and self._interval > 0 and step % self._interval == 0
+
+    def begin(self, step: int) -> None:
+        """Requests an evaluation beside training, unless one is still running. Never waits."""
+        if self._source.is_evaluating:
+            self.num_left_out += 1
+            if self.num_left_out == 1:
+                logger.warning(
+                    f"The evaluation of step {step} is left out: the one before it is still "
+                    "running. Raise evaluation.interval, or lower evaluation.num_prompts. Others "
+                    "that are left out are counted in evaluation/left_out."
+                )
+            return
+        pinned = self._publisher.pin(step) if self._pins else []
+        self._pinned_at = time.monotonic() if pinned else None
+        self._source.request_evaluation(step, pinned)
+
+    def collect(self, step: int) -> None:
+        """Records the requested evaluation if its result is there. Never waits."""
+        if self._source.is_evaluating:
+            self._record(step, self._source.take_evaluation())
+            is_late = self._pinned_at is not None and (
+                time.monotonic() - self._pinned_at > self._longest_pin
+            )
+            if is_late:
+                logger.warning(
+                    "The server that was left at the weights of an evaluation takes new ones again: "
+                    f"the evaluation has not ended within {self._longest_pin:g} s "
+                    "(evaluation.timeout_seconds)."
+                )
+                self._unpin()
+
+    def finish(self, step: int) -> None:
+        """Waits for the evaluation that is running, if there is one, and records it."""
+        if self._source.is_evaluating:
+            self._record(step, self._source.wait_evaluation(step))
+        self._unpin()
+
+    def run(self, step: int) -> None:
+        """Evaluates and waits for the result; returns without one if the run is asked to stop."""
+        if not self._is_on:
+            return
+        self.finish(step)
+        if not self._source.is_evaluating and self._source.request_evaluation(step):
+            self._record(step, self._source.wait_evaluation(step))
+
+    def _record(self, step: int, result: EvaluationResult | None) -> None:
+        if result is not None:
+            self._unpin()
+            self._log(step, result, self.num_left_out)
+
+    def _unpin(self) -> None:
+        if self._pinned_at is not None:
+            self._pinned_at = None
+            self._publisher.pin(None)
