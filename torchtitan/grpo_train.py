@@ -48,7 +48,8 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
+from torchtitan.grpo.models.hf_weights import export_hf
+from torchtitan.grpo.models.peft_format import export_peft
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
@@ -106,7 +107,7 @@ class GRPOTrainer(Trainer):
         self.clipper = GradientClipper(
             self.model_parts, self.parallel_dims, job_config.training.max_norm
         )
-        self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
+        self.reference = build_reference(self, self.runner) if job_config.grpo.kl_coef > 0 else None
         if self.reference is not None:
             self.checkpointer.states.update(self.reference.checkpoint_state())
         adapter = self.train_spec.state_dict_adapter
@@ -159,8 +160,11 @@ class GRPOTrainer(Trainer):
     def _load_weights(self) -> None:
         """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
         self.enter("loading weights")
-        if not checkpoint.load(self, self.begins):
-            load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
+        is_adapted = self.config.lora.rank > 0
+        if is_adapted:  # its checkpoints hold adapters alone
+            checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
+        if not checkpoint.load(self, self.begins) and not is_adapted:
+            checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
         self.watch.board.complete(self.step)
 
     def _start(self) -> None:
@@ -480,6 +484,11 @@ class GRPOTrainer(Trainer):
         export_hf(
             self.model_parts, self.sd_adapter, source, target, dtype, is_writer=self.is_rank_zero
         )
+        if self.config.lora.rank:
+            export_peft(
+                self.model_parts, self.sd_adapter, self.config.lora, str(source),
+                target.parent.parent / "peft" / target.name, dtype, is_writer=self.is_rank_zero,
+            )  # fmt: skip
         return target
 
     def _log_step(self, learned: Learned, learning_rate: float) -> None:

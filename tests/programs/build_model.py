@@ -50,6 +50,7 @@ def build_stages(
     early_blocks: int = 1,
     layers_per_stage: int | None = None,
     offload: float = 0.0,
+    lora: dict[str, Any] | None = None,
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -68,6 +69,8 @@ def build_stages(
     config.grpo.recompute_early_blocks = early_blocks
     config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
+    for name, value in (lora or {}).items():
+        setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)

@@ -15,6 +15,7 @@ from torchtitan.grpo.config_checks.dispatch import check_dispatch
 from torchtitan.grpo.config_checks.environments import check_environments
 from torchtitan.grpo.config_checks.filters import check_filters
 from torchtitan.grpo.config_checks.guards import check_guards
+from torchtitan.grpo.config_checks.lora import check_lora
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
 from torchtitan.grpo.config_checks.observe import check_observe
@@ -57,6 +58,7 @@ def validate(config: JobConfig) -> None:
         check_weight_sync,
         check_guards,
         check_observe,
+        check_lora,
         check_layout,
     ):
         check(config)

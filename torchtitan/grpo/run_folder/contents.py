@@ -18,7 +18,13 @@ _WRITTEN = (
     *("metrics.jsonl.partial", "evaluations.jsonl.partial"),
     *("samples.jsonl.partial", "ledger.jsonl.partial"),
     *("summary.json", "reward_curve.png", "rollout_process.log"),
-    *("hf/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*", "servers/*.log"),
+    *(
+        "hf/step-*",
+        "peft/step-*",
+        "rollouts/step-*.msgpack*",
+        f"{STARTS_FOLDER}/[0-9]*",
+        "servers/*.log",
+    ),
     "monitoring/*.json*",
 )
 """Patterns of the files and folders that every run may write. Those of optional features, whose

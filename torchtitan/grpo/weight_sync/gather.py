@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.models.adapter_merge import AdapterMerge, lora_scale
+from torchtitan.grpo.models.adapter_names import is_adapter
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.system.hosts import agree_on_hosts
 from torchtitan.grpo.weight_sync.payloads import Payload
@@ -171,13 +173,20 @@ class Gatherer:
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
     ) -> None:
         position = 0
+        merge = AdapterMerge(lora_scale(self._adapter))
         for assembly in plan.assemblies:
             name, full = next(whole)
             assert name == assembly.name, (name, assembly.name)
+            if is_adapter(name) and not plan.num_bytes_of[name]:
+                merge.add(name, full)  # it travels as a part of its target
+                continue
+            begin = position
             for tensor in self._adapter.to_hf({name: full}).values():
                 flat = tensor.contiguous().view(-1).view(torch.uint8)
                 part = buffer[position : position + flat.numel()]
                 if part.data_ptr() != flat.data_ptr():  # otherwise it was put together in place
                     part.copy_(flat)
                 position += flat.numel()
+            if position > begin:
+                merge.target(name, buffer[begin:position].view(full.dtype), assembly.shape)
         assert position == plan.num_bytes, (plan.spec.names, position)

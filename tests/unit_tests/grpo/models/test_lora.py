@@ -1,0 +1,97 @@
+"""Adapters are PEFT's, in one process and in every kind of layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_reference import ROWS, SEQUENCES, reference
+from safetensors.torch import load_file, save_file
+
+peft = pytest.importorskip("peft")
+
+LORA = {"rank": 3, "alpha": 5.0}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}, "checkpointed": {"ac": "full"}},
+    2: {
+        "fsdp2": {"dp_shard": 2},
+        "tp2": {"tp": 2},
+        "cp2": {"cp": 2},
+        "pp2": {"pp": 2, "schedule": "1F1B"},
+        "pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble"},
+    },
+    4: {
+        "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
+        "fsdp2 pp2 in a V": {"dp_shard": 2, "pp": 2, "schedule": "VHalf", "ac": "full"},
+        "fsdp2 tp2": {"dp_shard": 2, "tp": 2},
+        "tp2 pp2 in a V": {"tp": 2, "pp": 2, "schedule": "ZBVZeroBubble"},
+    },
+}
+
+
+def peft_model(model, folder: Path) -> Any:
+    """A model of PEFT whose adapters change something; its adapters are written."""
+    config = peft.LoraConfig(
+        r=LORA["rank"], lora_alpha=LORA["alpha"], task_type="CAUSAL_LM", target_modules=[
+            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+        ],
+    )  # fmt: skip
+    adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@pytest.mark.parametrize("num_ranks", LAYOUTS)
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2"])
+def test_logprobs_gradients_and_merged_weights_are_pefts(
+    kind: str, num_ranks: int, make_model, run_ranks, tmp_path
+):
+    model, folder = make_model(kind, num_hidden_layers=8, intermediate_size=78)
+    base, _ = reference(model)
+    model.zero_grad()
+    adapted = peft_model(model, tmp_path / "adapters")
+    logprobs, gradients = reference(adapted)
+    gradients = {k.replace(".default", ""): g for k, g in gradients.items() if "lora_" in k}
+    save_file(gradients, tmp_path / "gradients.safetensors")
+    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    merged = {k: v.contiguous() for k, v in adapted.merge_and_unload().state_dict().items()}
+    if kind.endswith("tied"):
+        del merged["lm_head.weight"]
+    save_file(merged, tmp_path / "merged.safetensors")
+    results = run_ranks(
+        "lora_layouts", num_ranks, model=folder, seq_len=12, sequences=SEQUENCES, rows=ROWS,
+        lora=LORA, adapters=str(tmp_path / "adapters" / "adapter_model.safetensors"),
+        gradients=str(tmp_path / "gradients.safetensors"), folder=str(tmp_path),
+        merged=str(tmp_path / "merged.safetensors"), layouts=LAYOUTS[num_ranks],
+    )  # fmt: skip
+    for name, layout in LAYOUTS[num_ranks].items():
+        held = {key for result in results for key in result[name]["gradient_errors"]}
+        assert len(held) == 8 * 7 * 2, "the ranks together hold every adapter, and nothing else"
+        assert any(result[name]["logprobs"] for result in results), name
+        is_v = layout.get("schedule") in ("ZBVZeroBubble", "VHalf")
+        for result in (result[name] for result in results):
+            for key, expected in (("base", base), ("logprobs", logprobs)):
+                if result[key] is not None:
+                    found = torch.tensor(result[key])
+                    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=name)
+            wrong = {k: e for k, e in result["gradient_errors"].items() if not e < 1e-5}
+            assert not wrong, (name, wrong)
+            assert result["norm"] == pytest.approx(norm, rel=1e-5), name
+            assert result["merge_error"] < 1e-6, name
+            assert bool(result["num_deferred"]) == is_v, name
+        assert_written(tmp_path / name, tmp_path / "adapters")
+
+
+def assert_written(folder: Path, expected: Path) -> None:
+    """PEFT loads the directory, which holds the adapters bit for bit."""
+    found = load_file(folder / "adapter_model.safetensors")
+    right = load_file(expected / "adapter_model.safetensors")
+    assert found.keys() == right.keys()
+    assert all(torch.equal(found[key], right[key]) for key in right)
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    assert (config.r, config.lora_alpha) == (LORA["rank"], LORA["alpha"])
