@@ -21,7 +21,6 @@ from torchtitan.train import Trainer
 
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.adapter_names import is_adapter
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
@@ -32,6 +31,7 @@ from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 # Maximum time that a stopped run waits for its rollouts in flight to be written.
 _ROLLOUTS_SECONDS = 3.0

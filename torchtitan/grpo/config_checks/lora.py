@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config_checks.rules import check_read, require
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.adapter_names import TARGETS
 from torchtitan.grpo.pipeline.stages import stage_modules
+from torchtitan.grpo.weight_wire.adapter_names import TARGETS
 
 if TYPE_CHECKING:
     from torchtitan.grpo.models.hf_config import HFModel
@@ -54,11 +54,28 @@ def check_lora(config: JobConfig) -> None:
         "(checkpoint.initial_load_model_only = false) with lora.rank above 0: the base model is read "
         "from model.hf_assets_path. Export the model and name the export there.",
     )
+    _check_adapter_push(config)
+
+
+def _check_adapter_push(config: JobConfig) -> None:
+    """Refuses a push of adapters alone where it cannot work."""
+    sync = config.weight_sync
+    if config.lora.push == "merged":
+        return
     require(
-        lora.push == "merged" or config.inference.kind in _ADAPTER_SERVERS,
+        config.inference.kind in _ADAPTER_SERVERS,
         f"lora.push = 'adapters' needs inference.kind = 'vllm' or 'embedded', got "
         f"{config.inference.kind!r}. Set lora.push = 'merged', which serves the same policy.",
     )
+    for key, value, allowed in (
+        ("transport", sync.transport, sync.transport != "disk"),
+        ("delta", sync.delta, not sync.delta),
+    ):
+        require(
+            allowed,
+            f"lora.push = 'adapters' cannot be used with weight_sync.{key} = {value!r}: adapters "
+            "travel whole, and over process groups. Set lora.push = 'merged', or change the other.",
+        )
 
 
 def model_lora_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:

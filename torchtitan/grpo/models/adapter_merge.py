@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan.grpo.models.adapter_names import FACTORS, is_adapter, target_of
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, target_of
 
 
 def lora_scale(adapter: BaseStateDictAdapter) -> float:

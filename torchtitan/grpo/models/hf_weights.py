@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
-from torchtitan.grpo.models.adapter_names import is_adapter
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.hf_config import ModelError
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 INDEX_FILE = "model.safetensors.index.json"
 # Files of the source directory, other than weights, that are copied into an export.

@@ -25,10 +25,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan.grpo.config import LoRA
-from torchtitan.grpo.models.adapter_names import FACTORS, TARGETS, is_adapter
 from torchtitan.grpo.models.deferred_linear import DeferredLinear
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_block, local_tensor
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS, TARGETS, is_adapter
 
 
 class AdaptedLinear(nn.Linear):

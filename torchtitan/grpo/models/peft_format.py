@@ -6,6 +6,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,10 +14,10 @@ from safetensors.torch import save_file
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.config import LoRA
-from torchtitan.grpo.models.adapter_names import PEFT_PREFIX, factor_of, is_adapter, target_of
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_tensor
+from torchtitan.grpo.weight_wire.adapter_names import PEFT_PREFIX, factor_of, is_adapter, target_of
 
 
 def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
@@ -28,6 +29,30 @@ def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
     """
     (target,) = adapter.to_hf({target_of(name): torch.empty(0, device="meta")})
     return PEFT_PREFIX + target.removesuffix(".weight") + factor_of(name)
+
+
+class AdapterNames(BaseStateDictAdapter):
+    """Converts the parameters of adapters alone, to PEFT's names, for a push of adapters.
+
+    Args:
+        adapter: State-dict adapter of the model family.
+    """
+
+    def __init__(self, adapter: BaseStateDictAdapter) -> None:
+        self._adapter = adapter
+        self.model_args = getattr(adapter, "model_args")  # noqa: B009
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns the tensors under PEFT's names. All of them must be of adapters."""
+        return {peft_name(self._adapter, name): tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Is not needed: a push only sends."""
+        raise NotImplementedError("adapters are pushed, and not received")
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        """Is not needed, as :meth:`from_hf`."""
+        raise NotImplementedError("adapters are pushed, and not received")
 
 
 def peft_config(lora: LoRA, base_model: str) -> dict[str, object]:

@@ -17,8 +17,8 @@ no source sends more than the mean and one parameter.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from torchtitan.grpo.models.adapter_names import is_adapter, target_of
 from torchtitan.grpo.models.shards import Assembly, Piece
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 
 
 @dataclass(frozen=True)

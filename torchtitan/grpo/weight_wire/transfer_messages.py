@@ -52,6 +52,8 @@ class BucketSpec:
             if the tensor is sent whole. ``None`` if the bucket is not a delta.
         base_version: Version to which the changes of a delta are applied; ``None`` if the
             bucket is not a delta.
+        lora_scale: ``alpha / rank`` of the low-rank adapters whose factors the bucket holds, under
+            PEFT's names; ``None`` if it holds weights.
     """
 
     names: tuple[str, ...]
@@ -60,3 +62,4 @@ class BucketSpec:
     checksums: tuple[int, ...] | None = None
     num_changed: tuple[int, ...] | None = None
     base_version: int | None = None
+    lora_scale: float | None = None
