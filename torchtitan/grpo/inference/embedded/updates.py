@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from safetensors import SafetensorError
@@ -92,7 +93,7 @@ class WeightUpdater:
         table: WeightTable,
         device: torch.device,
         timeout_seconds: float,
-        model_path: str = "",
+        model_path: str,
     ) -> None:
         self._engine = engine
         self._table = table
@@ -100,12 +101,16 @@ class WeightUpdater:
         self._timeout_seconds = timeout_seconds
         self._busy = threading.Lock()
         self._buffers = BufferPool()
-        self._base = BaseWeights(model_path)
+        self._model_path = model_path
         self._place = StagingPlace(device, table.in_wire_dtype, self._prepared)
         self._session: _Session | None = None
         self._served: _Served | None = None
         # A value is None while the group is being joined.
         self._groups: dict[str, WeightGroup | None] = {}
+
+    @cached_property
+    def _base(self) -> BaseWeights:
+        return BaseWeights(self._model_path)
 
     @property
     def group_names(self) -> list[str]:
