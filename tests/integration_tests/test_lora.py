@@ -1,5 +1,6 @@
 """Whole runs with low-rank adapters: what they train, push, save and export."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -69,11 +70,17 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_goes_on_with_them(m
         pytest.param("sglang", "merged", marks=[pytest.mark.sglang, pytest.mark.long]),
     ],
 )
-def test_a_real_server_serves_the_adapters(server: str, push: str, repository: Path):
+def test_a_real_server_serves_the_adapters(
+    server: str, push: str, repository: Path, tmp_path: Path
+):
+    """Versions arrive while requests are in flight; the last is compared with transformers."""
+    model = tmp_path / f"lora-{push}"  # the script's folder is named after it
+    shutil.copytree(repository / "assets/reverse_digits/model", model)
     result = subprocess.run(
         [
-            *("bash", str(repository / "scripts/verify_grpo_cpu.sh"), "--server", server),
-            *("--lora.rank", "8", "--lora.push", push),
+            *("bash", str(repository / "scripts/verify_grpo_cpu.sh")),
+            *("--server", server, "--model", str(model), "--optimizer.lr", "1e-2"),
+            *("--lora.rank", "8", "--lora.push", push, "--weight_sync.attest_every", "1"),
         ],
         capture_output=True,
         text=True,

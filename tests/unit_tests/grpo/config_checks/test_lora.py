@@ -44,11 +44,11 @@ def test_what_cannot_work_with_adapters_is_refused(settings, message, tmp_path):
     ("kind", "settings", "message"),
     [
         ("qwen3", ["--lora.rank=33"], "rank must be at most 32 for k_proj"),
-        ("qwen3_moe", [], "must not name down_proj, gate_proj, up_proj"),
+        ("qwen3_mixed", [], "must not name down_proj, gate_proj, up_proj"),
     ],
 )
 def test_adapters_that_do_not_fit_the_model_are_refused(kind, settings, message, make_model):
-    _, folder = make_model(kind)
+    _, folder = make_model(kind, **({"mlp_only_layers": []} if kind == "qwen3_mixed" else {}))
     config = load_config([*LORA, f"--model.hf_assets_path={folder}", *settings])
     with pytest.raises(ConfigError, match=message):
         check_model(config, read_hf_model(folder))
