@@ -47,10 +47,11 @@ def gradient_errors(
 
 
 def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[str, Any]:
-    rows = rows_of(arguments)
-    built, stages = build_stages(
-        arguments["model"], arguments["seq_len"], lora=arguments["lora"], **layout
-    )
+    rows, layout = rows_of(arguments), dict(layout)
+    lora = arguments["lora"] | {"base_dtype": layout.pop("base_dtype", "training")}
+    built, stages = build_stages(arguments["model"], arguments["seq_len"], lora=lora, **layout)
+    frozen = {str(p.dtype) for _, p in named_parameters(built.parts) if not p.requires_grad}
+    trained = {str(p.dtype) for _, p in named_parameters(built.parts) if p.requires_grad}
     begin_adapters(built.parts, seed=7)
     begun = {
         key: (p.full_tensor() if isinstance(p, DTensor) else p).double().norm().item()
@@ -82,6 +83,7 @@ def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[st
         "gradient_errors": gradient_errors(built, load_file(arguments["gradients"]), num_copies),
         "norm": float(norm) / num_copies,
         "begun": begun,
+        "dtypes": [sorted(frozen), sorted(trained)],
         "merge_error": max(
             (float((merged[key] - right).abs().max()) for key, right in trained.items()),
             default=0.0,

@@ -11,8 +11,14 @@ from safetensors.torch import load_file, save_file
 peft = pytest.importorskip("peft")
 
 LORA = {"rank": 3, "alpha": 5.0}
+# Norms of the adapters with which runs begin, by layer, as the first layout has found them.
+BEGUN: dict[str, float] = {}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {}, "checkpointed": {"ac": "full"}},
+    1: {
+        "one": {},
+        "checkpointed": {"ac": "full"},
+        "base in bfloat16": {"base_dtype": "bfloat16"},
+    },
     2: {
         "fsdp2": {"dp_shard": 2},
         "tp2": {"tp": 2},
@@ -23,7 +29,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
         "fsdp2 pp2 in a V": {"dp_shard": 2, "pp": 2, "schedule": "VHalf", "ac": "full"},
-        "fsdp2 tp2": {"dp_shard": 2, "tp": 2},
+        "fsdp2 tp2": {"dp_shard": 2, "tp": 2, "base_dtype": "bfloat16"},
         "tp2 pp2 in a V": {"tp": 2, "pp": 2, "schedule": "ZBVZeroBubble"},
     },
 }
@@ -46,12 +52,18 @@ def peft_model(model, folder: Path) -> Any:
     return adapted
 
 
-@pytest.mark.parametrize("num_ranks", LAYOUTS)
-@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("qwen3_tied", 1), ("qwen2", 1), ("qwen3_tied", 2), ("qwen3_tied", 4)]
+)
 def test_logprobs_gradients_and_merged_weights_are_pefts(
     kind: str, num_ranks: int, make_model, run_ranks, tmp_path
 ):
+    BEGUN.clear()
     model, folder = make_model(kind, num_hidden_layers=8, intermediate_size=78)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # so that a base in bfloat16 loses nothing
+    model.save_pretrained(folder)
     base, _ = reference(model)
     model.zero_grad()
     adapted = peft_model(model, tmp_path / "adapters")
@@ -73,6 +85,7 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
         held = {key for result in results for key in result[name]["gradient_errors"]}
         assert len(held) == 8 * 7 * 2, "the ranks together hold every adapter, and nothing else"
         assert any(result[name]["logprobs"] for result in results), name
+        assert_begun_alike([result[name]["begun"] for result in results])
         is_v = layout.get("schedule") in ("ZBVZeroBubble", "VHalf")
         for result in (result[name] for result in results):
             for key, expected in (("base", base), ("logprobs", logprobs)):
@@ -81,10 +94,20 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
                     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, msg=name)
             wrong = {k: e for k, e in result["gradient_errors"].items() if not e < 1e-5}
             assert not wrong, (name, wrong)
+            base_dtype = layout.get("base_dtype", "float32")
+            assert result["dtypes"] == [[f"torch.{base_dtype}"], ["torch.float32"]], name
             assert result["norm"] == pytest.approx(norm, rel=1e-5), name
             assert result["merge_error"] < 1e-6, name
             assert bool(result["num_deferred"]) == is_v, name
         assert_written(tmp_path / name, tmp_path / "adapters")
+
+
+def assert_begun_alike(norms: list[dict[str, float]]) -> None:
+    """B begins with zeros, and A with values that depend on its name alone."""
+    for of_rank in norms:
+        for key, norm in of_rank.items():
+            assert (norm == 0) == (".lora_B." in key), key
+            assert BEGUN.setdefault(key, norm) == pytest.approx(norm, rel=1e-6), key
 
 
 def assert_written(folder: Path, expected: Path) -> None:
