@@ -51,6 +51,8 @@ def build_stages(
     layers_per_stage: int | None = None,
     offload: float = 0.0,
     lora: dict[str, Any] | None = None,
+    microbatches: int = 0,
+    edge_layers: int = 1,
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -72,7 +74,10 @@ def build_stages(
     for name, value in (lora or {}).items():
         setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule
+    config.grpo.pipeline_microbatches = microbatches
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
+    config.parallelism.pipeline_parallel_first_stage_less_layers = edge_layers
+    config.parallelism.pipeline_parallel_last_stage_less_layers = edge_layers
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
     if not dist.is_initialized():
         dist_utils.init_distributed(config.comm)

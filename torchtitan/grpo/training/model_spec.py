@@ -32,7 +32,6 @@ from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
-from torchtitan.grpo.training.base_reference import BaseReference, base_reference
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
@@ -121,10 +120,10 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
     return WholeModelRunner(trainer.model_parts[0], rows_at_once)
 
 
-def build_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseReference:
+def build_reference(trainer: Trainer) -> Reference:
     """Builds a frozen model in the layout of the policy, with the reference's weights.
 
-    A policy with adapters is its own reference, with adapters off. Otherwise the weights come from ``grpo.ref_model_path`` or, if it is not set, from
+    The weights come from ``grpo.ref_model_path`` or, if it is not set, from
     ``model.hf_assets_path``.
 
     Raises:
@@ -133,8 +132,6 @@ def build_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseRe
     """
     config: Any = trainer.job_config
     settings = config.grpo
-    if config.lora.rank:
-        return base_reference(policy, trainer.model_parts, config)
     check_reference(config)
     dims, spec = trainer.parallel_dims, trainer.train_spec
     assert spec.state_dict_adapter is not None
