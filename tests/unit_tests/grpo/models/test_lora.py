@@ -1,5 +1,6 @@
 """Adapters are PEFT's, in one process and in every kind of layout."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,20 @@ def peft_model(model, folder: Path) -> Any:
     return adapted
 
 
+COMPILED = {"pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble", "compiled": True}}
+
+
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"), [("qwen3_tied", 1), ("qwen2", 1), ("qwen3_tied", 2), ("qwen3_tied", 4)]
+    ("kind", "layouts"),
+    [
+        *(("qwen3_tied", LAYOUTS[num_ranks]) for num_ranks in LAYOUTS),
+        ("qwen2", LAYOUTS[1]),
+        pytest.param("qwen3_tied", COMPILED, marks=pytest.mark.long),
+    ],
+    ids=["tied-1", "tied-2", "tied-4", "biases-1", "compiled-2"],
 )
 def test_logprobs_gradients_and_merged_weights_are_pefts(
-    kind: str, num_ranks: int, make_model, run_ranks, tmp_path
+    kind: str, layouts: dict[str, dict[str, Any]], make_model, run_ranks, tmp_path
 ):
     BEGUN.clear()
     model, folder = make_model(kind, num_hidden_layers=8, intermediate_size=78)
@@ -75,13 +85,15 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
     if kind.endswith("tied"):
         del merged["lm_head.weight"]
     save_file(merged, tmp_path / "merged.safetensors")
+    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    num_ranks = max(math.prod(of.get(d, 1) for d in degrees) for of in layouts.values())
     results = run_ranks(
         "lora_layouts", num_ranks, model=folder, seq_len=12, sequences=SEQUENCES, rows=ROWS,
         lora=LORA, adapters=str(tmp_path / "adapters" / "adapter_model.safetensors"),
         gradients=str(tmp_path / "gradients.safetensors"), folder=str(tmp_path),
-        merged=str(tmp_path / "merged.safetensors"), layouts=LAYOUTS[num_ranks],
+        merged=str(tmp_path / "merged.safetensors"), layouts=layouts,
     )  # fmt: skip
-    for name, layout in LAYOUTS[num_ranks].items():
+    for name, layout in layouts.items():
         held = {key for result in results for key in result[name]["gradient_errors"]}
         assert len(held) == 8 * 7 * 2, "the ranks together hold every adapter, and nothing else"
         assert any(result[name]["logprobs"] for result in results), name
