@@ -76,7 +76,7 @@ def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[st
         built.parts, built.adapter, built.config.lora, arguments["model"], folder,
         torch.float32, is_writer=dist.get_rank() == 0,
     )  # fmt: skip
-    trained = load_file(arguments["merged"]) if merged else {}
+    expected = load_file(arguments["merged"]) if merged else {}
     return {
         "base": None if base is None else base[..., 0][rows.loss_mask].tolist(),
         "logprobs": None if logprobs is None else logprobs[..., 0][rows.loss_mask].tolist(),
@@ -85,7 +85,7 @@ def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[st
         "begun": begun,
         "dtypes": [sorted(frozen), sorted(trained)],
         "merge_error": max(
-            (float((merged[key] - right).abs().max()) for key, right in trained.items()),
+            (float((merged[key] - right).abs().max()) for key, right in expected.items()),
             default=0.0,
         ),
         "num_deferred": sum(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torchtitan.protocols import BaseStateDictAdapter
 
-from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, target_of
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, module_of, target_of
 
 
 def lora_scale(adapter: BaseStateDictAdapter) -> float:
@@ -22,7 +22,7 @@ def lora_scale(adapter: BaseStateDictAdapter) -> float:
 
 
 class AdapterMerge:
-    """Adds the adapters in a stream of whole parameters, in which each follows its target.
+    """Adds the adapters in a stream of whole parameters, in which each follows its target's module.
 
     Args:
         scale: ``alpha / rank``.
@@ -30,28 +30,31 @@ class AdapterMerge:
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
-        self._name = ""
-        self._target: torch.Tensor | None = None
+        self._module = ""
+        self._targets: dict[str, torch.Tensor] = {}
         self._rows: torch.Tensor | None = None
 
     def target(self, name: str, weight: torch.Tensor, shape: Sequence[int]) -> None:
-        """Notes the parameter that came last.
+        """Notes a parameter, until those of another module come.
 
         Args:
             name: Its native name.
             weight: Its elements, in memory that may be changed.
             shape: Its shape.
         """
-        self._name, self._target, self._rows = name, weight.view(tuple(shape)), None
+        if module_of(name) != self._module:
+            self._module, self._targets = module_of(name), {}
+        self._targets[name] = weight.view(tuple(shape))
 
     def add(self, name: str, factor: torch.Tensor) -> None:
         """Takes a factor of the adapter; with the second one, the target is changed in place."""
-        assert self._target is not None and target_of(name) == self._name, (name, self._name)
+        target = self._targets[target_of(name)]
         if name.endswith(FACTORS[0]):
             self._rows = factor
         else:
             assert self._rows is not None, f"{name} came before its other factor"
-            self._target.addmm_(factor, self._rows, alpha=self._scale)
+            target.addmm_(factor, self._rows, alpha=self._scale)
+            self._rows = None
 
 
 def with_adapters(
@@ -60,21 +63,21 @@ def with_adapters(
     """Yields whole parameters without adapters, which are added to copies of their targets.
 
     Args:
-        parameters: Native names and whole parameters; an adapter follows its target.
+        parameters: Native names and whole parameters; an adapter follows its target's module.
         scale: ``alpha / rank``.
     """
-    held: tuple[str, torch.Tensor] | None = None
     merge = AdapterMerge(scale)
+    held: dict[str, torch.Tensor] = {}
     for name, full in parameters:
-        if not is_adapter(name):
-            if held is not None:
-                yield held
-            held = name, full
+        if is_adapter(name):
+            if name.endswith(FACTORS[0]):
+                target = target_of(name)
+                held[target] = held[target].clone()  # it may share the memory of what is trained
+                merge.target(target, held[target], held[target].shape)
+            merge.add(name, full)
             continue
-        assert held is not None, f"{name} came before its target"
-        if name.endswith(FACTORS[0]):
-            held = held[0], held[1].clone()  # it may share the memory of what is trained
-            merge.target(held[0], held[1], held[1].shape)
-        merge.add(name, full)
-    if held is not None:
-        yield held
+        if held and module_of(name) != module_of(next(iter(held))):
+            yield from held.items()
+            held = {}
+        held[name] = full
+    yield from held.items()

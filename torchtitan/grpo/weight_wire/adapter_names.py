@@ -38,3 +38,8 @@ def target_of(name: str) -> str:
 def factor_of(name: str) -> str:
     """Returns which of :data:`FACTORS` an adapter's parameter is."""
     return next(factor for factor in FACTORS if name.endswith(factor))
+
+
+def module_of(name: str) -> str:
+    """Returns the name of the module to which a parameter belongs, or an adapter's target."""
+    return target_of(name).rpartition(".")[0]
