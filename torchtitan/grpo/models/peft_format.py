@@ -18,6 +18,7 @@ from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.shards import local_tensor
 from torchtitan.grpo.weight_wire.adapter_names import PEFT_PREFIX, factor_of, is_adapter, target_of
+from torchtitan.grpo.weight_wire.adapters import base_digest
 
 
 def peft_name(adapter: BaseStateDictAdapter, name: str) -> str:
@@ -36,10 +37,14 @@ class AdapterNames(BaseStateDictAdapter):
 
     Args:
         adapter: State-dict adapter of the model family.
+        base_model: Directory of the base model.
+
+    Attributes:
+        base_digest: Digest by which a server finds out that it has another base.
     """
 
-    def __init__(self, adapter: BaseStateDictAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: BaseStateDictAdapter, base_model: str) -> None:
+        self._adapter, self.base_digest = adapter, base_digest(base_model)
         self.model_args = getattr(adapter, "model_args")  # noqa: B009
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def build_publisher(
     on_gpu = device.type == "cuda"
     selection = ALL_PARAMETERS
     if config.lora.rank and config.lora.push == "adapters":
-        selection, adapter = ADAPTERS, AdapterNames(adapter)
+        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
     plan = agree_on_push(
         parameters,
         adapter,

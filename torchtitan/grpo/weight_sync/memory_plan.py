@@ -136,7 +136,7 @@ def predict_memory(
     model_numel = sum(math.prod(shape) for name, shape in shapes.items() if not is_adapter(name))
     selection = ALL_PARAMETERS
     if config.lora.rank and config.lora.push == "adapters":
-        selection, adapter = ADAPTERS, AdapterNames(adapter)
+        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
         shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     ranks_of = _ranks_by_module(config, shapes, num_ranks)
     assemblies = [

@@ -8,7 +8,9 @@ each version, through the page cache of the host, so that a server needs no seco
 no version depends on the one before it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -41,6 +43,25 @@ def is_of_adapters(bucket: BucketSpec) -> bool:
     return True
 
 
+def base_digest(folder: str) -> str:
+    """Returns a digest of the names, dtypes, shapes and some elements of a directory's weights.
+
+    Training changes every weight, so that the first and the last row of each tell models apart. How
+    the weights are divided among files does not matter.
+    """
+    digest, parts = hashlib.sha256(), {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensor = opened.get_slice(name)
+                ends = torch.cat([tensor[:1].flatten(), tensor[-1:].flatten()])
+                text = f"{name} {tensor.get_dtype()} {tensor.get_shape()} "
+                parts[name] = text.encode() + ends.view(torch.uint8).numpy().tobytes()
+    for name in sorted(parts):
+        digest.update(parts[name])
+    return digest.hexdigest()
+
+
 class BaseWeights:
     """The weights of a server's directory, with adapters added.
 
@@ -55,13 +76,24 @@ class BaseWeights:
             with safe_open(str(file), framework="pt") as opened:
                 self._file_of |= dict.fromkeys(opened.keys(), file)
 
-    def check(self, names: Sequence[str], shapes: Iterable[Sequence[int]]) -> None:
-        """Refuses factors that do not fit the weights which they are to be added to.
+    @cached_property
+    def _digest(self) -> str:
+        return base_digest(self._folder)
+
+    def check(self, bucket: BucketSpec) -> None:
+        """Refuses factors that do not belong to the weights which they are to be added to.
 
         Raises:
-            ValueError: If a target does not exist, or the shape of a factor does not fit it.
+            ValueError: If they belong to another base, if a target does not exist, or if the shape
+                of a factor does not fit it.
         """
-        for name, shape in zip(names, shapes, strict=True):
+        if bucket.lora_base != self._digest:
+            raise ValueError(
+                "Adapters can only be added to the base weights with which they are trained, and those "
+                f"in {self._folder} are others. Start the server with the directory of "
+                "model.hf_assets_path, or set lora.push = 'merged'."
+            )
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             target = _target(name)
             if target not in self._file_of:
                 raise ValueError(

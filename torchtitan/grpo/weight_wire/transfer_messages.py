@@ -54,6 +54,7 @@ class BucketSpec:
             bucket is not a delta.
         lora_scale: ``alpha / rank`` of the low-rank adapters whose factors the bucket holds, under
             PEFT's names; ``None`` if it holds weights.
+        lora_base: Digest of the base weights to which such adapters belong; see `adapters.py`.
     """
 
     names: tuple[str, ...]
@@ -63,3 +64,4 @@ class BucketSpec:
     num_changed: tuple[int, ...] | None = None
     base_version: int | None = None
     lora_scale: float | None = None
+    lora_base: str | None = None

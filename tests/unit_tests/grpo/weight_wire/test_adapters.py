@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan.grpo.models.adapter_merge import with_adapters
-from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
+from torchtitan.grpo.weight_wire.adapters import BaseWeights, base_digest, is_of_adapters
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 STEM = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -65,9 +65,33 @@ def test_an_adapter_without_one_of_its_factors_is_refused(base):
         (A.replace("layers.0", "layers.7"), (2, 4), "must belong to a weight"),
     ],
 )
-def test_factors_that_do_not_fit_are_refused(base, name, shape, message):
+def test_factors_that_do_not_fit_are_refused(base, tmp_path, name, shape, message):
+    digest = base_digest(str(tmp_path))
+    base.check(BucketSpec((A,), ("float32",), ((2, 4),), lora_scale=1.0, lora_base=digest))
+    bucket = BucketSpec((name,), ("float32",), (shape,), lora_scale=1.0, lora_base=digest)
     with pytest.raises(ValueError, match=message):
-        base.check([name], [shape])
+        base.check(bucket)
+
+
+def test_adapters_of_another_base_are_refused_and_of_the_same_in_other_files_are_not(
+    base, tmp_path
+):
+    other, same = tmp_path / "other", tmp_path / "same"
+    for folder in (other, same):
+        folder.mkdir()
+    weights = {W: base._read(W), NORM: base._read(NORM)}
+    save_file({W: weights[W]}, same / "one.safetensors")
+    save_file({NORM: weights[NORM]}, same / "two.safetensors")
+    weights[W][0, 0] += 1
+    save_file(weights, other / "model.safetensors")
+    for folder in (same, other):
+        digest = base_digest(str(folder))
+        bucket = BucketSpec((A,), ("float32",), ((2, 4),), lora_scale=1.0, lora_base=digest)
+        if folder == same:
+            base.check(bucket)
+        else:
+            with pytest.raises(ValueError, match=r"those in .* are others"):
+                base.check(bucket)
 
 
 def test_buckets_of_adapters_are_told_from_others():

@@ -320,7 +320,7 @@ class WeightUpdater:
         check_lengths(bucket)
         if is_of_adapters(bucket):
             refuse_wrong_dtypes(bucket.dtypes)
-            self._base.check(bucket.names, bucket.shapes)
+            self._base.check(bucket)
             return group
         self._table.check(bucket.names, bucket.dtypes, bucket.shapes)
         if bucket.num_changed is not None:

@@ -100,6 +100,7 @@ class UpdateRequest:
     num_changed: list[int] | None = None
     base_version: int | None = None
     lora_scale: float | None = None
+    lora_base: str | None = None
     group_name: str = ""
     sequence: int | None = None
     version: str | None = None
@@ -119,6 +120,7 @@ class UpdateRequest:
             None if self.num_changed is None else tuple(self.num_changed),
             self.base_version,
             self.lora_scale,
+            self.lora_base,
         )
         check_lengths(bucket)
         return bucket
@@ -257,7 +259,7 @@ class WorkerUpdates:
         if is_of_adapters(bucket):
             if self._adapted is None:
                 self._adapted = BaseWeights(self._model.checkpoint_folder())
-            self._adapted.check(bucket.names, bucket.shapes)
+            self._adapted.check(bucket)
         else:
             self._refuse_wrong_weights(bucket.names, bucket.shapes)
         self._lora_scale = bucket.lora_scale
