@@ -4,12 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hf_reference import ROWS, SEQUENCES, reference
 from safetensors.torch import load_file, save_file
-
-peft = pytest.importorskip("peft")
 
 LORA = {"rank": 3, "alpha": 5.0}
 # Norms of the adapters with which runs begin, by layer, as the first layout has found them.
