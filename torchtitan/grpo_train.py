@@ -43,7 +43,8 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
+from torchtitan.grpo.models.hf_weights import export_hf
+from torchtitan.grpo.models.peft_format import export_peft
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
@@ -51,6 +52,7 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.base_reference import BaseReference, base_reference
 from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
@@ -64,6 +66,7 @@ from torchtitan.grpo.training.model_spec import (
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
+from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
@@ -147,8 +150,11 @@ class GRPOTrainer(Trainer):
     def _load_weights(self) -> None:
         """Loads the newest checkpoint or, if there is none, the Hugging Face directory."""
         self.enter("loading weights")
-        if not checkpoint.load(self, self.begins):
-            load_hf_weights(self.model_parts, self.sd_adapter, self.hf_model.path)
+        is_adapted = self.config.lora.rank > 0
+        if is_adapted:  # its checkpoints hold adapters alone
+            checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
+        if not checkpoint.load(self, self.begins) and not is_adapted:
+            checkpoint.load_weights(self, self.sd_adapter, self.hf_model)
         self.watch.board.complete(self.step)
 
     def _start(self) -> None:
@@ -235,7 +241,7 @@ class GRPOTrainer(Trainer):
         return self.learner.learn(batch, self.step + 1)
 
     def _build_learner(self) -> Learner:
-        reference = build_reference(self) if self.config.grpo.kl_coef > 0 else None
+        reference = self._build_reference() if self.config.grpo.kl_coef > 0 else None
         if reference is not None:
             self.checkpointer.states.update(reference.checkpoint_state())
         max_norm = self.config.training.max_norm
@@ -252,6 +258,11 @@ class GRPOTrainer(Trainer):
             enter=self.enter,
             await_readers=self._await_readers,
         )
+
+    def _build_reference(self) -> Reference | BaseReference:
+        if self.config.lora.rank:
+            return base_reference(self.runner, self.model_parts, self.config)
+        return build_reference(self)
 
     def _await_readers(self) -> None:
         """Waits until neither a checkpoint nor a push reads the weights on the device."""
@@ -406,6 +417,11 @@ class GRPOTrainer(Trainer):
         export_hf(
             self.model_parts, self.sd_adapter, source, target, dtype, is_writer=self.is_rank_zero
         )
+        if self.config.lora.rank:
+            export_peft(
+                self.model_parts, self.sd_adapter, self.config.lora, str(source),
+                target.parent.parent / "peft" / target.name, dtype, is_writer=self.is_rank_zero,
+            )  # fmt: skip
         return target
 
     def _log_step(self, learned: Learned, learning_rate: float) -> None:

@@ -50,6 +50,7 @@ def build_stages(
     early_blocks: int = 1,
     layers_per_stage: int | None = None,
     offload: float = 0.0,
+    lora: dict[str, Any] | None = None,
     microbatches: int = 0,
     edge_layers: int = 1,
     **degrees: int,
@@ -70,6 +71,8 @@ def build_stages(
     config.grpo.recompute_early_blocks = early_blocks
     config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
+    for name, value in (lora or {}).items():
+        setattr(config.lora, name, value)
     config.parallelism.pipeline_parallel_schedule = schedule
     config.grpo.pipeline_microbatches = microbatches
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage

@@ -14,13 +14,16 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import MODEL, CheckpointManager, ModelWrapper
+from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.models.hf_weights import load_hf_weights
+from torchtitan.grpo.models.lora import begin_adapters
 from torchtitan.grpo.resume.checkpoint_files import damaged_files, remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
 from torchtitan.grpo.resume.resumption import Start, describe_start, plan_start
@@ -28,6 +31,7 @@ from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 # Maximum time that a stopped run waits for its rollouts in flight to be written.
 _ROLLOUTS_SECONDS = 3.0
@@ -63,6 +67,23 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
     return start
 
 
+class AdapterState(ModelWrapper):
+    """The entry of the model in checkpoints of a run with adapters: the adapters alone.
+
+    The frozen weights are those of ``model.hf_assets_path``, of which the run's record holds a digest.
+    """
+
+    def _get_state_dict(self) -> dict[str, Any]:
+        whole = super()._get_state_dict()
+        return {name: tensor for name, tensor in whole.items() if is_adapter(name)}
+
+
+def load_weights(trainer: Trainer, adapter: BaseStateDictAdapter, model: HFModel) -> None:
+    """Loads the weights with which a run begins, adapters included."""
+    load_hf_weights(trainer.model_parts, adapter, model.path)
+    begin_adapters(trainer.model_parts, trainer.job_config.debug.seed)
+
+
 def load(trainer: Trainer, start: Start) -> bool:
     """Loads the checkpoint that the run resumes from; returns False if there is none.
 
@@ -76,6 +97,8 @@ def load(trainer: Trainer, start: Start) -> bool:
     checkpointer, config = trainer.checkpointer, trainer.job_config
     assert isinstance(config, JobConfig)
     settings = settings_of(trainer.optimizers)
+    if checkpointer.enable and config.lora.rank:
+        checkpointer.states[MODEL] = AdapterState(trainer.model_parts)
     if checkpointer.enable:
         checkpointer.states[STATE_KEY] = RecordState(start.record)
         checkpointer.exclude_from_loading = [*checkpointer.exclude_from_loading, STATE_KEY]

@@ -28,6 +28,7 @@ from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.rollout.input_check import REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
@@ -85,6 +86,8 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:
     """Yields what the push of weights will hold, which is allocated when the run starts."""
     built, adapter_of = build_without_memory(config, model)
+    if config.lora.rank:
+        add_adapters(built, config.lora, torch.float32)
     shapes = {name: tuple(p.shape) for name, p in named_parameters([built])}
     inference = config.inference
     num_servers = inference.num_servers if inference.launch else len(named_urls(inference))

@@ -126,6 +126,7 @@ class JobConfig(job_config.JobConfig):
     metrics: Metrics = field(default_factory=Metrics)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     grpo: grpo_config.GRPO = field(default_factory=grpo_config.GRPO)
+    lora: grpo_config.LoRA = field(default_factory=grpo_config.LoRA)
     prompts: grpo_config.Prompts = field(default_factory=grpo_config.Prompts)
     rollout: grpo_config.Rollout = field(default_factory=grpo_config.Rollout)
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)

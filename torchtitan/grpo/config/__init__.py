@@ -12,6 +12,7 @@ from torchtitan.grpo.config.evaluation import Evaluation
 from torchtitan.grpo.config.grpo import GRPO
 from torchtitan.grpo.config.guards import Guards
 from torchtitan.grpo.config.inference import Inference
+from torchtitan.grpo.config.lora import LoRA
 from torchtitan.grpo.config.observe import Observe
 from torchtitan.grpo.config.prompts import Prompts
 from torchtitan.grpo.config.reward import Reward
@@ -25,6 +26,7 @@ __all__ = [
     "Evaluation",
     "Guards",
     "Inference",
+    "LoRA",
     "Observe",
     "Prompts",
     "Reward",

@@ -16,6 +16,7 @@ from torchtitan.grpo.config_checks.environments import check_environments
 from torchtitan.grpo.config_checks.evaluation import check_evaluation
 from torchtitan.grpo.config_checks.filters import check_filters
 from torchtitan.grpo.config_checks.guards import check_guards
+from torchtitan.grpo.config_checks.lora import check_lora
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
 from torchtitan.grpo.config_checks.observe import check_observe
@@ -59,6 +60,7 @@ def validate(config: JobConfig) -> None:
         check_weight_sync,
         check_guards,
         check_observe,
+        check_lora,
         check_layout,
     ):
         check(config)

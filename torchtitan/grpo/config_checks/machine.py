@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.grpo.config_checks.data import longest_sequence
 from torchtitan.grpo.config_checks.layout import layout_problems, model_layout_problems
+from torchtitan.grpo.config_checks.lora import model_lora_problems
 from torchtitan.grpo.config_checks.rules import ConfigError, require
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hub import is_hub_name
@@ -57,5 +58,5 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
         f"{model.path}), got {needed}. Lower training.seq_len; or, to pack short sequences into "
         "longer rows, set prompts.max_prompt_tokens and inference.max_model_len.",
     )
-    for problem in model_layout_problems(config, model):
+    for problem in (*model_layout_problems(config, model), *model_lora_problems(config, model)):
         raise ConfigError(problem)

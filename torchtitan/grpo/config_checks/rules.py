@@ -30,6 +30,7 @@ _Table = TypeVar(
     grpo_config.Inference,
     grpo_config.GRPO,
     grpo_config.Guards,
+    grpo_config.LoRA,
     grpo_config.Rollout,
     grpo_config.WeightSync,
 )

@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torchtitan.config import JobConfig
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Qwen3Model, TransformerBlock
 from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
 
+from torchtitan.grpo.config import LoRA
 from torchtitan.grpo.models.rotary import Rotary
 
 _QKV = (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj"))
@@ -28,11 +30,19 @@ class DecoderArgs(Qwen3ModelArgs):
         qkv_bias: Whether the projections of queries, keys and values have biases.
         rotary: The rotary embedding. Upstream's ``rope_theta`` is not read.
         dense_layers: Numbers of the layers without experts, if ``moe_enabled``.
+        lora_scale: ``lora.alpha / lora.rank``, with which adapters are added to their targets.
     """
 
     qkv_bias: bool = False
     rotary: Rotary = field(default_factory=lambda: Rotary(1e4, "default", ()))
     dense_layers: tuple[int, ...] = ()
+    lora_scale: float = 0.0
+
+    def update_from_config(self, job_config: JobConfig, **kwargs: Any) -> None:
+        """Takes over what the configuration decides about the model."""
+        super().update_from_config(job_config, **kwargs)
+        lora: LoRA = job_config.lora  # pyright: ignore[reportAttributeAccessIssue]
+        self.lora_scale = lora.alpha / lora.rank if lora.rank else 0.0
 
 
 class Decoder(Qwen3Model):

@@ -19,9 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.hf_config import ModelError
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 INDEX_FILE = "model.safetensors.index.json"
 # Files of the source directory, other than weights, that are copied into an export.
@@ -101,6 +103,8 @@ def load_hf_weights(
     reader = _SafetensorsReader(Path(path), setting)
     with torch.no_grad():
         for name, parameter in named_parameters(model_parts):
+            if is_adapter(name):
+                continue  # the directory holds the base model
             hf = {
                 key: reader.read(key, meta.shape)
                 for key, meta in hf_meta(adapter, name, parameter.shape).items()
@@ -247,6 +251,8 @@ def full_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the whole model on rank 0: Hugging Face names and tensors, in the model's order.
 
+    Adapters are added to their targets.
+
     Every rank must iterate to the end; ranks other than 0 receive nothing. A tensor may share
     memory with its parameter.
     """
@@ -258,7 +264,8 @@ def full_hf_tensors(
     )
     shards = {name: local_tensor(parameter) for name, parameter in parameters.items()}
     device = next(iter(shards.values())).device
-    for name, full in Collector(buckets, dtype, device, group=None).collect(shards):
+    collected = Collector(buckets, dtype, device, group=None).collect(shards)
+    for name, full in with_adapters(collected, lora_scale(adapter)):
         yield from adapter.to_hf({name: full}).items()
 
 

@@ -29,6 +29,8 @@ from torchtitan.models.qwen3.infra.parallelize import _op_sac_save_list
 from torchtitan.models.qwen3.infra.parallelize import apply_non_moe_tp as apply_tp
 from torchtitan.tools import utils
 
+from torchtitan.grpo.config import LoRA
+from torchtitan.grpo.models.lora import add_adapters
 from torchtitan.grpo.models.moe_gradients import sum_moe_gradients
 from torchtitan.grpo.models.packed_model import PackedModel
 from torchtitan.grpo.models.tied_embeddings import (
@@ -62,6 +64,9 @@ def parallelize(
         _apply_tensor_and_expert(model, dims, config)
     if dims.cp_enabled:
         PackedModel.split_context(model, dims.get_mesh("cp").get_group())
+    lora: LoRA = config.lora  # pyright: ignore[reportAttributeAccessIssue]
+    if lora.rank:
+        add_adapters(model, lora, TORCH_DTYPE_MAP[config.training.dtype])
     compiled = compiles_model(config)
     if config.activation_checkpoint.mode != "none":
         _checkpoint_no_profiler_marks()
@@ -178,7 +183,11 @@ def _apply_data_parallel(model: PackedModel, dims: ParallelDims, config: JobConf
 
 def _is_mixed(config: JobConfig) -> bool:
     """Returns whether the forward pass computes in another dtype than that of the weights."""
-    return config.training.mixed_precision_param != config.training.dtype
+    lora: LoRA = config.lora  # pyright: ignore[reportAttributeAccessIssue]
+    kept = {config.training.dtype}
+    if lora.rank and lora.base_dtype != "training":
+        kept.add(lora.base_dtype)
+    return kept != {config.training.mixed_precision_param}
 
 
 def _apply_replication(

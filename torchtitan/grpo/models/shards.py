@@ -215,13 +215,14 @@ def in_buckets(
 ) -> list[list[Assembly]]:
     """Divides the model into buckets of at most ``bucket_bytes``.
 
-    A parameter that is larger has a bucket of its own.
+    A parameter that is larger has a bucket of its own. One without bytes, such as that of an adapter
+    which is added to its target, is in the bucket of the parameter before it.
     """
     buckets: list[list[Assembly]] = []
     room = 0
     for assembly in assemblies:
         size = num_bytes(assembly)
-        if not buckets or size > room:
+        if not buckets or size > max(room, 0):
             buckets.append([])
             room = bucket_bytes
         buckets[-1].append(assembly)

@@ -227,10 +227,21 @@ class _Tap(torch.autograd.Function):
 
 
 def _num_linears(graph: fx.GraphModule) -> int:
-    """Returns the number of linear layers in a graph, those in checkpoints included."""
+    """Returns the number of linear layers in a graph, those in checkpoints included.
+
+    Frozen ones, as those beside adapters are, do not count: their weights have no gradient.
+    """
     parts = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes]
-    return sum(node.op == "call_function" and node.target is F.linear for node in nodes)
+    return sum(
+        node.op == "call_function" and node.target is F.linear and not _is_frozen(node.args[1])
+        for node in nodes
+    )
+
+
+def _is_frozen(weight: Any) -> bool:
+    example = weight.meta.get("example_value") if isinstance(weight, fx.Node) else None
+    return isinstance(example, torch.Tensor) and not example.requires_grad
 
 
 def _input_of(description: Any) -> int | None:

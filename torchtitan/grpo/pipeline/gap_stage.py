@@ -35,6 +35,7 @@ class GapStage(LeanStage):
             stage.device,
             group=stage.group,
         )
+        self.surrounding = stage.surrounding
         self.receive_like(stage, offset)
         self.act_send_info = {
             output: [receiver + offset for receiver in receivers]

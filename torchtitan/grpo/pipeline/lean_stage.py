@@ -8,6 +8,7 @@ its runtime keeps every tensor that was sent until the step has ended. Both grow
 microbatches, while a schedule bounds the activations that a rank holds at the same time.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,10 +24,17 @@ from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
 class LeanStage(PipelineStage):
-    """Allocates what it receives when it is received, and frees what it sent when it has left."""
+    """Allocates what it receives when it is received, and frees what it sent when it has left.
+
+    Attributes:
+        surrounding: Makes the context in which forward passes of microbatches run.
+    """
+
+    surrounding: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.surrounding = nullcontext
         self._leaving: list[dist.Work] = []
         self._arriving: dict[int, list[dist.Work]] = {}
         self.timer: PassTimer | None = None
@@ -81,7 +89,8 @@ class LeanStage(PipelineStage):
             # Torch keeps outputs for the backward pass. Those that were needed have been sent.
             self.fwd_cache.clear()
         marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
-        with self._timed("F"), marking, self._offloading(fwd_chunk_id, args, kwargs):
+        offloading = self._offloading(fwd_chunk_id, args, kwargs)
+        with self._timed("F"), marking, offloading, self.surrounding():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.args_recv_info.pop(fwd_chunk_id, None)
         return output

@@ -48,6 +48,9 @@ _PROMPT_ORDER = (
 )
 _FIXED = {
     "optimizer.name": "the checkpoint holds the state of that optimizer",
+    "lora.rank": "the checkpoint holds adapters of that rank",
+    "lora.alpha": "the adapters in the checkpoint were trained under that scale",
+    "lora.target_modules": "the checkpoint holds adapters of those layers",
     "debug.seed": f"it orders the prompts, and {_PROMPT_ORDER}",
     **dict.fromkeys(
         ("prompts.path", "prompts.paths", "prompts.weights", "prompts.name", "prompts.split"),

@@ -19,8 +19,8 @@ _WRITTEN = (
     *("samples.jsonl.partial", "ledger.jsonl.partial"),
     *("evaluation_samples.jsonl", "evaluation_samples.jsonl.partial"),
     *("summary.json", "reward_curve.png", "rollout_process.log"),
-    *("hf/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*", "servers/*.log"),
-    *("monitoring/*.json*", "evaluate/*"),
+    *("hf/step-*", "peft/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*"),
+    *("servers/*.log", "monitoring/*.json*", "evaluate/*"),
 )
 """Patterns of the files and folders that every run may write. Those of optional features, whose
 folders have settings, are added by :func:`_patterns`."""

@@ -62,6 +62,8 @@ class GradientClipper:
             for part in self._parts
             if isinstance(part.tok_embeddings, OutputEmbedding)
         ]
+        if not all(weight.requires_grad for weight in first + last):
+            return []  # frozen on all ranks
         copies = [_local_gradient(weight) for weight in first + last]
         if len(copies) == 2:  # a V places both stages on one rank
             copies[0].add_(copies[1])

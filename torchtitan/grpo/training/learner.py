@@ -14,6 +14,7 @@ from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
 from torchtitan.grpo.losses.objective import metric_reductions
+from torchtitan.grpo.training.base_reference import BaseReference
 from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.gradient_parts import GradientParts
@@ -49,7 +50,7 @@ class Learner:
 
     config: GRPO
     runner: ModelRunner
-    reference: Reference | None
+    reference: Reference | BaseReference | None
     optimizers: "OptimizersContainer"
     clipper: GradientClipper
     guards: Guards

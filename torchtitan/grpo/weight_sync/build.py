@@ -26,6 +26,7 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.rollout.link import RolloutLink
 from torchtitan.grpo.system.rank_channel import Address, LeaderChannel, Served, remote, serve
 from torchtitan.grpo.types import ServerInfo
@@ -35,6 +36,7 @@ from torchtitan.grpo.weight_sync.lane import Listeners
 from torchtitan.grpo.weight_sync.leader import Leader, LeaderParts, max_alive
 from torchtitan.grpo.weight_sync.memory_plan import memory_of, wire_dtype
 from torchtitan.grpo.weight_sync.payloads import PayloadPool
+from torchtitan.grpo.weight_sync.plan import ADAPTERS, ALL_PARAMETERS
 from torchtitan.grpo.weight_sync.publisher import WeightPublisher
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
@@ -89,11 +91,15 @@ def build_publisher(
     sync = config.weight_sync
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
+    selection = ALL_PARAMETERS
+    if config.lora.rank and config.lora.push == "adapters":
+        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
     plan = agree_on_push(
         parameters,
         adapter,
         wire_dtype(config),
         sync.bucket_bytes,
+        selection,
         max_sources=sync.max_sources,
         contiguous=on_gpu,
     )

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.models.adapter_merge import AdapterMerge, lora_scale
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly, collecting_group
 from torchtitan.grpo.system.hosts import agree_on_hosts
 from torchtitan.grpo.weight_sync.payloads import Payload
@@ -36,6 +37,7 @@ from torchtitan.grpo.weight_sync.plan import (
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 from torchtitan.grpo.weight_sync.sources import SourceLimits
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _HOST = torch.device("cpu")
 
@@ -62,13 +64,15 @@ def agree_on_push(
         contiguous: See :func:`lay_out_slot`.
     """
     limits = SourceLimits(max_sources, agree_on_hosts())
-    assemblies = [a for a in agree_on_assembly(parameters, adapter) if selection.includes(a.name)]
+    everything = agree_on_assembly(parameters, adapter)
+    assemblies = [a for a in everything if selection.includes(a.name)]
     sources = plan_sources(assemblies, adapter, wire_dtype, bucket_bytes, limits)
     layouts = {
         source.rank: lay_out_slot(source, adapter, wire_dtype, contiguous=contiguous)
         for source in sources
     }
-    return PushPlan(selection, sources, layouts, wire_dtype)
+    model_numel = sum(a.numel for a in everything if not is_adapter(a.name))
+    return PushPlan(selection, sources, layouts, wire_dtype, model_numel * wire_dtype.itemsize)
 
 
 class Gatherer:
@@ -171,13 +175,20 @@ class Gatherer:
         self, plan: BucketPlan, whole: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor
     ) -> None:
         position = 0
+        merge = AdapterMerge(lora_scale(self._adapter))
         for assembly in plan.assemblies:
             name, full = next(whole)
             assert name == assembly.name, (name, assembly.name)
+            if is_adapter(name) and not plan.num_bytes_of[name]:
+                merge.add(name, full)  # it travels as a part of its target
+                continue
+            begin = position
             for tensor in self._adapter.to_hf({name: full}).values():
                 flat = tensor.contiguous().view(-1).view(torch.uint8)
                 part = buffer[position : position + flat.numel()]
                 if part.data_ptr() != flat.data_ptr():  # otherwise it was put together in place
                     part.copy_(flat)
                 position += flat.numel()
+            if position > begin:
+                merge.target(name, buffer[begin:position].view(full.dtype), assembly.shape)
         assert position == plan.num_bytes, (plan.spec.names, position)

@@ -7,6 +7,7 @@ All of it is allocated at the start: snapshot slots in the memory of hosts, and 
 for each server on the GPUs of ranks that send.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,15 @@ from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.collect import module_of
+from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.models.shards import Assembly, Block, Piece, model_order
 from torchtitan.grpo.pipeline.schedules import AUTO, candidates
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules, stage_ranks
 from torchtitan.grpo.weight_sync.leader import max_alive
-from torchtitan.grpo.weight_sync.plan import ALL_PARAMETERS, plan_sources
+from torchtitan.grpo.weight_sync.plan import ADAPTERS, ALL_PARAMETERS, plan_sources
 from torchtitan.grpo.weight_sync.slot_layout import PushPlan, lay_out_slot
 from torchtitan.grpo.weight_sync.sources import SourceLimits
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MIB, _GIB = 1024**2, 1024**3
 # Parameters that tensor parallelism divides by columns, so that a rank's part is not contiguous.
@@ -41,6 +44,7 @@ class PushMemory:
         num_held: How many of them are for versions that servers still receive.
         largest_bucket: The largest message to a server.
         num_servers: Number of servers that are known at the start.
+        model: One version of the whole model, also if adapters alone are sent.
     """
 
     version: int
@@ -49,6 +53,7 @@ class PushMemory:
     num_held: int
     largest_bucket: int
     num_servers: int
+    model: int = 0
 
     @property
     def slots(self) -> int:
@@ -61,7 +66,13 @@ class PushMemory:
         Args:
             on_gpu: Whether the trainer has GPUs.
         """
-        yield f"a version of the weights has {_text(self.version)}"
+        if self.version < self.model:
+            yield (
+                f"a version of the adapters has {_text(self.version)}, and one of the whole model "
+                f"would have {_text(self.model)}"
+            )
+        else:
+            yield f"a version of the weights has {_text(self.version)}"
         yield (
             f"host memory of the ranks that send: {_text(self.slots)} together, in {self.num_slots} "
             f"snapshot slots (weight_sync.num_slots), {self.num_held} of them for versions that "
@@ -93,6 +104,7 @@ def memory_of(plan: PushPlan, sync: WeightSync, max_held: int, num_servers: int)
         num_held=max_held,
         largest_bucket=max(b.num_bytes for source in plan.sources for b in source.buckets),
         num_servers=num_servers,
+        model=plan.model_bytes,
     )
 
 
@@ -120,15 +132,20 @@ def predict_memory(
         on_gpu: Whether the trainer has GPUs.
     """
     sync, degree = config.weight_sync, config.parallelism.tensor_parallel_degree
+    dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
+    model_numel = sum(math.prod(shape) for name, shape in shapes.items() if not is_adapter(name))
+    selection = ALL_PARAMETERS
+    if config.lora.rank and config.lora.push == "adapters":
+        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
+        shapes = {name: shape for name, shape in shapes.items() if is_adapter(name)}
     ranks_of = _ranks_by_module(config, shapes, num_ranks)
     assemblies = [
         _assembly(name, shapes[name], degree, ranks_of[module_of(name)])
         for name in sorted(shapes, key=model_order)
     ]
-    dtype, limits = wire_dtype(config), SourceLimits(sync.max_sources)
     sources = plan_sources(assemblies, adapter, dtype, sync.bucket_bytes, limits)
     layouts = {s.rank: lay_out_slot(s, adapter, dtype, contiguous=on_gpu) for s in sources}
-    plan = PushPlan(ALL_PARAMETERS, sources, layouts, dtype)
+    plan = PushPlan(selection, sources, layouts, dtype, model_numel * dtype.itemsize)
     return memory_of(plan, sync, max_alive(sync, num_servers), num_servers)
 
 

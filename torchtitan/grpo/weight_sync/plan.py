@@ -14,9 +14,12 @@ from fnmatch import fnmatchcase
 import torch
 from torchtitan.protocols import BaseStateDictAdapter
 
+from torchtitan.grpo.models.adapter_merge import lora_scale
 from torchtitan.grpo.models.hf_weights import hf_meta
+from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.models.shards import Assembly, in_buckets
 from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
@@ -41,6 +44,7 @@ class ParameterSelection:
 
 
 ALL_PARAMETERS = ParameterSelection("all", ("*",))
+ADAPTERS = ParameterSelection("adapters", tuple(f"*{factor}" for factor in FACTORS))
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def plan_buckets(
             names=tuple(shapes),
             dtypes=(str(wire_dtype).removeprefix("torch."),) * len(shapes),
             shapes=tuple(shapes.values()),
+            lora_scale=lora_scale(adapter) if isinstance(adapter, AdapterNames) else None,
+            lora_base=adapter.base_digest if isinstance(adapter, AdapterNames) else None,
         )
         plans.append(BucketPlan(tuple(members), spec, {a.name: num_bytes(a) for a in members}))
     return plans

@@ -96,12 +96,14 @@ class PushPlan:
         sources: What each source sends, ascending by rank.
         layouts: Layout of each source's slots, by rank.
         wire_dtype: Dtype of the snapshots and of the buckets.
+        model_bytes: Number of bytes of one version of the whole model, also if only a part is pushed.
     """
 
     selection: ParameterSelection
     sources: list[SourcePlan]
     layouts: dict[int, SlotLayout]
     wire_dtype: torch.dtype
+    model_bytes: int = 0
 
     def source(self, rank: int) -> SourcePlan | None:
         """Returns what a rank sends; ``None`` if it is not a source."""

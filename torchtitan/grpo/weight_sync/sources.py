@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan.grpo.models.shards import Assembly, Piece
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,19 @@ def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[in
 
 
 def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str, int]:
-    """Returns the source of each parameter, by name."""
+    """Returns the source of each parameter, by name. Adapters have the source of their target."""
     num_elements = dict.fromkeys(sorted(sources), 0)
     source_of = {}
-    for assembly in sorted(assemblies, key=lambda a: -a.numel):
+    targets = {a.name for a in assemblies if not is_adapter(a.name)}
+    alone = [a for a in assemblies if a.name in targets or target_of(a.name) not in targets]
+    for assembly in sorted(alone, key=lambda a: -a.numel):
         holders = _holders(assembly)
         source = min(num_elements, key=lambda r: (num_elements[r], r not in holders, r))
         num_elements[source] += assembly.numel
         source_of[assembly.name] = source
-    return source_of
+    return {
+        a.name: source_of[a.name if a.name in source_of else target_of(a.name)] for a in assemblies
+    }
 
 
 def _with_senders(

@@ -7,7 +7,7 @@ Servers import this module too, so it needs torch and safetensors alone.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -94,6 +94,13 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def is_exact_in(wire_dtype: torch.dtype, held_dtype: torch.dtype) -> bool:
     """Returns whether ``held_dtype`` represents every value of ``wire_dtype``."""
     return held_dtype in (wire_dtype, torch.float32)
+
+
+def refuse_wrong_dtypes(dtypes: Iterable[str]) -> None:
+    """Raises ValueError if tensors are announced in a dtype in which none is sent."""
+    wrong = set(dtypes) - WIRE_DTYPES.keys()
+    if wrong:
+        raise ValueError(f"dtypes must be among {sorted(WIRE_DTYPES)}, got {sorted(wrong)}.")
 
 
 def read_safetensors(directory: str) -> dict[str, torch.Tensor]:

@@ -52,6 +52,9 @@ class BucketSpec:
             if the tensor is sent whole. ``None`` if the bucket is not a delta.
         base_version: Version to which the changes of a delta are applied; ``None`` if the
             bucket is not a delta.
+        lora_scale: ``alpha / rank`` of the low-rank adapters whose factors the bucket holds, under
+            PEFT's names; ``None`` if it holds weights.
+        lora_base: Digest of the base weights to which such adapters belong; see `adapters.py`.
     """
 
     names: tuple[str, ...]
@@ -60,3 +63,5 @@ class BucketSpec:
     checksums: tuple[int, ...] | None = None
     num_changed: tuple[int, ...] | None = None
     base_version: int | None = None
+    lora_scale: float | None = None
+    lora_base: str | None = None

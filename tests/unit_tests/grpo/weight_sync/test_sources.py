@@ -141,3 +141,18 @@ def test_no_source_sends_more_than_the_mean_and_one_parameter():
 
 def test_equal_names_are_one_host():
     assert number_by_name(["b", "a", "b"]) == (0, 1, 0)
+
+
+def test_adapters_are_sent_by_the_rank_that_sends_their_target():
+    by_rank: list[dict[str, Held]] = [{}, {}]
+    for layer in range(6):
+        for part, size in (("weight", 64 - layer), ("lora_A.weight", 8), ("lora_B.weight", 24)):
+            for rank, held in sharded(f"layers.{layer}.wq.{part}", size, [[0], [1]]).items():
+                by_rank[rank] |= held
+    by_source = choose_sources(plan_assembly(by_rank), SourceLimits())
+    assert sorted(by_source) == [0, 1]
+    for members in by_source.values():
+        names = [a.name for a in members]
+        for name in names:
+            stem = name.partition("wq.")[0] + "wq."
+            assert {stem + p for p in ("weight", "lora_A.weight", "lora_B.weight")} <= set(names)

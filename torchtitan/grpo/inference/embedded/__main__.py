@@ -163,7 +163,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
             step_tokens=arguments.max_batched_tokens or None,
             max_prefill_tokens=arguments.max_prefill_tokens,
         ),
-        lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout),
+        lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout, path),
         table,
         ModelFacts(runner.vocab_size, max_model_len, read_eos_ids(path), load_tokenizer(path)),
         {

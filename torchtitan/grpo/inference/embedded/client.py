@@ -58,6 +58,8 @@ class EmbeddedClient(SGLangClient):
                 "checksums": None if bucket.checksums is None else list(bucket.checksums),
                 "num_changed": None if bucket.num_changed is None else list(bucket.num_changed),
                 "base_version": bucket.base_version,
+                "lora_scale": bucket.lora_scale,
+                "lora_base": bucket.lora_base,
                 "sequence": sequence,
                 "group_name": group_name,
                 "load_format": "flattened_bucket",

@@ -32,6 +32,8 @@ def parse_chunk(body: Mapping[str, Any]) -> tuple[BucketSpec, dict[str, Any]]:
         checksums,
         num_changed,
         body_field(body, "base_version", int, None),
+        body_field(body, "lora_scale", float, None),
+        body_field(body, "lora_base", str, None),
     )
     return bucket, {
         "group_name": body_field(body, "group_name", str, "weight_update_group"),

@@ -25,17 +25,21 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from safetensors import SafetensorError
 
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter
+from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (
     WIRE_DTYPES,
     bucket_bytes,
     check_lengths,
     read_safetensors,
+    refuse_wrong_dtypes,
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
@@ -61,6 +65,7 @@ class _Session:
     staging: Staging
     version: str | None = None
     abort_all: bool = False
+    lora_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,16 @@ class WeightUpdater:
         table: Parameters of the engine's model.
         device: Device of the model. NCCL groups receive there, gloo groups on the CPU.
         timeout_seconds: Maximum duration of a rendezvous, of each broadcast, and of the swap.
+        model_path: Directory of the model, to whose weights adapters are added.
     """
 
     def __init__(
-        self, engine: Engine, table: WeightTable, device: torch.device, timeout_seconds: float
+        self,
+        engine: Engine,
+        table: WeightTable,
+        device: torch.device,
+        timeout_seconds: float,
+        model_path: str,
     ) -> None:
         self._engine = engine
         self._table = table
@@ -90,11 +101,16 @@ class WeightUpdater:
         self._timeout_seconds = timeout_seconds
         self._busy = threading.Lock()
         self._buffers = BufferPool()
-        self._place = StagingPlace(device, table.in_wire_dtype, table.prepared)
+        self._model_path = model_path
+        self._place = StagingPlace(device, table.in_wire_dtype, self._prepared)
         self._session: _Session | None = None
         self._served: _Served | None = None
         # A value is None while the group is being joined.
         self._groups: dict[str, WeightGroup | None] = {}
+
+    @cached_property
+    def _base(self) -> BaseWeights:
+        return BaseWeights(self._model_path)
 
     @property
     def group_names(self) -> list[str]:
@@ -202,6 +218,7 @@ class WeightUpdater:
             raise UpdateError(str(error)) from error
         session.version = session.version if version is None else version
         session.abort_all |= abort_all
+        session.lora_scale = bucket.lora_scale
         return future
 
     def fail(self, reason: str) -> None:
@@ -245,6 +262,12 @@ class WeightUpdater:
                 f"Nothing was changed: {len(staging.dtypes)} tensors arrived, but no chunk with a "
                 "weight_version, which marks the last chunk."
             )
+        if session.lora_scale is not None:
+            try:
+                adapted = self._base.adapted(tensors, session.lora_scale)
+                tensors = {name: self._table.prepared(name, tensor) for name, tensor in adapted}
+            except (ValueError, OSError) as error:
+                raise UpdateError(f"Nothing was changed: {error}") from error
         seconds = self._commit(tensors, version, session.abort_all)
         self._remember(version, staging.dtypes)
         return f"Serving {len(staging.dtypes)} tensors as version {version!r}.", seconds
@@ -295,10 +318,17 @@ class WeightUpdater:
         if group is None:
             raise ValueError(f"Group {group_name!r} does not exist. Known: {list(self._groups)}.")
         check_lengths(bucket)
+        if is_of_adapters(bucket):
+            refuse_wrong_dtypes(bucket.dtypes)
+            self._base.check(bucket)
+            return group
         self._table.check(bucket.names, bucket.dtypes, bucket.shapes)
         if bucket.num_changed is not None:
             self._check_base(bucket)
         return group
+
+    def _prepared(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if is_adapter(name) else self._table.prepared(name, tensor)
 
     def _check_base(self, bucket: BucketSpec) -> None:
         """Raises ValueError unless a delta can be applied to the served weights."""
@@ -323,7 +353,8 @@ class WeightUpdater:
 
     def _remember(self, version: str, dtypes: dict[str, str]) -> None:
         # A delta cannot be applied to a version of which only a part was received.
-        self._served = None if self._table.missing(dtypes) else _Served(version, dtypes)
+        is_whole = not any(is_adapter(name) for name in dtypes) and not self._table.missing(dtypes)
+        self._served = _Served(version, dtypes) if is_whole else None
 
     def _commit(
         self, tensors: dict[str, torch.Tensor], version: str | None, abort_all: bool

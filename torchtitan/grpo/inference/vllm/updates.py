@@ -37,11 +37,13 @@ from typing import Literal, Protocol
 
 import torch
 
+from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (
     WIRE_DTYPES,
     bucket_bytes,
     check_lengths,
     read_safetensors,
+    refuse_wrong_dtypes,
     split_bucket,
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool
@@ -97,6 +99,8 @@ class UpdateRequest:
     checksums: list[int] | None = None
     num_changed: list[int] | None = None
     base_version: int | None = None
+    lora_scale: float | None = None
+    lora_base: str | None = None
     group_name: str = ""
     sequence: int | None = None
     version: str | None = None
@@ -115,6 +119,8 @@ class UpdateRequest:
             None if self.checksums is None else tuple(self.checksums),
             None if self.num_changed is None else tuple(self.num_changed),
             self.base_version,
+            self.lora_scale,
+            self.lora_base,
         )
         check_lengths(bucket)
         return bucket
@@ -146,6 +152,8 @@ class WorkerUpdates:
         self._buffers = BufferPool()
         self._place = StagingPlace(device, self._base, self._put)
         self._staging: Staging | None = None
+        self._adapted: BaseWeights | None = None
+        self._lora_scale: float | None = None
         self._verified: tuple[str, dict[str, torch.Tensor]] | None = None
         self._keeps = False
         self._kept: _Kept | None = None
@@ -175,7 +183,7 @@ class WorkerUpdates:
     def begin(self) -> None:
         """Opens an update; the model is not changed."""
         self.abandon()
-        self._staging = Staging(self._place, self._buffers)
+        self._staging, self._lora_scale = Staging(self._place, self._buffers), None
 
     def update(self, request: UpdateRequest) -> None:
         """Carries out the action of one request. On failure the update is abandoned."""
@@ -197,6 +205,11 @@ class WorkerUpdates:
             self._verify(request.version)
         else:
             bucket = request.bucket()
+            if is_of_adapters(bucket):
+                raise ValueError(
+                    "Adapters alone need room to stage a second copy of the weights. Make room for it, "
+                    "or set lora.push = 'merged'."
+                )
             self._refuse_wrong_weights(bucket.names, bucket.shapes)
             if action == "receive":
                 self._load_received(bucket, self._group(request.group_name))
@@ -243,8 +256,14 @@ class WorkerUpdates:
 
     def _stage(self, request: UpdateRequest) -> None:
         bucket = request.bucket()
-        self._refuse_wrong_weights(bucket.names, bucket.shapes)
-        _refuse_wrong_dtypes(bucket.dtypes)
+        if is_of_adapters(bucket):
+            if self._adapted is None:
+                self._adapted = BaseWeights(self._model.checkpoint_folder())
+            self._adapted.check(bucket)
+        else:
+            self._refuse_wrong_weights(bucket.names, bucket.shapes)
+        self._lora_scale = bucket.lora_scale
+        refuse_wrong_dtypes(bucket.dtypes)
         if bucket.num_changed is not None:
             self._refuse_wrong_base(bucket)
         group = self._group(request.group_name)
@@ -258,7 +277,7 @@ class WorkerUpdates:
         dtypes = {
             name: _SAFETENSORS_DTYPES.get(dtype, dtype) for name, (dtype, _) in headers.items()
         }
-        _refuse_wrong_dtypes(dtypes.values())
+        refuse_wrong_dtypes(dtypes.values())
         self._open_staging().read(dtypes, lambda: read_safetensors(path))
 
     def _open_staging(self) -> Staging:
@@ -274,6 +293,11 @@ class WorkerUpdates:
         if not staging.dtypes:
             raise ValueError("No weights were announced since /start_weight_update.")
         tensors = staging.collect(self._timeout_seconds or _DISK_SECONDS)
+        if self._lora_scale is not None:
+            assert self._adapted is not None, "adapters were announced without their base"
+            # vLLM rebuilds whole layers, so weights without adapters are loaded as well.
+            self._verified = version, dict(self._adapted.all_with(tensors, self._lora_scale))
+            return
         # vLLM rebuilds whole layers, so tensors that a delta left unchanged are loaded as well.
         unchanged = staging.dtypes.keys() - tensors.keys()
         kept = {} if self._kept is None else self._kept.tensors
@@ -391,12 +415,6 @@ def room_to_stage(parameter_bytes: Iterable[int], num_parts: int) -> int:
         num_parts: Number of workers that the model is divided among.
     """
     return int(_ROOM_FACTOR * sum(parameter_bytes) * num_parts)
-
-
-def _refuse_wrong_dtypes(dtypes: Iterable[str]) -> None:
-    wrong = set(dtypes) - WIRE_DTYPES.keys()
-    if wrong:
-        raise ValueError(f"dtypes must be among {sorted(WIRE_DTYPES)}, got {sorted(wrong)}.")
 
 
 def checkpoint_headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

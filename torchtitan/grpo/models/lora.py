@@ -1,0 +1,184 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685) on the linear layers of a decoder.
+
+    output = W x + alpha / rank * B (A x)        W [out, in], A [rank, in], B [out, rank]
+
+A target keeps its name and its weight, and gets the layers ``lora_A`` and ``lora_B``, as in PEFT.
+All other parameters are frozen. Under tensor parallelism ``A`` and ``B`` are divided as their
+target is: ``B`` by rows with a target that is divided by rows of ``W``, ``A`` by columns with one
+that is divided by columns. The other factor is held whole by every rank.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan.grpo.config import LoRA
+from torchtitan.grpo.models.deferred_linear import DeferredLinear
+from torchtitan.grpo.models.hf_weights import named_parameters
+from torchtitan.grpo.models.shards import local_block, local_tensor
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS, TARGETS, is_adapter
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with an adapter. Instances are made by :func:`add_adapters`.
+
+    Attributes:
+        lora_A: The layer with the weight ``A``.
+        lora_B: The layer with the weight ``B``.
+        lora_scale: ``alpha / rank``.
+        is_adapted: Whether the adapter takes part; see :func:`adapters_off`.
+    """
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_scale: float
+    is_adapted: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps [..., in] to [..., out]."""
+        output = F.linear(input, self.weight, self.bias)
+        if not self.is_adapted:
+            return output
+        change = self.lora_B(self.lora_A(input)) * self.lora_scale
+        if isinstance(output, DTensor) and isinstance(change, DTensor):
+            # If the input is divided, the output is a sum over ranks that nobody has computed yet.
+            # The change becomes a summand of it, so that a single collective computes both.
+            change = change.redistribute(placements=output.placements)
+        return output + change
+
+
+def add_adapters(model: nn.Module, lora: LoRA, dtype: torch.dtype) -> None:
+    """Freezes a model, or a stage of one, and gives its targets adapters, in place.
+
+    It is called on the meta device after tensor parallelism has divided the model and before
+    anything is wrapped around its layers.
+
+    Args:
+        model: A model with upstream's blocks in ``layers``.
+        lora: The table ``[lora]``.
+        dtype: Dtype of the adapters.
+    """
+    base_dtype = dtype if lora.base_dtype == "training" else TORCH_DTYPE_MAP[lora.base_dtype]
+    _freeze(model, base_dtype)
+    blocks: list[Any] = list(model.layers.values())  # pyright: ignore
+    for block in blocks:
+        for name in lora.target_modules:
+            linear = _target(block, name)
+            if linear is not None:
+                _adapt(linear, lora, dtype)
+
+
+def _target(block: nn.Module, name: str) -> nn.Linear | None:
+    """Returns the layer of a block that a name stands for; None if experts are in its place."""
+    parent_name, _, last = TARGETS[name].partition(".")
+    parent = getattr(block, parent_name, None)
+    return None if parent is None else getattr(parent, last)
+
+
+def _freeze(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces all parameters with frozen ones of another dtype; shared ones stay shared."""
+    frozen: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            assert parameter.is_meta, "weights that have memory would be lost"
+            if parameter not in frozen:
+                frozen[parameter] = nn.Parameter(
+                    torch.empty_like(parameter, dtype=dtype), requires_grad=False
+                )
+            setattr(module, name, frozen[parameter])
+
+
+def _adapt(linear: nn.Linear, lora: LoRA, dtype: torch.dtype) -> None:
+    # The class is changed, and the module stays, because tensor parallelism has put hooks on it.
+    store = getattr(linear, "store", None)
+    linear.__class__ = AdaptedLinear
+    assert isinstance(linear, AdaptedLinear)
+    linear.lora_scale, linear.is_adapted = lora.alpha / lora.rank, True
+    size_in, size_out, weight = linear.in_features, linear.out_features, linear.weight
+    by_rows, by_columns = _placements(weight)
+    for name, shape, placements in (
+        ("lora_A", (lora.rank, size_in), by_columns),
+        ("lora_B", (size_out, lora.rank), by_rows),
+    ):
+        factor = nn.Linear(shape[1], shape[0], bias=False, device="meta", dtype=dtype)
+        if isinstance(weight, DTensor):
+            factor.weight = nn.Parameter(_divided(factor.weight, weight, placements))
+        setattr(linear, name, factor if store is None else DeferredLinear(factor, store))
+
+
+def _placements(weight: torch.Tensor) -> tuple[list[Placement], list[Placement]]:
+    """Returns how ``B`` and ``A`` are divided beside their target's weight."""
+    placements = weight.placements if isinstance(weight, DTensor) else ()
+    return (
+        [Shard(0) if p.is_shard(0) else Replicate() for p in placements],
+        [Shard(1) if p.is_shard(1) else Replicate() for p in placements],
+    )
+
+
+def _divided(whole: torch.Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """Returns a tensor without memory that is divided over the mesh of another one."""
+    mesh, local = like.device_mesh, list(whole.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            # As torch.chunk divides; nobody's part is empty, since the target's is not.
+            part = -(-local[placement.dim] // mesh.size(axis))
+            begin = min(mesh.get_local_rank(axis) * part, local[placement.dim])
+            local[placement.dim] = min(part, local[placement.dim] - begin)
+    return DTensor.from_local(
+        torch.empty(local, dtype=whole.dtype, device="meta"), mesh, placements,
+        run_check=False, shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
+
+
+def begin_adapters(model_parts: Sequence[nn.Module], seed: int | None) -> None:
+    """Fills the adapters with the values that a run begins with: ``A`` random, ``B`` zero.
+
+    Each whole ``A`` is drawn from a generator of its own, so that it is the same in all layouts.
+
+    Args:
+        model_parts: Parts of the model on this rank.
+        seed: ``debug.seed``.
+    """
+    for name, parameter in adapters_of(model_parts).items():
+        local = local_tensor(parameter)
+        if name.endswith(FACTORS[1]):
+            local.zero_()
+        elif local.numel():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed or 0} {name}".encode()))
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)  # as PEFT
+            local.copy_(local_block(parameter).of(whole))
+
+
+def adapters_of(model_parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns the adapters' parameters on this rank by their native names; none without LoRA."""
+    return {
+        name: parameter
+        for name, parameter in named_parameters(list(model_parts))
+        if is_adapter(name)
+    }
+
+
+@contextmanager
+def adapters_off(model_parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Makes forward passes inside the context those of the base model."""
+    adapted = [m for p in model_parts for m in p.modules() if isinstance(m, AdaptedLinear)]
+    for module in adapted:
+        module.is_adapted = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_adapted = True

@@ -1,0 +1,148 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Low-rank adapters that arrive at a server alone, and are added to its base weights there.
+
+The base weights are those of the directory that the server was started from. They are read anew for
+each version, through the page cache of the host, so that a server needs no second copy of them and
+no version depends on the one before it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS, PEFT_PREFIX, factor_of, target_of
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
+
+
+def is_of_adapters(bucket: BucketSpec) -> bool:
+    """Returns whether a bucket holds factors of adapters and not weights.
+
+    Raises:
+        ValueError: If it is a delta, or if its names and its ``lora_scale`` contradict each other.
+    """
+    if bucket.lora_scale is None:
+        return False
+    if bucket.num_changed is not None:
+        raise ValueError("Adapters must be sent whole, got a delta. Set weight_sync.delta = false.")
+    wrong = [
+        name
+        for name in bucket.names
+        if not (name.startswith(PEFT_PREFIX) and name.endswith(FACTORS))
+    ]
+    if wrong:
+        raise ValueError(
+            f"Names beside a lora_scale must be PEFT's, {PEFT_PREFIX}<module>{FACTORS[0]} or "
+            f"{FACTORS[1]}, got {wrong[:3]}."
+        )
+    return True
+
+
+def base_digest(folder: str) -> str:
+    """Returns a digest of the names, dtypes, shapes and some elements of a directory's weights.
+
+    Training changes every weight, so that the first and the last row of each tell models apart. How
+    the weights are divided among files does not matter.
+    """
+    digest, parts = hashlib.sha256(), {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                tensor = opened.get_slice(name)
+                ends = torch.cat([tensor[:1].flatten(), tensor[-1:].flatten()])
+                text = f"{name} {tensor.get_dtype()} {tensor.get_shape()} "
+                parts[name] = text.encode() + ends.view(torch.uint8).numpy().tobytes()
+    for name in sorted(parts):
+        digest.update(parts[name])
+    return digest.hexdigest()
+
+
+class BaseWeights:
+    """The weights of a server's directory, with adapters added.
+
+    Args:
+        folder: The directory.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._file_of: dict[str, Path] = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(str(file), framework="pt") as opened:
+                self._file_of |= dict.fromkeys(opened.keys(), file)
+
+    @cached_property
+    def _digest(self) -> str:
+        return base_digest(self._folder)
+
+    def check(self, bucket: BucketSpec) -> None:
+        """Refuses factors that do not belong to the weights which they are to be added to.
+
+        Raises:
+            ValueError: If they belong to another base, if a target does not exist, or if the shape
+                of a factor does not fit it.
+        """
+        if bucket.lora_base != self._digest:
+            raise ValueError(
+                "Adapters can only be added to the base weights with which they are trained, and those "
+                f"in {self._folder} are others. Start the server with the directory of "
+                "model.hf_assets_path, or set lora.push = 'merged'."
+            )
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            target = _target(name)
+            if target not in self._file_of:
+                raise ValueError(
+                    f"{name} must belong to a weight of the server's model, and {self._folder} has no "
+                    f"{target}. Start the server with the directory of model.hf_assets_path."
+                )
+            with safe_open(str(self._file_of[target]), framework="pt") as opened:
+                size_out, size_in = opened.get_slice(target).get_shape()
+            # A is [rank, in] and B is [out, rank].
+            fits = (1, size_in) if factor_of(name) == FACTORS[0] else (0, size_out)
+            if len(shape) != 2 or shape[fits[0]] != fits[1]:
+                raise ValueError(
+                    f"{name} must fit {target} of shape {[size_out, size_in]}, got {list(shape)}."
+                )
+
+    @torch.no_grad()
+    def adapted(
+        self, factors: Mapping[str, torch.Tensor], scale: float
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the targets of adapters, with ``scale * B A`` added, in the dtype of the factors.
+
+        The operation is that of a trainer that merges them itself, so that the bits are equal.
+
+        Raises:
+            ValueError: If an adapter lacks one of its factors.
+        """
+        for target in dict.fromkeys(_target(name) for name in factors):
+            stem = PEFT_PREFIX + target.removesuffix(".weight")
+            pair = [factors.get(stem + factor) for factor in FACTORS]
+            rows, columns = pair
+            if rows is None or columns is None:
+                raise ValueError(f"The adapter of {target} must have both of its factors.")
+            weight = self._read(target).to(rows.dtype, copy=True)
+            yield target, weight.addmm_(columns.cpu(), rows.cpu(), alpha=scale)
+
+    def all_with(
+        self, factors: Mapping[str, torch.Tensor], scale: float
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields all weights of the directory, those that have adapters as :meth:`adapted` does."""
+        targets = {_target(name) for name in factors}
+        for name in self._file_of:
+            if name not in targets:
+                yield name, self._read(name)
+        yield from self.adapted(factors, scale)
+
+    def _read(self, name: str) -> torch.Tensor:
+        with safe_open(str(self._file_of[name]), framework="pt") as opened:
+            return opened.get_tensor(name)
+
+
+def _target(name: str) -> str:
+    return target_of(name).removeprefix(PEFT_PREFIX)
