@@ -61,6 +61,7 @@ from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.training.guard_rules import Reading
 from torchtitan.grpo.training.guards import Guards, Verdict
+from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.training.model_spec import (
     build_policy_runner,
@@ -178,6 +179,8 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
+        self.held_out = self._open_held_out()
+        self._measure_held_out()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
 
@@ -357,6 +360,8 @@ class GRPOTrainer(Trainer):
         self._save(is_last)
         if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
             self._export(self.step)
+        if self._is_due(self.config.sft.held_out_interval) and not is_last:
+            self._measure_held_out()
         if self._is_due(self.config.evaluation.interval) and not is_last and self.source:
             with self.rank_zero.releasing_others():
                 self._evaluate()
@@ -399,6 +404,8 @@ class GRPOTrainer(Trainer):
             checkpoint.save_whole(self.checkpointer, self.step)
         # The export comes first: a server that does not answer must not cost what was learned.
         folder = self._export(self.step)
+        if self.first_step < self.step:
+            self._measure_held_out()
         self.stopped = self.rank_zero.run(lambda: self._settle(folder))
 
     def _settle(self, hf_checkpoint: Path) -> None:
@@ -436,7 +443,7 @@ class GRPOTrainer(Trainer):
             self.source.raise_if_ended()
 
     def _build_publisher(self) -> Publisher:
-        if self.config.rollout.replay is not None:
+        if not self.config.has_servers:
             return Unpublished()
         return build_publisher(
             self.config,
@@ -471,6 +478,26 @@ class GRPOTrainer(Trainer):
         if result is not None:
             function = self.config.evaluation.function
             self.metrics_processor.log_evaluation(self.step, function, result)
+
+    def _open_held_out(self) -> HeldOutLoss | None:
+        """Sends each rank its rows of the held-out examples, if there are some. Collective."""
+        if self.config.sft.held_out_path is None:
+            return None
+        plan = None
+        if self.source is not None:
+            with self.rank_zero.releasing_others():
+                plan = held_out_plan(self.config, self.hf_model, self.role.num_batch_ranks)
+        return HeldOutLoss(
+            self.runner, self.feed, self.device, plan, is_counted=self.role.is_counted
+        )
+
+    def _measure_held_out(self) -> None:
+        """Computes the loss of held-out examples, if there are some. Collective."""
+        if self.held_out is None:
+            return
+        self.enter("evaluating")
+        self.metrics_processor.log_held_out(self.step, self.held_out.compute())
+        self.clock.restart()
 
     def _export(self, step: int) -> Path:
         self.enter("exporting the model")

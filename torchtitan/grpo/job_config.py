@@ -133,8 +133,14 @@ class JobConfig(job_config.JobConfig):
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
     workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
+    sft: grpo_config.SFT = field(default_factory=grpo_config.SFT)
     guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers generate rollouts: neither in a replay nor in supervised training."""
+        return self.rollout.replay is None and self.sft.path is None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data for printing and logging, with keys masked."""

@@ -17,11 +17,13 @@ from torchtitan.grpo.config.prompts import Prompts
 from torchtitan.grpo.config.reward import Reward
 from torchtitan.grpo.config.rollout import Rollout
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
+from torchtitan.grpo.config.sft import SFT
 from torchtitan.grpo.config.weight_sync import WeightSync
 from torchtitan.grpo.config.workers import Workers
 
 __all__ = [
     "GRPO",
+    "SFT",
     "Evaluation",
     "Guards",
     "Inference",

@@ -24,8 +24,8 @@ def check_required(config: JobConfig) -> None:
         "model.name and model.flavor are not used, because the model is read from "
         f"model.hf_assets_path. Remove them (got {config.model.name!r}, {config.model.flavor!r}).",
     )
-    if config.rollout.replay is not None:
-        return  # recorded rollouts have their rewards
+    if not config.has_servers:
+        return  # recorded rollouts have their rewards, and supervised examples need none
     require(
         bool(config.reward.functions), "reward.functions must name at least one function, got none."
     )

@@ -31,6 +31,7 @@ _Table = TypeVar(
     grpo_config.GRPO,
     grpo_config.Guards,
     grpo_config.Rollout,
+    grpo_config.SFT,
     grpo_config.WeightSync,
 )
 

@@ -26,7 +26,7 @@ class EqualRewardsWatch:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        is_off = config.guards.equal_rewards == "off"
+        is_off = config.guards.equal_rewards == "off" or config.sft.path is not None
         self._first = self._due = 0 if is_off else config.observe.equal_rewards_steps
         self._num_steps = 0
         # The latest steps, from whose metrics the causes are ranked.

@@ -55,6 +55,28 @@ def summarise(
     }
 
 
+def summarise_supervised(
+    outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of ``summary.json`` for a run that has no rollouts.
+
+    Args:
+        outcome: How the run ended.
+        steps: Records of ``metrics.jsonl``.
+        evaluations: Records of ``evaluations.jsonl``.
+    """
+    return {
+        "steps": outcome.step,
+        "seconds": round(outcome.seconds, 1),
+        "epochs": steps[-1]["sft/epoch"] if steps else 0.0,
+        "loss_first10": mean_over(steps[:10], "loss/total"),
+        "loss_last10": mean_over(steps[-10:], "loss/total"),
+        "heldout_loss_before": evaluations[0]["evaluation/loss"] if evaluations else None,
+        "heldout_loss_after": evaluations[-1]["evaluation/loss"] if evaluations else None,
+        "hf_checkpoint": str(outcome.hf_checkpoint),
+    }
+
+
 def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
     """Returns the mean of a metric over the records that have it, or None if none has it."""
     values = [record[key] for record in history if key in record]
