@@ -288,7 +288,7 @@ class GRPOTrainer(Trainer):
         self.enter("forward and backward")
         return score(
             batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
-            is_counted=self.role.is_counted,
+            is_counted=self.role.is_counted, teacher_coef=self.config.teacher.coef,
         )  # fmt: skip
 
     def _are_rewards_refused(self, are_equal: bool) -> bool:

@@ -56,7 +56,8 @@ def train(arguments: list[str]) -> int:
 def sft(arguments: list[str]) -> int:
     """Starts the training ranks of a supervised run on this machine."""
     with without_torch():
-        from torchtitan.grpo.start.train import parse, read_settings, train as start
+        from torchtitan.grpo.start.train import parse, read_settings
+        from torchtitan.grpo.start.train import train as start
 
     if read_settings(parse(arguments)).sft.path is None:
         raise ConfigError(

@@ -311,6 +311,7 @@ def process_config(
         inference=replace(config.inference, device=device),
         reward=config.reward,
         workers=config.workers,
+        teacher=config.teacher,
         evaluation=config.evaluation,
         hf_assets_path=str(model.path),
         vocab_size=model.vocab_size,

@@ -11,6 +11,8 @@ from torchtitan.config import job_config
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
 
+_KEYS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
+
 
 @dataclass
 class Job(job_config.Job):
@@ -131,6 +133,7 @@ class JobConfig(job_config.JobConfig):
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
+    teacher: grpo_config.Teacher = field(default_factory=grpo_config.Teacher)
     workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
     sft: grpo_config.SFT = field(default_factory=grpo_config.SFT)
@@ -145,7 +148,7 @@ class JobConfig(job_config.JobConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data for printing and logging, with keys masked."""
         values = super().to_dict()
-        for name in ("api_key", "admin_key"):
-            if values["inference"][name]:
-                values["inference"][name] = "***"
+        for table, name in _KEYS:
+            if values[table][name]:
+                values[table][name] = "***"
         return values

@@ -204,6 +204,8 @@ class Rollout:
         sampled: [completion_len] bool, True for tokens that are trained; see
             :class:`Generation`. The other tokens are context.
         num_context: Number of context tokens that a model wrote.
+        teacher_logprobs: [completion_len] float32, of each completion token under the teacher
+            (``[teacher]``), at temperature 1; None if no teacher has rated the rollout.
     """
 
     prompt_ids: np.ndarray
@@ -216,6 +218,7 @@ class Rollout:
     reward_components: dict[str, float] = field(default_factory=dict)
     sampled: np.ndarray | None = None
     num_context: int = 0
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def num_trained(self) -> int:

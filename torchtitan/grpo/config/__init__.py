@@ -18,6 +18,7 @@ from torchtitan.grpo.config.reward import Reward
 from torchtitan.grpo.config.rollout import Rollout
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
 from torchtitan.grpo.config.sft import SFT
+from torchtitan.grpo.config.teacher import Teacher
 from torchtitan.grpo.config.weight_sync import WeightSync
 from torchtitan.grpo.config.workers import Workers
 
@@ -32,6 +33,7 @@ __all__ = [
     "Reward",
     "Rollout",
     "RolloutProcessConfig",
+    "Teacher",
     "WeightSync",
     "Workers",
 ]

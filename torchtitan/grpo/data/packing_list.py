@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.losses.distillation import teacher_kl
 from torchtitan.grpo.types import RolloutGroup
 
 _NOTHING = -1
@@ -80,6 +81,7 @@ def rows_from(
                 sample_id=int(where[i, 2]),
                 loss_weight=float(weights[i]),
                 sampled=rollout.sampled,
+                teacher_kl=teacher_kl(rollout),
             )
         )
     return build_rows(samples, rows, row_len)

@@ -55,6 +55,8 @@ class RolloutRecord(msgspec.Struct):
         observed: Ascending spans (start, end) of completion tokens that are not trained.
         num_context: Number of tokens in these spans that a model wrote; an environment inserted
             the others.
+        teacher_logprobs: Logprob of each completion token under the teacher; None if no teacher has
+            rated the rollout.
     """
 
     completion_ids: list[int]
@@ -66,6 +68,7 @@ class RolloutRecord(msgspec.Struct):
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
     observed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     num_context: int = 0
+    teacher_logprobs: list[float] | None = None
 
 
 class GroupRecord(msgspec.Struct):
@@ -271,6 +274,9 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
                 reward_components=r.reward_components,
                 observed=[] if r.sampled is None else _observed_spans(r.sampled),
                 num_context=r.num_context,
+                teacher_logprobs=(
+                    None if r.teacher_logprobs is None else r.teacher_logprobs.tolist()
+                ),
             )
             for r in group.rollouts
         ],
@@ -295,6 +301,11 @@ def _group(record: GroupRecord) -> RolloutGroup:
             reward_components=r.reward_components,
             sampled=_sampled(r.observed, len(r.completion_ids)) if r.observed else None,
             num_context=r.num_context,
+            teacher_logprobs=(
+                None
+                if r.teacher_logprobs is None
+                else np.array(r.teacher_logprobs, dtype=np.float32)
+            ),
         )
         for r in record.rollouts
     )

@@ -28,6 +28,7 @@ from torchtitan.grpo.data.spread import (
 )
 from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups
 from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights, weight_mass
+from torchtitan.grpo.losses.distillation import teacher_kl
 from torchtitan.grpo.losses.reward_shaping import shape_rewards
 from torchtitan.grpo.types import Rollout, RolloutGroup
 
@@ -266,6 +267,7 @@ def _weighted(
             source=sources[i],
             loss_weight=float(weight),
             sampled=rollouts[i].sampled,
+            teacher_kl=teacher_kl(rollouts[i]),
         )
         for i, weight in zip(indices, weights, strict=True)
     ]

@@ -126,9 +126,7 @@ def open_examples(
         DataError: If the file cannot be used.
     """
     limit = config.sft.max_example_tokens
-    codec = TextCodec(
-        str(model.path), model.eos_token_ids, config.prompts.chat_template_kwargs
-    )
+    codec = TextCodec(str(model.path), model.eos_token_ids, config.prompts.chat_template_kwargs)
     return ExampleStream(
         path,
         key,

@@ -52,7 +52,7 @@ class LossInputs:
             ``logprobs.detach()`` if the batch has one optimizer step.
         generator_logprobs: float, recorded at sampling time.
         ref_logprobs: float, of the reference model; None without a reference model.
-        advantages: float, constant within a sequence.
+        advantages: float, constant within a sequence except for a teacher's part.
         loss_mask: bool, True on trained tokens of rollouts.
         loss_weights: float, see ``aggregation.py``.
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.

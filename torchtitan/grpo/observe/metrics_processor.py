@@ -24,7 +24,12 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
 from torchtitan.grpo.observe.monitor import RankMonitor
 from torchtitan.grpo.observe.progress import Progress
-from torchtitan.grpo.observe.report import RunOutcome, summarise, summarise_supervised, write_summary
+from torchtitan.grpo.observe.report import (
+    RunOutcome,
+    summarise,
+    summarise_supervised,
+    write_summary,
+)
 from torchtitan.grpo.observe.reward_curve import draw_reward_curve
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import sample_text

@@ -9,14 +9,16 @@ Nothing here depends on the layout: runners return whole rows on the ranks that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.losses.advantages import compute_advantages
+from torchtitan.grpo.losses.distillation import with_teacher
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
@@ -122,6 +124,7 @@ def score(
     feed: Feed,
     *,
     is_counted: bool,
+    teacher_coef: float = 0.0,
 ) -> list[Minibatch]:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
@@ -136,6 +139,7 @@ def score(
         device: Training device.
         feed: Sums values over ranks.
         is_counted: See :class:`RankRole`.
+        teacher_coef: ``teacher.coef``. Without a teacher it has no effect.
 
     Returns:
         Each minibatch, with its advantages and with forward passes of which those that can wait
@@ -160,9 +164,15 @@ def score(
         length_power=config.advantage_length_power,
     )
     return [
-        Minibatch(rows.with_advantages(advantages), old_job, ref_job)
+        Minibatch(_with_advantages(rows, advantages, teacher_coef), old_job, ref_job)
         for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
     ]
+
+
+def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher_coef: float) -> TrainRows:
+    rows = rows.with_advantages(advantages)
+    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher_coef)
+    return replace(rows, advantages=of_tokens)
 
 
 def _job(runner: ForwardRunner | None, rows: TrainRows, config: GRPO) -> ForwardJob | None:

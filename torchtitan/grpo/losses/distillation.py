@@ -1,0 +1,74 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Distillation on policy: the reverse KL divergence from a teacher as an advantage of each token.
+
+The student samples ``x``, and the teacher rates each token of it. With the student's logprob ``s``
+and the teacher's ``t`` of the same token, given the same tokens before it::
+
+    advantage = -coef * (s - t)
+
+The expectation of ``s - t`` over the student's own samples is ``KL(student || teacher)`` at that
+position, and the policy gradient with this advantage is its gradient: GKD with reverse KL on
+sampled sequences (https://arxiv.org/abs/2306.13649), in the per-token form of
+https://thinkingmachines.ai/blog/on-policy-distillation/. What is kept of GKD is the divergence and
+the student's own samples; a token answers for itself alone (a discount of 0), and only sampled
+tokens are rated, not the whole vocabulary.
+
+Both logprobs are of sampling time. The policy loss corrects for the age of a sample as it does for
+any advantage.
+"""
+
+import numpy as np
+import torch
+
+from torchtitan.grpo.types import Rollout
+
+
+def sampled_reverse_kl(
+    student_logprobs: np.ndarray, teacher_logprobs: np.ndarray, sampled: np.ndarray | None
+) -> np.ndarray:
+    """Returns ``student - teacher`` of each sampled token, [tokens] float32, and 0 elsewhere.
+
+    Args:
+        student_logprobs: [tokens] float, recorded at sampling time, at temperature 1.
+        teacher_logprobs: [tokens] float, of the same tokens, at temperature 1.
+        sampled: [tokens] bool, True for tokens that are trained; None if all are.
+
+    Raises:
+        ValueError: If the shapes differ, or a number of a sampled token is not finite.
+    """
+    student = np.asarray(student_logprobs, np.float32)
+    teacher = np.asarray(teacher_logprobs, np.float32)
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"Each of the {student.shape} tokens must have a teacher's logprob, got {teacher.shape}."
+        )
+    mask = np.ones(student.shape, np.bool_) if sampled is None else sampled
+    divergence = np.where(mask, student, 0.0) - np.where(mask, teacher, 0.0)
+    if not np.isfinite(divergence).all():
+        raise ValueError("Logprobs of sampled tokens must be finite, of student and teacher alike.")
+    return divergence.astype(np.float32)
+
+
+def teacher_kl(rollout: Rollout) -> np.ndarray | None:
+    """Returns the reverse KL of each token of a rollout; None if no teacher has rated it."""
+    if rollout.teacher_logprobs is None:
+        return None
+    return sampled_reverse_kl(rollout.generator_logprobs, rollout.teacher_logprobs, rollout.sampled)
+
+
+def with_teacher(
+    advantages: torch.Tensor, teacher_kl: torch.Tensor, *, coef: float
+) -> torch.Tensor:
+    """Adds the teacher's part to advantages of rewards.
+
+    Args:
+        advantages: [rows, seq] float, of rewards, constant within a rollout; 0 where not trained.
+        teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
+        coef: ``teacher.coef``.
+
+    Returns:
+        [rows, seq], ``advantages - coef * teacher_kl``.
+    """
+    return advantages - coef * teacher_kl
