@@ -145,6 +145,12 @@ class JobConfig(job_config.JobConfig):
         """Whether servers generate rollouts: neither in a replay nor in supervised training."""
         return self.rollout.replay is None and self.sft.path is None
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether the run learns from rewards: not from examples or from a teacher alone."""
+        is_taught = bool(self.teacher.urls) and not self.reward.functions
+        return self.sft.path is None and not is_taught
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data for printing and logging, with keys masked."""
         values = super().to_dict()

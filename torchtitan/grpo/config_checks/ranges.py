@@ -27,7 +27,9 @@ def check_required(config: JobConfig) -> None:
     if not config.has_servers:
         return  # recorded rollouts have their rewards, and supervised examples need none
     require(
-        bool(config.reward.functions), "reward.functions must name at least one function, got none."
+        bool(config.reward.functions or config.teacher.urls),
+        "reward.functions must name at least one function, got none. Only with a teacher (teacher.urls) "
+        "can a run learn without rewards.",
     )
     weights = config.reward.weights
     require(

@@ -38,11 +38,18 @@ def summarise(
         steps: Records of ``metrics.jsonl``.
         evaluations: Records of ``evaluations.jsonl``.
     """
+    taught = {}
+    if any("teacher/reverse_kl" in record for record in steps):
+        taught = {
+            "teacher_kl_first10": mean_over(steps[:10], "teacher/reverse_kl"),
+            "teacher_kl_last10": mean_over(steps[-10:], "teacher/reverse_kl"),
+        }
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
         "reward_first10": mean_over(steps[:10], "reward/mean"),
         "reward_last10": mean_over(steps[-10:], "reward/mean"),
+        **taught,
         "heldout_before": evaluations[0]["evaluation/score"] if evaluations else None,
         "heldout_after": evaluations[-1]["evaluation/score"] if evaluations else None,
         "max_staleness_steps": max((s["staleness/max_steps"] for s in steps), default=0),

@@ -34,7 +34,10 @@ def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     parts = [where if len(where) <= 9 else str(step)]
     if "reward/mean" not in metrics:
         return " ".join([*parts, *_supervised(metrics, 5)])
-    parts.append(f"rew {number(metrics['reward/mean'], 6)}")
+    if "teacher/reverse_kl" in metrics and metrics["reward/std"] == 0:
+        parts.append(f"kl {number(metrics['teacher/reverse_kl'], 6)}")
+    else:
+        parts.append(f"rew {number(metrics['reward/mean'], 6)}")
     if "policy/entropy" in metrics:
         parts.append(f"ent {number(metrics['policy/entropy'], 4)}")
     parts.append(f"len {number(metrics['rollout/completion_tokens_mean'], 4)}")
@@ -57,6 +60,8 @@ def long_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     if "reward/mean" not in metrics:
         return "  ".join([*parts, *_supervised(metrics, 7)])
     parts.append(f"reward {number(metrics['reward/mean'], 6)}")
+    if "teacher/reverse_kl" in metrics:
+        parts.append(f"teacher kl {number(metrics['teacher/reverse_kl'], 6)}")
     if "policy/entropy" in metrics:
         parts.append(f"entropy {number(metrics['policy/entropy'], 5)}")
     parts.append(f"length {number(metrics['rollout/completion_tokens_mean'], 5)}")

@@ -95,9 +95,11 @@ def small_model(tied: bool) -> Qwen3ForCausalLM:
 
 
 def save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    tokenizer = Tokenizer(WordLevel({f"[{i}]": i for i in range(VOCAB_SIZE)}, unk_token="[0]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"w{EOS}").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"[{EOS}]").save_pretrained(
+        folder
+    )
 
 
 def random_examples(num_examples: int, seed: int) -> list[Example]:
@@ -111,7 +113,7 @@ def random_examples(num_examples: int, seed: int) -> list[Example]:
 
 def write_examples(path: Path, examples: list[Example]) -> None:
     def text(ids: list[int]) -> str:
-        return " ".join(f"w{i}" for i in ids)
+        return " ".join(f"[{i}]" for i in ids)
 
     rows = [{"prompt": text(prompt), "completion": text(answer)} for prompt, answer in examples]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
