@@ -14,8 +14,9 @@ from torchtitan.grpo.observe.metric_docs.guarding import GUARDING
 from torchtitan.grpo.observe.metric_docs.learning import LEARNING
 from torchtitan.grpo.observe.metric_docs.rollouts import ROLLOUTS
 from torchtitan.grpo.observe.metric_docs.system import SYSTEM
+from torchtitan.grpo.observe.metric_docs.teaching import TEACHING
 
-SECTIONS: tuple[Section, ...] = (*ROLLOUTS, *LEARNING, *SYSTEM, *GUARDING)
+SECTIONS: tuple[Section, ...] = (*ROLLOUTS, *LEARNING, *TEACHING, *SYSTEM, *GUARDING)
 
 __all__ = ["SECTIONS", "Metric", "Section", "undescribed"]
 
