@@ -54,6 +54,7 @@ _FIXED = {
         _PROMPT_ORDER,
     ),
     "prompts.shuffle": _PROMPT_ORDER,
+    "sft.path": _PROMPT_ORDER,
 }
 """Settings that a resumed run cannot change, with the reason."""
 
