@@ -31,9 +31,9 @@ class GroupJudge:
         scorer: The reward functions and ``rollout.should_accept``.
         completion_filter: Filter for single completions.
         waste: Budget of ``rollout.dynamic_sampling``. ``None`` disables dynamic sampling.
-        rater: Gets the teacher's rating of what is kept. ``None`` without a teacher.
         fewest_rollouts: Number of rollouts that a group needs. A group-relative advantage needs at
             least two rewards; an advantage relative to the batch needs one.
+        rater: Gets the teacher's rating of what is kept. ``None`` without a teacher.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class GroupJudge:
         scorer: Scorer,
         completion_filter: CompletionFilter | None = None,
         waste: WasteBudget | None = None,
-        rater: GroupRater | None = None,
         fewest_rollouts: int = 2,
+        rater: GroupRater | None = None,
     ) -> None:
         self._scorer = scorer
         self._filter = completion_filter or CompletionFilter()

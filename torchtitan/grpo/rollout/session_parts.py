@@ -238,8 +238,10 @@ def make_judge(
         ),
         CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
         waste,
-        None if teachers is None else GroupRater(teachers, config.teacher.max_unrated_groups),
         fewest_rollouts=min(2, config.grpo.group_size),
+        rater=(
+            None if teachers is None else GroupRater(teachers, config.teacher.max_unrated_groups)
+        ),
     )
 
 
