@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.inference.local_servers import free_ports, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
+
 TAUGHT = (
     "--grpo.prompts_per_step=4", "--evaluation.num_prompts=1", "--training.steps=12",
     "--optimizer.lr=1e-3",
@@ -70,3 +73,24 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
     for mine, theirs in zip(replay.metrics, run.metrics, strict=True):
         for name in ("loss/total", "grad_norm", "teacher/reverse_kl"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_a_run_is_taught_by_a_real_vllm_server(make_run, repository, tmp_path):
+    model = str(repository / "assets/reverse_digits/model")
+    python = os.environ.get(
+        "TORCHTITAN_GRPO_VLLM_PYTHON", str(repository / ".venv-vllm/bin/python")
+    )
+    spec = ServerSpec("vllm", model, free_ports(1)[0], "cpu", "float32", 257, 32, python=python)
+    teacher = start_server(spec, tmp_path / "vllm.log")
+    try:
+        run = make_run(
+            *TAUGHT, *ALONE, f"--teacher.urls={teacher.url}", "--teacher.kind=vllm",
+            "--rollout.max_head_offpolicyness=0", "--training.steps=3",
+        ).succeed()  # fmt: skip
+    finally:
+        teacher.stop()
+    # The teacher is the student itself at first, and stays behind as the student moves.
+    assert abs(run.metrics[0]["teacher/reverse_kl"]) < 1e-3
+    assert all(record["rollout/unrated_groups"] == 0 for record in run.metrics)

@@ -36,6 +36,9 @@ def describe(config: JobConfig) -> str:
         f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
         f"  servers: {_describe_servers(config)}",
     ]
+    if config.teacher.urls:
+        teacher = config.teacher
+        lines.append(f"  teacher: {teacher.kind} at {', '.join(teacher.urls)}, coef {teacher.coef:g}")
     return "\n".join(lines)
 
 
