@@ -38,7 +38,9 @@ def describe(config: JobConfig) -> str:
     ]
     if config.teacher.urls:
         teacher = config.teacher
-        lines.append(f"  teacher: {teacher.kind} at {', '.join(teacher.urls)}, coef {teacher.coef:g}")
+        lines.append(
+            f"  teacher: {teacher.kind} at {', '.join(teacher.urls)}, coef {teacher.coef:g}"
+        )
     return "\n".join(lines)
 
 

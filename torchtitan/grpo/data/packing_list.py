@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from torchtitan.grpo.data.ratings import teacher_kl
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
-from torchtitan.grpo.losses.distillation import teacher_kl
 from torchtitan.grpo.types import RolloutGroup
 
 _NOTHING = -1

@@ -18,6 +18,7 @@ import numpy as np
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import SequenceCost
 from torchtitan.grpo.data.packing import split_evenly
+from torchtitan.grpo.data.ratings import teacher_kl
 from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
 from torchtitan.grpo.data.spread import (
     Spread,
@@ -28,7 +29,6 @@ from torchtitan.grpo.data.spread import (
 )
 from torchtitan.grpo.losses.advantages import informative_samples, num_equal_groups
 from torchtitan.grpo.losses.aggregation import AggregationKind, token_weights, weight_mass
-from torchtitan.grpo.losses.distillation import teacher_kl
 from torchtitan.grpo.losses.reward_shaping import shape_rewards
 from torchtitan.grpo.types import Rollout, RolloutGroup
 

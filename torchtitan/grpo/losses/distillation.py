@@ -22,8 +22,6 @@ any advantage.
 import numpy as np
 import torch
 
-from torchtitan.grpo.types import Rollout
-
 
 def sampled_reverse_kl(
     student_logprobs: np.ndarray, teacher_logprobs: np.ndarray, sampled: np.ndarray | None
@@ -49,13 +47,6 @@ def sampled_reverse_kl(
     if not np.isfinite(divergence).all():
         raise ValueError("Logprobs of sampled tokens must be finite, of student and teacher alike.")
     return divergence.astype(np.float32)
-
-
-def teacher_kl(rollout: Rollout) -> np.ndarray | None:
-    """Returns the reverse KL of each token of a rollout; None if no teacher has rated it."""
-    if rollout.teacher_logprobs is None:
-        return None
-    return sampled_reverse_kl(rollout.generator_logprobs, rollout.teacher_logprobs, rollout.sampled)
 
 
 def with_teacher(

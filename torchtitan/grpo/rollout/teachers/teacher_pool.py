@@ -38,7 +38,9 @@ from torchtitan.grpo.rollout.teachers.teacher_check import (
 
 logger = logging.getLogger(__name__)
 
-_MOST_OWN_FAILURES = 5
+_MOST_OWN_FAILURES = 20
+# A request that is refused will hardly be answered later; one that failed may be.
+_REFUSAL_COUNT = 4
 _LONGEST_POLL_SECONDS = 0.5
 _SHORTEST_POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 0.5
@@ -53,7 +55,7 @@ class _Patience:
     """Counts the failures of one rating that others did not share.
 
     Attributes:
-        own_failures: Failures between which the pool got answers, and refusals.
+        own_failures: Failures between which the pool got answers, and refusals, which count more.
         num_answered: Answers of the pool at the last failure.
     """
 
@@ -61,14 +63,18 @@ class _Patience:
     own_failures: int = 0
 
     def note(self, error: ServerError, num_answered: int) -> None:
-        is_refusal = isinstance(error, RouteError) and error.is_refusal
-        if is_refusal or num_answered > self.num_answered:
+        """Counts a failure.
+
+        Raises:
+            NotRated: If it was one too many.
+        """
+        if isinstance(error, RouteError) and error.is_refusal:
+            self.own_failures += _REFUSAL_COUNT
+        elif num_answered > self.num_answered:
             self.own_failures += 1
         self.num_answered = num_answered
         if self.own_failures >= _MOST_OWN_FAILURES:
-            raise NotRated(
-                f"Its rating failed {self.own_failures} times, and others did not. {error}"
-            )
+            raise NotRated(f"Its rating failed again and again, and others did not. {error}")
 
 
 class TeacherPool:
@@ -186,7 +192,10 @@ class TeacherPool:
         while True:
             ready = [t for t in self._teachers if t.is_ready() and t.load < most]
             for teacher in sorted(ready, key=lambda t: (t.is_lost, t.load)):
-                if not teacher.is_lost or await self._comes_back(teacher):
+                if not teacher.is_lost:
+                    return teacher
+                # One request asks, and the others go on looking.
+                if not self._checking.locked() and await self._comes_back(teacher):
                     return teacher
             silent = time.monotonic() - self._hope_since
             if silent > self._settings.wait_seconds:
@@ -199,9 +208,7 @@ class TeacherPool:
 
     async def _comes_back(self, teacher: Server) -> bool:
         """Returns whether a teacher that was lost answers, and is the one that it was."""
-        async with self._checking:  # one request asks, and the others wait for the answer
-            if not teacher.is_lost or not teacher.is_ready():
-                return not teacher.is_lost
+        async with self._checking:
             job = teacher.begin_job(0)
             try:
                 await self._check(teacher.client)

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from torchtitan.grpo.config import Teacher
-from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerFacts
+from torchtitan.grpo.inference.client import InferenceClient, ServerFacts
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.drops import DropLog
@@ -220,7 +220,7 @@ def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
 
         async def pick(token_ids: list[int]) -> list[float]:
             if 19 in token_ids and len(token_ids) == 3:
-                raise ServerError("http://t: cannot rate this")
+                raise RouteError("POST http://t answered 400: cannot rate this", 400)
             return rating_of(token_ids)
 
         teacher.answer = pick
@@ -228,7 +228,9 @@ def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
         while not poison.done():
             await pool.rate(PROMPT, COMPLETION)
             await asyncio.sleep(0.02)
-        with pytest.raises(NotRated, match=r"failed 5 times, and others did not.*cannot rate this"):
+        with pytest.raises(
+            NotRated, match=r"failed again and again, and others did not.*cannot rate this"
+        ):
             await poison
 
     asyncio.run(run())
