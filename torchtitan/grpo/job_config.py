@@ -146,6 +146,11 @@ class JobConfig(job_config.JobConfig):
         return self.rollout.replay is None and self.sft.path is None
 
     @property
+    def may_be_taught(self) -> bool:
+        """Whether rollouts may come with a teacher's ratings: from teachers, or from a file."""
+        return bool(self.teacher.urls) or self.rollout.replay is not None
+
+    @property
     def has_rewards(self) -> bool:
         """Whether the run learns from rewards: not from examples or from a teacher alone."""
         is_taught = bool(self.teacher.urls) and not self.reward.functions

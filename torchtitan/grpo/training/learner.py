@@ -45,7 +45,7 @@ class Learner:
         device: Device of the policy.
         enter: Tells whoever watches the run what this rank does from now on.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
-        teacher_coef: ``teacher.coef``.
+        teacher_coef: ``teacher.coef``; 0 without a teacher.
     """
 
     config: GRPO

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.distillation import sampled_reverse_kl, with_teacher
+from torchtitan.grpo.losses.distillation import (
+    group_baselines,
+    sample_sums,
+    sampled_reverse_kl,
+    with_teacher,
+)
 from torchtitan.grpo.losses.policy_terms import PolicyInputs, reinforce
 
 
@@ -24,6 +29,17 @@ def test_a_token_that_the_teacher_likes_less_has_a_negative_advantage():
     half = math.log(2) / 2
     assert found.tolist()[0] == pytest.approx([1 - half, 1 + half, 1.0], abs=1e-6)
     assert torch.equal(with_teacher(rewards, torch.from_numpy(divergence)[None], coef=0.0), rewards)
+
+
+def test_the_baseline_is_the_mean_over_the_tokens_of_a_group():
+    divergence = torch.tensor([[0.0, 2.0, 4.0, 0.0, 1.0, 9.0]])
+    sample_ids = torch.tensor([[0, 0, 0, 1, 1, -1]])
+    sums = sample_sums(divergence, sample_ids, 3)
+    assert sums.tolist() == [6.0, 1.0, 0.0]
+    lengths, groups = np.array([2, 1, 0]), np.array([7, 7, 3])
+    assert group_baselines(sums.numpy(), lengths, groups).tolist() == pytest.approx(
+        [7 / 3, 7 / 3, 0]
+    )
 
 
 def test_tokens_that_are_not_trained_count_nothing_whatever_they_hold():
@@ -42,7 +58,8 @@ def test_a_rating_that_is_short_or_infinite_is_refused(teacher, message):
         sampled_reverse_kl(np.array([-1.0, -2.0]), np.array(teacher), None)
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence():
+@pytest.mark.parametrize("baseline", [0.0, 0.7])
+def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence(baseline):
     """All tokens of a vocabulary, each weighted by its probability, are one exact expectation."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -52,7 +69,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence():
     inputs = PolicyInputs(
         logprobs=student[None], old_logprobs=student.detach()[None],
         generator_logprobs=student.detach()[None],
-        advantages=with_teacher(torch.zeros_like(divergence), divergence, coef=1.0),
+        advantages=with_teacher(torch.full_like(divergence, baseline), divergence, coef=1.0),
         entropy=torch.zeros_like(divergence), loss_mask=torch.ones(1, 6, dtype=torch.bool),
         sequence_ids=torch.zeros(1, 6, dtype=torch.int64),
     )  # fmt: skip

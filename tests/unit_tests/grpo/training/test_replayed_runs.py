@@ -189,6 +189,12 @@ def random_batches() -> list[list[RolloutGroup]]:
     ]
 
 
+def teacher_part(length: int, lengths: list[int]) -> torch.Tensor:
+    """What the teacher likes more than the student by a nat gains one, above the group's mean."""
+    signs = [2.0 * (torch.arange(n) % 2) - 1 for n in (length, *lengths)]
+    return signs[0] - torch.cat(signs[1:]).mean()
+
+
 def write_record(path: Path, batches: list[list[RolloutGroup]]) -> Path:
     recorder = RolloutRecorder(str(path), VOCAB_SIZE, 1.0, 0)
     for step, groups in enumerate(batches):
@@ -248,6 +254,11 @@ def train_plainly(
             sampled = [torch.from_numpy(rollout.generator_logprobs) for rollout in rollouts]
             kl_sums = [float(k3(*pair).sum()) for pair in zip(sampled, ref, strict=True)]
         advantages = advantages_of(groups, kl_sums)
+        taught = {
+            id(r): teacher_part(len(r.completion_ids), [len(o.completion_ids) for o in g.rollouts])
+            for g in groups
+            for r in g.rollouts
+        }
         record = {"trained_tokens": float(sum(len(x) for x in old)), "loss": 0.0, "grad_norm": 0.0}
         for _ in range(algorithm.num_epochs):
             optimizer.zero_grad()
@@ -257,9 +268,7 @@ def train_plainly(
             ):
                 logprobs = completion_logprobs(model, rollout)
                 if algorithm.teacher_coef:
-                    # What the teacher likes more than the student by a nat gains coef.
-                    signs = 2.0 * (torch.arange(len(logprobs)) % 2) - 1
-                    advantage = advantage + algorithm.teacher_coef * signs
+                    advantage = advantage + algorithm.teacher_coef * taught[id(rollout)]
                 ratio = (logprobs - old_lp).exp()
                 clipped = ratio.clamp(0.8, 1.2)
                 loss = loss - torch.minimum(ratio * advantage, clipped * advantage).sum()
