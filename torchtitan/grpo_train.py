@@ -56,6 +56,7 @@ from torchtitan.grpo.training.base_reference import BaseReference, base_referenc
 from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
+from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.model_spec import (
@@ -175,6 +176,8 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
+        self.held_out = self._open_held_out()
+        self._measure_held_out()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
 
@@ -257,6 +260,7 @@ class GRPOTrainer(Trainer):
             device=self.device,
             enter=self.enter,
             await_readers=self._await_readers,
+            teacher_coef=self.config.teacher.coef if self.config.may_be_taught else 0.0,
         )
 
     def _build_reference(self) -> Reference | BaseReference:
@@ -285,6 +289,8 @@ class GRPOTrainer(Trainer):
         self._save(is_last)
         if self._is_due(self.config.grpo.hf_export_interval) and not is_last:
             self._export(self.step)
+        if self._is_due(self.config.sft.held_out_interval) and not is_last:
+            self._measure_held_out()
         if self.evaluations is not None:
             with self.rank_zero.releasing_others():
                 self._continue_evaluating(self.evaluations, is_last=is_last)
@@ -326,6 +332,8 @@ class GRPOTrainer(Trainer):
             checkpoint.save_whole(self.checkpointer, self.step)
         # The export comes first: a server that does not answer must not cost what was learned.
         folder = self._export(self.step)
+        if self.first_step < self.step:
+            self._measure_held_out()
         self.stopped = self.rank_zero.run(lambda: self._settle(folder))
 
     def _settle(self, hf_checkpoint: Path) -> None:
@@ -365,7 +373,7 @@ class GRPOTrainer(Trainer):
             self.source.raise_if_ended()
 
     def _build_publisher(self) -> Publisher:
-        if self.config.rollout.replay is not None:
+        if not self.config.has_servers:
             return Unpublished()
         return build_publisher(
             self.config,
@@ -408,6 +416,26 @@ class GRPOTrainer(Trainer):
         else:
             self._evaluate()
             self.clock.restart()
+
+    def _open_held_out(self) -> HeldOutLoss | None:
+        """Sends each rank its rows of the held-out examples, if there are some. Collective."""
+        if self.config.sft.held_out_path is None:
+            return None
+        plan = None
+        if self.source is not None:
+            with self.rank_zero.releasing_others():
+                plan = held_out_plan(self.config, self.hf_model, self.role.num_batch_ranks)
+        return HeldOutLoss(
+            self.runner, self.feed, self.device, plan, is_counted=self.role.is_counted
+        )
+
+    def _measure_held_out(self) -> None:
+        """Computes the loss of held-out examples, if there are some. Collective."""
+        if self.held_out is None:
+            return
+        self.enter("evaluating")
+        self.metrics_processor.log_held_out(self.step, self.held_out.compute())
+        self.clock.restart()
 
     def _export(self, step: int) -> Path:
         self.enter("exporting the model")

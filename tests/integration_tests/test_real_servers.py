@@ -40,10 +40,13 @@ from bare_trainer import (
     run,
 )
 
+from torchtitan.grpo.config import Teacher
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.vllm import client as vllm_client
+from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
+from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts, choose_backend
@@ -67,11 +70,14 @@ def sampled(name: str, prompt: list[int], max_new_tokens: int) -> GenerateReques
 
 @torch.no_grad()
 def tempered_logprobs(
-    model: Qwen3ForCausalLM, prompt: list[int], completion: np.ndarray
+    model: Qwen3ForCausalLM,
+    prompt: list[int],
+    completion: np.ndarray,
+    temperature: float = TEMPERATURE,
 ) -> np.ndarray:
     """[completion_len] of the completion's tokens, by transformers."""
     ids = torch.tensor([prompt + completion.tolist()])
-    logits = model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return torch.log_softmax(logits, -1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
@@ -279,6 +285,36 @@ def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it
         )
         for other in {"embedded", "sglang", "vllm"} - {server.kind}:
             assert f'or set inference.kind = "{server.kind}"' in await refusal(kind=other)
+
+    run(test)
+
+
+def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningServer) -> None:
+    """As a teacher: each token of a completion, given all before it, at temperature 1."""
+    random = np.random.default_rng(0)
+    path = server.launched.spec.model_path
+    vocabulary = TextCodec(path, ()).vocabulary()
+
+    def teachers(client: InferenceClient, num_tokens: int) -> TeacherPool:
+        needs = TeacherNeeds(vocabulary, VOCAB_SIZE, num_tokens, None)
+        return TeacherPool([client], Teacher(urls=[client.url], kind=server.kind), needs)
+
+    async def test() -> None:
+        async with joined(server) as (client, trainer):
+            model = make_model(15)
+            await trainer.push(make_buckets(model, 2), next(_versions))
+            pool = teachers(client, 1023)
+            await pool.start(60)
+            pairs = [
+                (random.integers(2, VOCAB_SIZE, n), random.integers(2, VOCAB_SIZE, 60 - n))
+                for n in (1, 20, 40)
+            ]
+            ratings = await asyncio.gather(*(pool.rate(*pair) for pair in pairs))
+            for (prompt, completion), rating in zip(pairs, ratings, strict=True):
+                expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
+                np.testing.assert_allclose(rating, expected, atol=1e-3)
+            with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
+                await teachers(client, 1024).start(60)
 
     run(test)
 

@@ -20,6 +20,8 @@ usage: torchtitan-grpo COMMAND ...
   train X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
       Train: starts the ranks on this machine, and the servers if
       inference.launch is set. train --help lists every setting.
+  sft X.toml [--gpus N] [--max-restarts N] [--table.key value ...]
+      Train on given completions ([sft]), without servers and rewards.
   check-config X.toml [--gpus N] [--table.key value ...]
       Print a configuration with all defaults, and open what its run would open:
       model, prompts, rewards. No server and no training rank is started.
@@ -51,6 +53,20 @@ def train(arguments: list[str]) -> int:
     with without_torch():
         from torchtitan.grpo.start.train import train as start
 
+    return start(arguments)
+
+
+def sft(arguments: list[str]) -> int:
+    """Starts the training ranks of a supervised run on this machine."""
+    with without_torch():
+        from torchtitan.grpo.start.train import parse, read_settings
+        from torchtitan.grpo.start.train import train as start
+
+    if read_settings(parse(arguments)).sft.path is None:
+        raise ConfigError(
+            "torchtitan-grpo sft needs sft.path, a file with examples, got none. Set it, or train on "
+            "rollouts with torchtitan-grpo train."
+        )
     return start(arguments)
 
 
@@ -194,6 +210,7 @@ def show_settings(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "sft": sft,
     "check-config": check_config,
     "schedule": schedule,
     "evaluate": evaluate,
@@ -221,7 +238,7 @@ def run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"error: unknown command {name!r}\n" if name else "", USAGE, sep="", file=sys.stderr)
         return 2
-    if name in ("train", "check-config") and ("--help" in rest or "-h" in rest):
+    if name in ("train", "sft", "check-config") and ("--help" in rest or "-h" in rest):
         return show_settings(rest)
     try:
         return COMMANDS[name](rest)

@@ -22,6 +22,7 @@ from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_l
 from torchtitan.grpo.data.record import RolloutRecorder
 from torchtitan.grpo.data.replay import ReplaySource
 from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.data.supervised import SupervisedSource
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.job_config import JobConfig
@@ -54,7 +55,7 @@ def open_step_source(
     """Constructs the source of the run's steps, which is not started yet.
 
     Args:
-        config: Configuration of the run. ``rollout.replay`` chooses the source.
+        config: Configuration of the run. ``sft.path`` and ``rollout.replay`` choose the source.
         model: The model that is trained.
         start_version: Number of batches that the run has been trained on so far.
         progress: Progress through the prompts so far.
@@ -64,13 +65,16 @@ def open_step_source(
         uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
 
     Raises:
-        DataError: If ``grpo.ptx_path``, ``rollout.record`` or ``rollout.replay`` is unusable.
+        DataError: If ``grpo.ptx_path``, ``rollout.record``, ``rollout.replay`` or ``sft.path`` is
+            unusable.
     """
     arguments: dict[str, Any] = {
         "start_version": start_version,
         "progress": progress,
         "should_stop": should_stop,
     }
+    if config.sft.path is not None:
+        return SupervisedSource(config, model, **arguments)
     if config.rollout.replay is not None:
         return ReplaySource(config, model, **arguments)
     controller = RolloutController(
@@ -326,6 +330,7 @@ def process_config(
         inference=replace(config.inference, device=device),
         reward=config.reward,
         workers=config.workers,
+        teacher=config.teacher,
         evaluation=config.evaluation,
         hf_assets_path=str(model.path),
         vocab_size=model.vocab_size,

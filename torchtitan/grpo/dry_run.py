@@ -24,6 +24,7 @@ from torchtitan.grpo.config_checks.description import describe
 from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
+from torchtitan.grpo.data.supervised import open_examples
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
@@ -51,7 +52,7 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
 
     Raises:
         ConfigError: If a prompt set, a column, a reward function or an environment is unusable.
-        DataError: If ``grpo.ptx_path`` or ``rollout.replay`` is unusable.
+        DataError: If ``grpo.ptx_path``, ``rollout.replay`` or ``[sft]`` is unusable.
         ModelError: If the weights do not belong to the model.
     """
     device = "CUDA" if torch.cuda.is_available() else "CPU"
@@ -61,7 +62,9 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
     yield from (f"  {line}" for line in start)
     yield "Inputs"
     StepPlanner(config, model)  # opens grpo.ptx_path
-    if config.rollout.replay is not None:
+    if config.sft.path is not None:
+        yield from (f"  {line}" for line in _examples(config, model))
+    elif config.rollout.replay is not None:
         path, temperature = config.rollout.replay, config.rollout.temperature
         reader = RecordReader(path, model.vocab_size, temperature, "rollout.replay")
         yield f"  rollout.replay: {path}, {sum(1 for _ in reader)} batches"
@@ -81,6 +84,20 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
         return
     num_tensors = check_weights(config, model)
     yield f"  weights: {num_tensors} tensors in {model.path} with the names and shapes of the model"
+
+
+def _examples(config: JobConfig, model: HFModel) -> Iterator[str]:
+    """Yields what the files of supervised examples hold."""
+    for key, path in (("path", config.sft.path), ("held_out_path", config.sft.held_out_path)):
+        if path is None:
+            continue
+        stream = open_examples(config, model, path, f"sft.{key}")
+        first = stream.next()
+        yield (
+            f"sft.{key}: {path}, {len(stream)} examples; one of them has {len(first.prompt_ids)} "
+            f"tokens of a prompt and {len(first.completion_ids)} of a completion"
+        )
+        stream.close()
 
 
 def _push_memory(config: JobConfig, model: HFModel) -> Iterator[str]:

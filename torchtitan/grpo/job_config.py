@@ -11,6 +11,8 @@ from torchtitan.config import job_config
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
 
+_KEYS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
+
 
 @dataclass
 class Job(job_config.Job):
@@ -132,15 +134,33 @@ class JobConfig(job_config.JobConfig):
     inference: grpo_config.Inference = field(default_factory=grpo_config.Inference)
     weight_sync: grpo_config.WeightSync = field(default_factory=grpo_config.WeightSync)
     reward: grpo_config.Reward = field(default_factory=grpo_config.Reward)
+    teacher: grpo_config.Teacher = field(default_factory=grpo_config.Teacher)
     workers: grpo_config.Workers = field(default_factory=grpo_config.Workers)
     evaluation: grpo_config.Evaluation = field(default_factory=grpo_config.Evaluation)
+    sft: grpo_config.SFT = field(default_factory=grpo_config.SFT)
     guards: grpo_config.Guards = field(default_factory=grpo_config.Guards)
     observe: grpo_config.Observe = field(default_factory=grpo_config.Observe)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers generate rollouts: neither in a replay nor in supervised training."""
+        return self.rollout.replay is None and self.sft.path is None
+
+    @property
+    def may_be_taught(self) -> bool:
+        """Whether rollouts may come with a teacher's ratings: from teachers, or from a file."""
+        return bool(self.teacher.urls) or self.rollout.replay is not None
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether the run learns from rewards: not from examples or from a teacher alone."""
+        is_taught = bool(self.teacher.urls) and not self.reward.functions
+        return self.sft.path is None and not is_taught
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data for printing and logging, with keys masked."""
         values = super().to_dict()
-        for name in ("api_key", "admin_key"):
-            if values["inference"][name]:
-                values["inference"][name] = "***"
+        for table, name in _KEYS:
+            if values[table][name]:
+                values[table][name] = "***"
         return values

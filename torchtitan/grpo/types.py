@@ -231,6 +231,8 @@ class Rollout:
             :class:`Generation`. The other tokens are context.
         num_context: Number of context tokens that a model wrote.
         new_rows: See :data:`NewRows`.
+        teacher_logprobs: [completion_len] float32, of each completion token under the teacher
+            (``[teacher]``), at temperature 1; None if no teacher has rated the rollout.
     """
 
     prompt_ids: np.ndarray
@@ -244,6 +246,7 @@ class Rollout:
     sampled: np.ndarray | None = None
     num_context: int = 0
     new_rows: NewRows = ()
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def num_trained(self) -> int:

@@ -42,7 +42,7 @@ def test_command_line_wins_over_toml_wins_over_defaults(load):
     [
         ("[grpo]\ngroup_sise = 4", r"Unknown key grpo\.group_sise.*Did you mean grpo\.group_size"),
         ("[gpro]\ngroup_size = 4", r"Unknown key gpro.*Did you mean grpo"),
-        ("[grpo]\nurls = []", r"Unknown key grpo\.urls.*There is inference\.urls"),
+        ("[grpo]\nurls = []", r"Unknown key grpo\.urls.*There is .*inference\.urls"),
         ("[grpo]\ngroup_size = '4'", r"Expected `int`, got `str` - at grpo\.group_size"),
         ("[inference]\ndtype = 'f8'", r"Invalid enum value 'f8' - at inference\.dtype"),
         ("[grpo", "not valid TOML"),

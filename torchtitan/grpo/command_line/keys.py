@@ -98,7 +98,7 @@ def hint_for(key: str, known: Collection[str], siblings: Collection[str], mark: 
 def _elsewhere(key: str, known: Collection[str]) -> str:
     same_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     if same_name:
-        near = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
-        return f"There is {near[0]}: is it in the wrong table?"
+        near = difflib.get_close_matches(key, same_name, n=2, cutoff=0.0)
+        return f"There is {' and '.join(near)}: is it in the wrong table?"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"The nearest key is {near[0]}."

@@ -23,6 +23,7 @@ from torchtitan.grpo.job_config import JobConfig
 _KEY_VARIABLES = {
     "inference.api_key": "TORCHTITAN_GRPO_API_KEY",
     "inference.admin_key": "TORCHTITAN_GRPO_ADMIN_KEY",
+    "teacher.api_key": "TORCHTITAN_GRPO_TEACHER_KEY",
 }
 
 

@@ -18,11 +18,14 @@ from torchtitan.grpo.config.prompts import Prompts
 from torchtitan.grpo.config.reward import Reward
 from torchtitan.grpo.config.rollout import Rollout
 from torchtitan.grpo.config.rollout_process import RolloutProcessConfig
+from torchtitan.grpo.config.sft import SFT
+from torchtitan.grpo.config.teacher import Teacher
 from torchtitan.grpo.config.weight_sync import WeightSync
 from torchtitan.grpo.config.workers import Workers
 
 __all__ = [
     "GRPO",
+    "SFT",
     "Evaluation",
     "Guards",
     "Inference",
@@ -32,6 +35,7 @@ __all__ = [
     "Reward",
     "Rollout",
     "RolloutProcessConfig",
+    "Teacher",
     "WeightSync",
     "Workers",
 ]

@@ -12,6 +12,7 @@ from torchtitan.grpo.config.inference import Inference
 from torchtitan.grpo.config.prompts import Prompts
 from torchtitan.grpo.config.reward import Reward
 from torchtitan.grpo.config.rollout import Rollout
+from torchtitan.grpo.config.teacher import Teacher
 from torchtitan.grpo.config.workers import Workers
 from torchtitan.grpo.types import PromptProgress
 
@@ -45,6 +46,7 @@ class RolloutProcessConfig:
     progress: PromptProgress
     """Prompts that a resumed run has already used, and those that it has to start with."""
     workers: Workers = field(default_factory=Workers)
+    teacher: Teacher = field(default_factory=Teacher)
     saved_rollouts: str | None = None
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0

@@ -29,6 +29,8 @@ from torchtitan.grpo.config_checks.servers import (
     unused_server_settings,
 )
 from torchtitan.grpo.config_checks.stream import check_stream
+from torchtitan.grpo.config_checks.supervised import check_supervised
+from torchtitan.grpo.config_checks.teacher import check_teacher
 from torchtitan.grpo.job_config import JobConfig
 
 __all__ = ["ConfigError", "check_model", "longest_sequence", "unused_server_settings", "validate"]
@@ -50,6 +52,8 @@ def validate(config: JobConfig) -> None:
         check_data,
         check_filters,
         check_stream,
+        check_supervised,
+        check_teacher,
         check_determinism,
         check_checkpoints,
         check_environments,

@@ -8,8 +8,13 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def longest_sequence(config: JobConfig) -> int:
-    """Returns the number of tokens of the longest prompt with the longest completion."""
+    """Returns the number of tokens of the longest prompt with the longest completion.
+
+    In supervised training this is the longest example.
+    """
     seq_len, longest_prompt = config.training.seq_len, config.prompts.max_prompt_tokens
+    if config.sft.path is not None:
+        return min(seq_len, config.sft.max_example_tokens or seq_len)
     if longest_prompt == 0:
         return seq_len
     return min(seq_len, longest_prompt + config.rollout.max_new_tokens)
@@ -17,6 +22,8 @@ def longest_sequence(config: JobConfig) -> int:
 
 def check_lengths(config: JobConfig) -> None:
     """Checks that prompts and completions fit into rows and into the servers' sequences."""
+    if config.sft.path is not None:
+        return  # examples that do not fit are left out
     require(
         config.rollout.max_new_tokens < config.training.seq_len,
         f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) must leave room for a prompt in "
@@ -50,7 +57,7 @@ def check_data(config: JobConfig) -> None:
                 f"them on rank 0. Remove {key} or set prompts.single_rank_load = true.",
             )
     require(
-        grpo.num_minibatches <= grpo.prompts_per_step or rollout.replay is not None,
+        grpo.num_minibatches <= grpo.prompts_per_step or not config.has_servers,
         "grpo.num_minibatches must be at most grpo.prompts_per_step "
         f"({grpo.prompts_per_step}), because prompt groups stay whole, got {grpo.num_minibatches}.",
     )

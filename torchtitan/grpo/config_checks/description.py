@@ -28,16 +28,27 @@ def describe(config: JobConfig) -> str:
             note = f"  # the default here; torchtitan's is {upstream!r}" if is_default else ""
             lines.append(f"{key} = {value!r}{note}")
         lines.append("")
-    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
     lines += [
         "Layout",
         f"  ranks: {describe_layout(config)}",
-        f"  global batch: {config.grpo.prompts_per_step} prompts x {config.grpo.group_size} "
-        f"rollouts = {rollouts}, packed into rows of {config.training.seq_len} tokens",
+        f"  global batch: {_describe_batch(config)}, packed into rows of "
+        f"{config.training.seq_len} tokens",
         f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
         f"  servers: {_describe_servers(config)}",
     ]
+    if config.teacher.urls:
+        teacher = config.teacher
+        lines.append(
+            f"  teacher: {teacher.kind} at {', '.join(teacher.urls)}, coef {teacher.coef:g}"
+        )
     return "\n".join(lines)
+
+
+def _describe_batch(config: JobConfig) -> str:
+    if config.sft.path is not None:
+        return f"{config.sft.examples_per_step} examples"
+    num_prompts, size = config.grpo.prompts_per_step, config.grpo.group_size
+    return f"{num_prompts} prompts x {size} rollouts = {num_prompts * size}"
 
 
 def changed_defaults() -> dict[str, tuple[Any, Any]]:
@@ -56,6 +67,8 @@ def changed_defaults() -> dict[str, tuple[Any, Any]]:
 
 
 def _describe_servers(config: JobConfig) -> str:
+    if config.sft.path is not None:
+        return f"none, the run is trained on the examples of {config.sft.path}"
     if config.rollout.replay is not None:
         return f"none, rollouts are replayed from {config.rollout.replay}"
     inference = config.inference

@@ -17,7 +17,7 @@ def check_dispatch(config: JobConfig) -> None:
         f"({rollout.request_timeout_seconds:g}), after which the completion has failed, got "
         f"{hedge_seconds:g}.",
     )
-    if rollout.replay is not None:
+    if not config.has_servers:
         return  # nothing is dispatched
     # The file of inference.urls_file may name more servers later, and more may register.
     may_grow = any((inference.urls_file, inference.registry, inference.registry_address))

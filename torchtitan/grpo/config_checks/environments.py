@@ -29,7 +29,7 @@ def check_environments(config: JobConfig) -> None:
     check_read("rollout", rollout, _READ_WITH)
     if rollout.environment is None:
         require(
-            "environment" not in functions or rollout.replay is not None,
+            "environment" not in functions or not config.has_servers,
             "reward.functions names the built-in 'environment', which returns the reward of "
             "rollout.environment, but rollout.environment is not set. Set it, or name another "
             "reward function.",

@@ -22,7 +22,7 @@ def _check_comparisons(config: JobConfig) -> None:
     """Checks rewards, advantages and aggregation."""
     grpo, longest = config.grpo, config.rollout.max_new_tokens
     require(
-        grpo.group_size > 1 or grpo.advantage == "batch_norm",
+        grpo.group_size > 1 or grpo.advantage == "batch_norm" or not config.has_rewards,
         "grpo.group_size must be at least 2 for advantages relative to the group, got 1. Raise it, "
         f"or set grpo.advantage = 'batch_norm' (it is {grpo.advantage!r}).",
     )

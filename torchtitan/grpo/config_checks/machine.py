@@ -49,7 +49,7 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
         ConfigError: If the model cannot be used. The message names the keys to change.
     """
     needed = longest_sequence(config)
-    if config.inference.launch and config.rollout.replay is None:
+    if config.inference.launch and config.has_servers:
         needed = config.inference.max_model_len or config.training.seq_len
     limit = model.max_position_embeddings
     require(

@@ -16,8 +16,8 @@ _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 def check_prompts(config: JobConfig) -> None:
     """Refuses prompt sets that are missing or named twice, and weights that do not fit them."""
     prompts = config.prompts
-    if config.rollout.replay is not None:
-        return  # recorded rollouts have their prompts
+    if not config.has_servers:
+        return  # recorded rollouts and supervised examples have their prompts
     require(
         not (prompts.path and prompts.paths),
         f"Set prompts.path or prompts.paths, not both, got {prompts.path!r} and {prompts.paths}.",

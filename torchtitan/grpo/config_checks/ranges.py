@@ -24,10 +24,12 @@ def check_required(config: JobConfig) -> None:
         "model.name and model.flavor are not used, because the model is read from "
         f"model.hf_assets_path. Remove them (got {config.model.name!r}, {config.model.flavor!r}).",
     )
-    if config.rollout.replay is not None:
-        return  # recorded rollouts have their rewards
+    if not config.has_servers:
+        return  # recorded rollouts have their rewards, and supervised examples need none
     require(
-        bool(config.reward.functions), "reward.functions must name at least one function, got none."
+        bool(config.reward.functions or config.teacher.urls),
+        "reward.functions must name at least one function, got none. Only with a teacher (teacher.urls) "
+        "can a run learn without rewards.",
     )
     weights = config.reward.weights
     require(

@@ -32,6 +32,8 @@ _Table = TypeVar(
     grpo_config.Guards,
     grpo_config.LoRA,
     grpo_config.Rollout,
+    grpo_config.SFT,
+    grpo_config.Teacher,
     grpo_config.WeightSync,
 )
 

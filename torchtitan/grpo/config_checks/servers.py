@@ -31,8 +31,8 @@ _INFERENCE_READ_WITH: tuple[
 
 def check_inference(config: JobConfig) -> None:
     """Checks that the servers of the run are named in one place, and that they can be started."""
-    if config.rollout.replay is not None:
-        return  # a replay has no servers
+    if not config.has_servers:
+        return
     inference = config.inference
     sources = {
         "inference.launch = true": inference.launch,
@@ -127,7 +127,7 @@ def unused_server_settings(config: JobConfig) -> list[str]:
     A key at its default counts as not set.
     """
     inference, defaults = config.inference, grpo_config.Inference()
-    if inference.launch or config.rollout.replay is not None:
+    if inference.launch or not config.has_servers:
         return []
     unused = [k for k in _LAUNCH_ONLY if getattr(inference, k) != getattr(defaults, k)]
     if not unused:

@@ -28,7 +28,7 @@ from torchtitan.grpo.types import BatchPart, PromptProgress
 # Advantages do not travel: each rank computes them from the table of samples.
 _INT_FIELDS = ("tokens", "positions", "sequence_ids", "labels", "loss_mask", "sample_ids")
 _ADDRESS_BYTES = 256
-_FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights")
+_FLOAT_FIELDS = ("generator_logprobs", "loss_weights", "ptx_weights", "teacher_kl")
 
 
 class RankZeroFailed(RuntimeError):

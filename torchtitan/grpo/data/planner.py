@@ -5,14 +5,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
+from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.sample_advantages import advantages_of
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step, staleness_metrics
 from torchtitan.grpo.job_config import JobConfig
@@ -95,16 +97,41 @@ class StepPlanner:
         """
         if part.begins_batch:
             self._parts = []
+        if self._config.teacher.urls:
+            _require_ratings(groups)
         plan = self._plan(groups, step, version, num_ranks)
         self._parts.append((groups, plan))
         metrics = batch_metrics(self._parts, version) if part.ends_batch else {}
         return PlannedPart(plan, metrics, part)
+
+    def plan_supervised(self, examples: Sequence[Sample], *, num_ranks: int) -> PlannedPart:
+        """Plans a batch of supervised examples alone.
+
+        Args:
+            examples: At least one for each of ``grpo.num_minibatches``, without weights.
+            num_ranks: Data-parallel degree.
+        """
+        plan = self._plan_sequences((), 0, num_ranks, examples)
+        # There are no rollouts, so all tokens with a loss are supervised ones.
+        plan = replace(plan, num_trained_tokens=sum(plan.minibatch_tokens))
+        kept = ("data/max_over_mean_cost", "data/rows_per_rank", "data/padding_fraction")
+        return PlannedPart(plan, {name: plan.metrics[name] for name in kept})
 
     def _plan(
         self, groups: Sequence[RolloutGroup], step: int, version: int, num_ranks: int
     ) -> StepPlan:
         config = self._config
         ptx = self._ptx.take(step, config.grpo.ptx_per_step) if self._ptx is not None else []
+        return self._plan_sequences(groups, version, num_ranks, ptx)
+
+    def _plan_sequences(
+        self,
+        groups: Sequence[RolloutGroup],
+        version: int,
+        num_ranks: int,
+        ptx: Sequence[Sample],
+    ) -> StepPlan:
+        config = self._config
         return plan_step(
             groups,
             config.grpo,
@@ -118,6 +145,20 @@ class StepPlanner:
             row_bucket=config.prompts.row_bucket,
             ptx=ptx,
         )
+
+
+def _require_ratings(groups: Sequence[RolloutGroup]) -> None:
+    """Refuses rollouts that no teacher has rated, where a teacher is to teach.
+
+    Raises:
+        DataError: If there is one. It is of a replay, since live rollouts come with their ratings.
+    """
+    for group in groups:
+        if any(rollout.teacher_logprobs is None for rollout in group.rollouts):
+            raise DataError(
+                f"Each rollout must have a teacher's rating (teacher.urls), but group {group.group_id} "
+                "has none. Replay a file that was recorded with a teacher, or remove teacher.urls."
+            )
 
 
 def batch_metrics(

@@ -56,6 +56,8 @@ class RolloutRecord(msgspec.Struct):
         num_context: Number of tokens in these spans that a model wrote; an environment inserted
             the others.
         new_rows: (start, num_context) of each place where the completion goes on in another context.
+        teacher_logprobs: Logprob of each completion token under the teacher; None if no teacher has
+            rated the rollout.
     """
 
     completion_ids: list[int]
@@ -68,6 +70,7 @@ class RolloutRecord(msgspec.Struct):
     observed: list[tuple[int, int]] = msgspec.field(default_factory=list)
     num_context: int = 0
     new_rows: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    teacher_logprobs: list[float] | None = None
 
 
 class GroupRecord(msgspec.Struct):
@@ -274,6 +277,9 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
                 observed=[] if r.sampled is None else _observed_spans(r.sampled),
                 num_context=r.num_context,
                 new_rows=list(r.new_rows),
+                teacher_logprobs=(
+                    None if r.teacher_logprobs is None else r.teacher_logprobs.tolist()
+                ),
             )
             for r in group.rollouts
         ],
@@ -299,6 +305,11 @@ def _group(record: GroupRecord) -> RolloutGroup:
             sampled=_sampled(r.observed, len(r.completion_ids)) if r.observed else None,
             num_context=r.num_context,
             new_rows=tuple(r.new_rows),
+            teacher_logprobs=(
+                None
+                if r.teacher_logprobs is None
+                else np.array(r.teacher_logprobs, dtype=np.float32)
+            ),
         )
         for r in record.rollouts
     )

@@ -13,7 +13,13 @@ from torchtitan.tools.logging import logger
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
-from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RecordReader, read_groups
+from torchtitan.grpo.data.record import (
+    BatchRecord,
+    GroupRecord,
+    RecordReader,
+    RolloutRecord,
+    read_groups,
+)
 from torchtitan.grpo.data.rollout_rows import longest_sequence
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
@@ -197,6 +203,7 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(np.array(rollout.logprobs, dtype=np.float32)).all()
         _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
+        _check_ratings(rollout, here)
         _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
         _check_observed(rollout.observed, len(rollout.completion_ids), here)
 
@@ -209,6 +216,20 @@ def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where:
         f"{where}: new_rows must be ascending places (start, num_context) within the {num_tokens} "
         f"completion tokens, each with tokens before and behind its context, got {list(new_rows)}.",
     )
+
+
+def _check_ratings(rollout: RolloutRecord, where: str) -> None:
+    ratings = rollout.teacher_logprobs
+    if ratings is None:
+        return
+    _require(
+        len(ratings) == len(rollout.completion_ids),
+        f"{where}: each of the {len(rollout.completion_ids)} completion tokens must have a teacher's "
+        f"logprob, got {len(ratings)}.",
+    )
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.array(ratings, dtype=np.float32)).all()
+    _require(bool(is_finite), f"{where}: teacher_logprobs must be finite in float32.")
 
 
 def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:

@@ -13,6 +13,7 @@ import itertools
 
 import numpy as np
 
+from torchtitan.grpo.data.ratings import teacher_kl
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.types import Rollout
 
@@ -25,6 +26,7 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
         settings: Further attributes of each sequence, such as its weight.
     """
     ids, logprobs = rollout.completion_ids, np.asarray(rollout.generator_logprobs)
+    divergences = teacher_kl(rollout)
     prompts = [rollout.prompt_ids]
     begins, ends = [0], []
     for start, num_context in rollout.new_rows:
@@ -38,6 +40,7 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
             ids[begin:end],
             logprobs[begin:end],
             sampled=None if rollout.sampled is None else rollout.sampled[begin:end],
+            teacher_kl=None if divergences is None else divergences[begin:end],
             part=part,
             **settings,  # pyright: ignore[reportArgumentType]
         )

@@ -42,6 +42,8 @@ class Sample:
             if all are. The other tokens, which an environment inserted, are only context.
         source: Position of a rollout among all rollouts of its batch.
         part: Which of the rollout's sequences it is.
+        teacher_kl: [completion_len] float32, the student's logprob minus the teacher's; see
+            `losses/distillation.py`. None if no teacher has rated the rollout.
     """
 
     prompt_ids: np.ndarray
@@ -53,6 +55,7 @@ class Sample:
     sampled: np.ndarray | None = None
     source: int = -1
     part: int = 0
+    teacher_kl: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +94,9 @@ class TrainRows:
             ``grpo.ptx_coef`` included; 0 elsewhere.
         sample_ids: [rows, seq] int64, index in the step's table of samples, on all tokens
             of a rollout; :data:`NO_SAMPLE` elsewhere.
+        teacher_kl: [rows, seq] float32, of the label, the student's logprob minus the teacher's at
+            sampling time; 0 where not trained, and everywhere without a teacher, which is the
+            default.
         host_mask: [rows, seq] bool, :attr:`scored` in host memory, wherever the other tensors are:
             the host can count these tokens without waiting for a device. By default it is computed.
     """
@@ -105,9 +111,12 @@ class TrainRows:
     loss_weights: torch.Tensor
     ptx_weights: torch.Tensor
     sample_ids: torch.Tensor
+    teacher_kl: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     host_mask: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
+        if self.teacher_kl is None:
+            object.__setattr__(self, "teacher_kl", torch.zeros_like(self.generator_logprobs))
         if self.host_mask is None:
             object.__setattr__(self, "host_mask", self.scored.cpu())
 
@@ -172,6 +181,7 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
         "loss_weights": np.zeros(shape, np.float32),
         "ptx_weights": np.zeros(shape, np.float32),
         "sample_ids": np.full(shape, NO_SAMPLE, np.int64),
+        "teacher_kl": np.zeros(shape, np.float32),
     }
     for r, members in enumerate(rows):
         start = 0
@@ -199,4 +209,6 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
         row["loss_mask"][predicted] = is_trained
         row["loss_weights"][predicted] = sample.loss_weight * is_trained
         row["generator_logprobs"][predicted] = sample.generator_logprobs * is_trained
+        if sample.teacher_kl is not None:
+            row["teacher_kl"][predicted] = sample.teacher_kl * is_trained
     return end

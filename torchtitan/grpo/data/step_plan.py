@@ -129,7 +129,7 @@ def plan_step(
     (``grpo.filter_zero_advantage``), the rows are padding and no token is trained.
 
     Args:
-        groups: All groups of the batch.
+        groups: All groups of the batch; none if it holds supervised sequences alone.
         config: ``[grpo]``.
         version: Policy version that the ages of samples count from.
         num_ranks: Data-parallel degree.
@@ -174,7 +174,7 @@ def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) ->
     num_equal = num_equal_groups(table.rewards, table.group_ids)
     return {
         "reward/equal_groups": float(num_equal),
-        "reward/equal_groups_fraction": num_equal / num_groups,
+        "reward/equal_groups_fraction": num_equal / num_groups if num_groups else 0.0,
         "data/filtered_groups_fraction": _fraction_lost(table.group_ids, kept),
     }
 

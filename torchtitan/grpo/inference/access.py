@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from torchtitan.grpo.system.loopback import is_loopback
 
 API_KEY_VARIABLE = "TORCHTITAN_GRPO_API_KEY"
+TEACHER_KEY_VARIABLE = "TORCHTITAN_GRPO_TEACHER_KEY"
 ADMIN_KEY_VARIABLE = "TORCHTITAN_GRPO_ADMIN_KEY"
 
 _METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")

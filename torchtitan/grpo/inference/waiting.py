@@ -28,6 +28,7 @@ async def wait_until_up(
     check: Check | None = None,
     tell: Tell | None = None,
     kind: str = "inference",
+    urls_key: str = "inference.urls or inference.urls_file",
 ) -> None:
     """Returns when every server answers that it is up, and has passed the check.
 
@@ -39,6 +40,7 @@ async def wait_until_up(
             question whether it is. It raises :class:`WrongServer`.
         tell: Called at growing distances with a sentence on each server that is waited for.
         kind: Kind of the servers, for these sentences.
+        urls_key: Settings that name the servers, for messages.
 
     Raises:
         WrongServer: If a server has not passed the check. The others are not waited for.
@@ -49,7 +51,11 @@ async def wait_until_up(
     async with asyncio.TaskGroup() as tasks:
         waits = [
             tasks.create_task(
-                _settle(_Wait(c, launched.get(c.url), timeout_seconds, check, tell, kind).run())
+                _settle(
+                    _Wait(
+                        c, launched.get(c.url), timeout_seconds, check, tell, kind, urls_key
+                    ).run()
+                )
             )
             for c in clients
         ]
@@ -86,6 +92,7 @@ class _Wait:
     check: Check | None
     tell: Tell | None
     kind: str
+    urls_key: str
     last: str = _NO_ANSWER
     began: float = field(default_factory=time.monotonic)
     reminders: Reminders = field(default_factory=Reminders)
@@ -144,6 +151,6 @@ class _Wait:
         return TimeoutError(
             f"The server {self.client.url} must be up within inference.startup_timeout_seconds "
             f"({self.timeout_seconds:g} s). Last answer: {self.last}. Start the server first, "
-            "correct its URL in inference.urls or inference.urls_file, or raise "
+            f"correct its URL in {self.urls_key}, or raise "
             f"inference.startup_timeout_seconds.{log}"
         )

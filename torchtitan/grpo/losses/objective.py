@@ -34,6 +34,7 @@ from torchtitan.grpo.losses.mismatch import MismatchWeights, mismatch_metrics, m
 from torchtitan.grpo.losses.policy_function import example_inputs, policy_function
 from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInputs, PolicyTerm
 from torchtitan.grpo.losses.ratios import ratio
+from torchtitan.grpo.losses.supervised import negative_log_likelihood
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class LossInputs:
             ``logprobs.detach()`` if the batch has one optimizer step.
         generator_logprobs: float, recorded at sampling time.
         ref_logprobs: float, of the reference model; None without a reference model.
-        advantages: float, constant within a sequence.
+        advantages: float, constant within a sequence except for a teacher's part.
         loss_mask: bool, True on trained tokens of rollouts.
         loss_weights: float, see ``aggregation.py``.
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
@@ -94,7 +95,7 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str,
     term = function(policy_inputs, config, **config.policy_loss_options)
     token_losses = torch.where(clean.loss_mask, term.token_losses, 0.0)
     policy_loss = (clean.loss_weights * mismatch.weights * token_losses).sum()
-    ptx_loss = _ptx_loss(inputs)
+    ptx_loss = negative_log_likelihood(inputs.logprobs, inputs.ptx_weights)
     loss = policy_loss + ptx_loss
     reference_kl = torch.zeros_like(clean.loss_weights)
     if clean.ref_logprobs is not None:
@@ -234,12 +235,6 @@ def _mismatch(clean: LossInputs, config: GRPO) -> MismatchWeights:
         floor=config.importance_floor,
         veto=0.0 if on_sampling else config.mismatch_veto,
     )
-
-
-def _ptx_loss(inputs: LossInputs) -> torch.Tensor:
-    mixed_in = inputs.ptx_weights > 0
-    weights = torch.where(mixed_in, inputs.ptx_weights, 0.0)
-    return -(weights * torch.where(mixed_in, inputs.logprobs, 0.0)).sum()
 
 
 def _term_metrics(

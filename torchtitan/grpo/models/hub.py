@@ -55,7 +55,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
-    """Puts folders in place of names on the Hub, in ``[model]`` and for the reference model.
+    """Puts folders in place of names on the Hub, in ``[model]`` and for the reference model and the teacher.
 
     Args:
         config: The configuration, which is changed.
@@ -77,6 +77,12 @@ def locate_models(config: JobConfig, *, weights: bool = True) -> list[str]:
     if grpo.kl_coef > 0 and grpo.ref_model_path is not None:
         grpo.ref_model_path, note = locate_model(
             grpo.ref_model_path, "grpo.ref_model_path", weights=weights
+        )
+        notes += note
+    teacher = config.teacher
+    if teacher.urls and teacher.model_path is not None:
+        teacher.model_path, note = locate_model(
+            teacher.model_path, "teacher.model_path", weights=False
         )
         notes += note
     return notes

@@ -26,7 +26,7 @@ class EqualRewardsWatch:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        is_off = config.guards.equal_rewards == "off"
+        is_off = config.guards.equal_rewards == "off" or not config.has_rewards
         self._first = self._due = 0 if is_off else config.observe.equal_rewards_steps
         self._num_steps = 0
         # The latest steps, from whose metrics the causes are ranked.
@@ -76,7 +76,8 @@ class EqualRewardsWatch:
     def _has_rewards_alone(self) -> bool:
         """Returns whether the rewards are all that the run learns from."""
         grpo = self._config.grpo
-        return grpo.kl_coef == 0 and grpo.entropy_coef == 0 and grpo.ptx_path is None
+        others = grpo.kl_coef > 0 or grpo.entropy_coef > 0 or grpo.ptx_path is not None
+        return not (others or self._config.teacher.urls)
 
 
 def likely_causes(

@@ -29,7 +29,12 @@ from torchtitan.grpo.observe.evaluation_records import (
 )
 from torchtitan.grpo.observe.monitor import RankMonitor
 from torchtitan.grpo.observe.progress import Progress
-from torchtitan.grpo.observe.report import RunOutcome, summarise, write_summary
+from torchtitan.grpo.observe.report import (
+    RunOutcome,
+    summarise,
+    summarise_supervised,
+    write_summary,
+)
 from torchtitan.grpo.observe.reward_curve import draw_reward_curve
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import sample_text
@@ -124,6 +129,16 @@ class GRPOMetricsProcessor(MetricsProcessor):
         for line in evaluation_lines(result):
             self._progress.print(line)
 
+    def log_held_out(self, step: int, loss: float) -> None:
+        """Records the loss of held-out examples under the weights after ``step``, on rank 0."""
+        if self._progress is None or self.evaluations is None:
+            return
+        metrics = {"evaluation/loss": loss}
+        self.evaluations.add({"step": step, **metrics})
+        self.monitor.latest = {**self.monitor.latest, **metrics}
+        self.logger.log(metrics, step)
+        self._progress.print(f"held-out loss at step {step}: {loss:.4f} nats/token")
+
     def report(self, outcome: RunOutcome) -> None:
         """Writes and prints the summary of a run that has ended, and closes the files.
 
@@ -132,10 +147,13 @@ class GRPOMetricsProcessor(MetricsProcessor):
         assert self.steps is not None and self.evaluations is not None
         _warn(self._equal_rewards.end(self._is_chat))
         steps, evaluations = self.steps.read(), self.evaluations.read()
-        summary = summarise(outcome, steps, evaluations)
+        is_supervised = self._config.sft.path is not None
+        describe = summarise_supervised if is_supervised else summarise
+        summary = describe(outcome, steps, evaluations)
         write_summary(self._folder, summary)
         print(json.dumps(summary, indent=2), flush=True)
-        draw_reward_curve(self._folder, steps, evaluations, self._config)
+        if not is_supervised:
+            draw_reward_curve(self._folder, steps, evaluations, self._config)
         self.close()
         files = [
             name

@@ -38,11 +38,18 @@ def summarise(
         steps: Records of ``metrics.jsonl``.
         evaluations: Records of ``evaluations.jsonl``.
     """
+    taught = {}
+    if any("teacher/reverse_kl" in record for record in steps):
+        taught = {
+            "teacher_kl_first10": mean_over(steps[:10], "teacher/reverse_kl"),
+            "teacher_kl_last10": mean_over(steps[-10:], "teacher/reverse_kl"),
+        }
     return {
         "steps": outcome.step,
         "seconds": round(outcome.seconds, 1),
         "reward_first10": mean_over(steps[:10], "reward/mean"),
         "reward_last10": mean_over(steps[-10:], "reward/mean"),
+        **taught,
         "heldout_before": evaluations[0]["evaluation/score"] if evaluations else None,
         "heldout_after": evaluations[-1]["evaluation/score"] if evaluations else None,
         "max_staleness_steps": max((s["staleness/max_steps"] for s in steps), default=0),
@@ -51,6 +58,28 @@ def summarise(
         "policy_version": outcome.step,
         "server_version": outcome.server_version,
         "weight_sync_failures": outcome.weight_sync_failures,
+        "hf_checkpoint": str(outcome.hf_checkpoint),
+    }
+
+
+def summarise_supervised(
+    outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of ``summary.json`` for a run that has no rollouts.
+
+    Args:
+        outcome: How the run ended.
+        steps: Records of ``metrics.jsonl``.
+        evaluations: Records of ``evaluations.jsonl``.
+    """
+    return {
+        "steps": outcome.step,
+        "seconds": round(outcome.seconds, 1),
+        "epochs": steps[-1]["sft/epoch"] if steps else 0.0,
+        "loss_first10": mean_over(steps[:10], "loss/total"),
+        "loss_last10": mean_over(steps[-10:], "loss/total"),
+        "heldout_loss_before": evaluations[0]["evaluation/loss"] if evaluations else None,
+        "heldout_loss_after": evaluations[-1]["evaluation/loss"] if evaluations else None,
         "hf_checkpoint": str(outcome.hf_checkpoint),
     }
 

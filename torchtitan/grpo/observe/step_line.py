@@ -32,7 +32,12 @@ def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Returns the fields of a step in at most 79 characters."""
     where = f"{step}/{num_steps}"
     parts = [where if len(where) <= 9 else str(step)]
-    parts.append(f"rew {number(metrics['reward/mean'], 6)}")
+    if "reward/mean" not in metrics:
+        return " ".join([*parts, *_supervised(metrics, 5)])
+    if "teacher/reverse_kl" in metrics and metrics["reward/std"] == 0:
+        parts.append(f"kl {number(metrics['teacher/reverse_kl'], 6)}")
+    else:
+        parts.append(f"rew {number(metrics['reward/mean'], 6)}")
     if "policy/entropy" in metrics:
         parts.append(f"ent {number(metrics['policy/entropy'], 4)}")
     parts.append(f"len {number(metrics['rollout/completion_tokens_mean'], 4)}")
@@ -52,7 +57,11 @@ def short_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 def long_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Returns the fields of a step with whole words, for wide terminals and for files."""
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
+    if "reward/mean" not in metrics:
+        return "  ".join([*parts, *_supervised(metrics, 7)])
     parts.append(f"reward {number(metrics['reward/mean'], 6)}")
+    if "teacher/reverse_kl" in metrics:
+        parts.append(f"teacher kl {number(metrics['teacher/reverse_kl'], 6)}")
     if "policy/entropy" in metrics:
         parts.append(f"entropy {number(metrics['policy/entropy'], 5)}")
     parts.append(f"length {number(metrics['rollout/completion_tokens_mean'], 5)}")
@@ -66,6 +75,16 @@ def long_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         who, share = who_waits(metrics)
         parts.append(f"{who} wait{'s' if who == 'trainer' else ''} {100 * share:.0f}%")
     return "  ".join(parts)
+
+
+def _supervised(metrics: Mapping[str, float], width: int) -> list[str]:
+    """Returns the fields of a step without rollouts."""
+    speed = number(metrics["time/trained_tokens_per_second"], width)
+    return [
+        f"loss {number(metrics['loss/total'], width)}",
+        f"epoch {number(metrics['sft/epoch'], width)}",
+        f"trained {speed} tok/s",
+    ]
 
 
 def dropped(metrics: Mapping[str, float]) -> str:

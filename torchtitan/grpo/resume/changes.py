@@ -57,6 +57,7 @@ _FIXED = {
         _PROMPT_ORDER,
     ),
     "prompts.shuffle": _PROMPT_ORDER,
+    "sft.path": _PROMPT_ORDER,
 }
 """Settings that a resumed run cannot change, with the reason."""
 
@@ -73,6 +74,7 @@ _SAMPLING = {
     *("rollout.stop_token_ids", "rollout.ignore_eos", "rollout.max_turns"),
     *("rollout.environment", "rollout.environment_options", "rollout.min_completion_tokens"),
     *("rollout.drop_truncated", "rollout.dynamic_sampling", "rollout.should_accept"),
+    *("teacher.urls", "teacher.kind", "teacher.model_path"),
 }
 """Settings under which the rollouts that are kept beside a checkpoint were made, besides those of
 [prompts] and [reward]."""

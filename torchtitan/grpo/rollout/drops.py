@@ -56,6 +56,9 @@ KINDS: dict[str, DropKind] = {
         "requests that a server did not answer",
         "requests_unanswered",
     ),
+    "rating failed": _kind(
+        "ratings failed (made again)", "ratings that a teacher did not give", "failed_ratings"
+    ),
     "logprobs unusable": _kind("logprobs unusable", "answers without usable logprobs"),
     "answer unusable": _kind("answers unusable", "answers that cannot be used"),
     "answer cut": _kind("answers cut by a server", "answers cut by a server's length"),
@@ -68,6 +71,9 @@ KINDS: dict[str, DropKind] = {
     ),
     "unscored": _kind(
         "groups unscored", "groups without enough rewards", "unscored_groups", elsewhere=True
+    ),
+    "unrated": _kind(
+        "groups unrated", "groups without a teacher's rating", "unrated_groups", elsewhere=True
     ),
     "expired": _kind(
         "groups expired", "groups with outdated tokens", "expired_groups", elsewhere=True

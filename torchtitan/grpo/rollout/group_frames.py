@@ -29,6 +29,7 @@ class RolloutHeader(msgspec.Struct):
     has_mask: bool = False
     num_context: int = 0
     new_rows: list[tuple[int, int]] = []
+    is_rated: bool = False
 
 
 class SampleIds(msgspec.Struct):
@@ -56,12 +57,13 @@ class GroupHeader(msgspec.Struct):
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
-    """Splits groups into headers and four frames.
+    """Splits groups into headers and five frames.
 
     Returns:
-        The headers, and four frames: the token IDs of all prompts (int32), the token IDs of all
-        completions (int32), the logprobs of all completions (float32), and the masks of sampled
-        tokens (bool) of those completions that have one. Each frame is concatenated in order.
+        The headers, and five frames: the token IDs of all prompts (int32), the token IDs of all
+        completions (int32), the logprobs of all completions (float32), the masks of sampled
+        tokens (bool) of those completions that have one, and the teacher's logprobs (float32) of
+        those that were rated. Each frame is concatenated in order.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     frames = [
@@ -69,13 +71,16 @@ def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list
         _concatenate([rollout.completion_ids for rollout in rollouts], np.int32),
         _concatenate([rollout.generator_logprobs for rollout in rollouts], np.float32),
         _concatenate([r.sampled for r in rollouts if r.sampled is not None], np.bool_),
+        _concatenate(
+            [r.teacher_logprobs for r in rollouts if r.teacher_logprobs is not None], np.float32
+        ),
     ]
     return [_group_header(group) for group in groups], frames
 
 
 def without_arrays(frames: Sequence[bytes]) -> list[bytes]:
     """Returns the frames of a batch with the token IDs and logprobs removed."""
-    return [b"", b"", b"", *frames[3:]]
+    return [b"", b"", b"", frames[3], b""]
 
 
 def with_samples(
@@ -111,12 +116,14 @@ def unpack_groups(
     tokens = cursor(np.frombuffer(frames[1], dtype=np.int32))
     logprobs = cursor(np.frombuffer(frames[2], dtype=np.float32))
     masks = _Cursor(np.frombuffer(frames[3], dtype=np.bool_))
+    # Files of saved rollouts of earlier releases end before this frame.
+    ratings = cursor(np.frombuffer(frames[4] if len(frames) > 4 else b"", dtype=np.float32))
     return [
         RolloutGroup(
             group_id=header.group_id,
             prompt_text=header.prompt_text,
             rollouts=tuple(
-                _rollouts(header, prompts.take(header.prompt_len), tokens, logprobs, masks)
+                _rollouts(header, prompts.take(header.prompt_len), tokens, logprobs, masks, ratings)
             ),
             server_url=header.server_url,
             columns=header.columns,
@@ -167,6 +174,7 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
                 has_mask=rollout.sampled is not None,
                 num_context=rollout.num_context,
                 new_rows=list(rollout.new_rows),
+                is_rated=rollout.teacher_logprobs is not None,
             )
             for rollout in group.rollouts
         ],
@@ -179,6 +187,7 @@ def _rollouts(
     tokens: _Cursor,
     logprobs: _Cursor,
     masks: _Cursor,
+    ratings: _Cursor,
 ) -> Iterator[Rollout]:
     sample = header.sample
     if sample is not None:
@@ -199,6 +208,7 @@ def _rollouts(
             sampled=masks.take(rollout.num_tokens) if rollout.has_mask else None,
             num_context=rollout.num_context,
             new_rows=tuple(rollout.new_rows),
+            teacher_logprobs=ratings.take(rollout.num_tokens) if rollout.is_rated else None,
         )
 
 

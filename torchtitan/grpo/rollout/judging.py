@@ -9,6 +9,7 @@ from torchtitan.grpo.rewards.scoring_pool import ScoringFailed
 from torchtitan.grpo.rollout.ledger import CloseReason
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget, is_informative
 from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.rollout.teachers import GroupRater, Unrated
 from torchtitan.grpo.types import Generation, Prompt, Rollout
 
 
@@ -32,6 +33,7 @@ class GroupJudge:
         waste: Budget of ``rollout.dynamic_sampling``. ``None`` disables dynamic sampling.
         fewest_rollouts: Number of rollouts that a group needs. A group-relative advantage needs at
             least two rewards; an advantage relative to the batch needs one.
+        rater: Gets the teacher's rating of what is kept. ``None`` without a teacher.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class GroupJudge:
         completion_filter: CompletionFilter | None = None,
         waste: WasteBudget | None = None,
         fewest_rollouts: int = 2,
+        rater: GroupRater | None = None,
     ) -> None:
         self._scorer = scorer
         self._filter = completion_filter or CompletionFilter()
         self._waste = waste
+        self._rater = rater
         self._fewest = fewest_rollouts
 
     @property
@@ -52,12 +56,13 @@ class GroupJudge:
         return 0 if self._waste is None else self._waste.num_dropped
 
     async def judge(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
-        """Returns the rollouts of the group to train on, each with a reward.
+        """Returns the rollouts of the group to train on, each with a reward and a rating.
 
         Raises:
-            Unusable: If too few rollouts remain. With dynamic sampling, also if all rewards
-                are equal.
+            Unusable: If too few rollouts remain, or no teacher rates them. With dynamic sampling,
+                also if all rewards are equal.
             RewardError: If the reward functions cannot be used any more. The run must stop.
+            TeachersFailing: If too many groups in a row got no rating. The run must stop.
         """
         if len(generations) < self._fewest:
             detail = self._too_few(
@@ -88,7 +93,20 @@ class GroupJudge:
             raise Unusable(
                 "filtered", "All its rewards are equal (rollout.dynamic_sampling is on)."
             )
-        return accepted
+        if self._rater is None:
+            return accepted
+        try:
+            return await self._rater.rate(accepted)
+        except Unrated as error:
+            raise Unusable("unrated", str(error)) from error
+
+    def describe(self) -> str:
+        """Describes what waits for a rating; empty if nothing does."""
+        return self._rater.describe() if self._rater is not None else ""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of ratings since the last call; none without a teacher."""
+        return self._rater.take_metrics() if self._rater is not None else {}
 
     def _too_few(self, number: int, what: str) -> str:
         return f"At least {self._fewest} completions are needed, but {number} {what}."

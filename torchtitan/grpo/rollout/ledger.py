@@ -19,12 +19,13 @@ from typing import Literal
 
 from torchtitan.grpo.types import PromptProgress
 
-CloseReason = Literal["too long", "failed", "unscored", "expired", "overdue", "filtered"]
+CloseReason = Literal["too long", "failed", "unscored", "unrated", "expired", "overdue", "filtered"]
 """Why a group is not trained on:
 
 - ``too long``: the prompt exceeds ``prompts.max_prompt_tokens``.
 - ``failed``: the servers returned fewer than two usable completions.
 - ``unscored``: fewer than two completions have a reward.
+- ``unrated``: no teacher rated all of its rollouts (``[teacher]``).
 - ``expired``: a server generated tokens with older weights than it was attested to have.
 - ``overdue``: the batch in which the group was due did not wait for it (``rollout.overdue``).
 - ``filtered``: a filter of ``[rollout]`` left fewer than two completions, or left rewards that

@@ -161,6 +161,7 @@ class Producer:
             ValueError: If a prompt is invalid.
             ServersFailing: If too many requests failed in a row.
             RewardError: If the reward functions cannot be used any more.
+            TeachersFailing: If too many groups in a row got no rating.
         """
         async with asyncio.TaskGroup() as groups:
             await self._continue_unfinished(groups)
@@ -266,7 +267,8 @@ class Producer:
         text = f"{self._admission.describe()}; {ready} of {len(servers)} servers ready"
         if self._dispatcher.last_error:
             text += f"; last server error: {self._dispatcher.last_error}"
-        return text
+        rating = self._judge.describe()
+        return f"{text}; {rating}" if rating else text
 
     async def _next_prompt(self) -> Prompt:
         if self._resumed:
@@ -423,4 +425,5 @@ class Producer:
             in_flight=self._dispatcher.in_flight,
         )
         metrics |= self._shares.take_metrics() | self._drops.take_metrics()
+        metrics |= self._judge.take_metrics()
         return metrics | self._writer.metrics() | self._dispatcher.metrics()

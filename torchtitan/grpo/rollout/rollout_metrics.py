@@ -17,6 +17,7 @@ _NAMES_OF_CLOSED: dict[CloseReason, str] = {
     "too long": "rollout/prompts_too_long",
     "failed": "rollout/failed_groups",
     "unscored": "rollout/unscored_groups",
+    "unrated": "rollout/unrated_groups",
     "expired": "rollout/expired_groups",
     "overdue": "rollout/overdue_groups",
     "filtered": "rollout/filtered_groups",
@@ -93,16 +94,31 @@ class RolloutMetrics:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Returns the metrics of the rollouts themselves: rewards and lengths."""
+    """Returns the metrics of the rollouts themselves: rewards, lengths and the teacher's rating."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_written for rollout in rollouts]
     is_full = [rollout.finish_reason == "length" for rollout in rollouts]
-    return _reward_metrics(rollouts) | {
-        "rollout/completion_tokens_mean": float(np.mean(lengths)),
-        "rollout/completion_tokens_min": float(min(lengths)),
-        "rollout/completion_tokens_max": float(max(lengths)),
-        "rollout/length_fraction": float(np.mean(is_full)),
-    }
+    return (
+        _reward_metrics(rollouts)
+        | _teacher_metrics(rollouts)
+        | {
+            "rollout/completion_tokens_mean": float(np.mean(lengths)),
+            "rollout/completion_tokens_min": float(min(lengths)),
+            "rollout/completion_tokens_max": float(max(lengths)),
+            "rollout/length_fraction": float(np.mean(is_full)),
+        }
+    )
+
+
+def _teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the mean divergence from the teacher; nothing where no rollout was rated."""
+    total, num_tokens = 0.0, 0
+    for rollout in rollouts:
+        if rollout.teacher_logprobs is not None:
+            gap = rollout.generator_logprobs - rollout.teacher_logprobs
+            total += float(gap.sum() if rollout.sampled is None else gap[rollout.sampled].sum())
+            num_tokens += rollout.num_trained
+    return {"teacher/reverse_kl": total / num_tokens} if num_tokens else {}
 
 
 def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

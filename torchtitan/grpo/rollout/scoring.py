@@ -51,6 +51,8 @@ class Scorer:
     async def score(self, prompt: Prompt, generations: Sequence[Generation]) -> list[Rollout]:
         """Returns one rollout per generation. Its reward is ``None`` if no function applied.
 
+        Without reward functions, in a run that a teacher alone teaches, each reward is 0.
+
         Raises:
             ScoringFailed: If the group cannot be scored.
             RewardError: If the reward functions cannot be used any more. The run must stop.
@@ -59,7 +61,9 @@ class Scorer:
         texts = await asyncio.to_thread(self._decode, generations)
         ids = [read_ids(generation) for generation in generations]
         columns = environment_columns(generations) if self._has_environment else None
-        values = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
+        values: list[Values] = []
+        if self._names:
+            values = await self._pool.score(prompt, texts, ids, range(len(self._names)), columns)
         return [
             self._rollout(prompt, generation, text, [column[i] for column in values])
             for i, (generation, text) in enumerate(zip(generations, texts, strict=True))
@@ -100,7 +104,7 @@ class Scorer:
             segments=generation.segments,
             finish_reason=generation.finish_reason,
             completion=text,
-            reward=weighted_sum(values, self._weights),
+            reward=weighted_sum(values, self._weights) if self._names else 0.0,
             reward_components=components,
             sampled=generation.sampled,
             num_context=generation.num_context,

@@ -35,10 +35,12 @@ from torchtitan.grpo.rollout.session_parts import (
     make_judge,
     make_reward_pool,
     make_sampling,
+    make_teacher_pool,
     make_writer,
     open_held_out,
     open_prompts,
 )
+from torchtitan.grpo.rollout.teachers import TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import ServerInfo
 
@@ -74,7 +76,9 @@ class RolloutSession:
             self._saved = read_saved(Path(config.saved_rollouts), config.start_version)
             config = replace(config, progress=self._saved.progress)
         self._config = config
+        self._announce = announce
         self._fleet = ServerFleet(config, announce)
+        self._teachers: TeacherPool | None = None
         self._pool: RewardPool | None = None
         self._evaluation_pool: RewardPool | None = None
         self._environments: EnvironmentPool | None = None
@@ -99,11 +103,13 @@ class RolloutSession:
         Raises:
             ValueError: If a prompt or a setting is invalid.
             RewardError: If a reward function cannot be loaded or fails its check.
+            WrongServer: If a server or a teacher cannot be used by this run.
             TimeoutError: If a server does not answer in time.
         """
         config = self._config
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._fleet.start())
+            tasks.create_task(self._start_teachers())
             opening = tasks.create_task(self.open_inputs())
         inputs = opening.result()
         codec = inputs.codec
@@ -119,6 +125,13 @@ class RolloutSession:
             self.drops,
         )
 
+    async def _start_teachers(self) -> None:
+        config = self._config
+        if config.teacher.urls:
+            codec = await asyncio.to_thread(make_codec, config)
+            self._teachers = make_teacher_pool(config, codec, self.drops, self._announce)
+            await self._teachers.start(config.inference.startup_timeout_seconds)
+
     def _make_producer(self, stream: PromptStream, codec: TextCodec) -> Producer:
         config, saved = self._config, self._saved
         sampling = make_sampling(config)
@@ -130,7 +143,7 @@ class RolloutSession:
             stream,
             make_admission(config),
             self.dispatcher,
-            make_judge(config, self._pool, codec),
+            make_judge(config, self._pool, codec, self._teachers),
             Ledger(config.progress, saved.closed if saved is not None else None),
             make_writer(config, self.dispatcher, sampling, codec, self._environments),
             group_size=config.grpo.group_size,
@@ -160,6 +173,8 @@ class RolloutSession:
                     await pool.close()
             if self._environments is not None:
                 await self._environments.close()
+            if self._teachers is not None:
+                await self._teachers.close()
             if hasattr(self, "dispatcher"):
                 await self.dispatcher.close()
         finally:

@@ -4,13 +4,18 @@
 """Builds the parts of a rollout session from the configuration."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, set_key
+from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.inference.kinds import kind_row
+from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
 from torchtitan.grpo.rollout.admission import Admission
@@ -27,7 +32,9 @@ from torchtitan.grpo.rollout.prompts import (
 from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
 from torchtitan.grpo.rollout.scoring import Scorer
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.needs import server_needs
 from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.teachers import GroupRater, TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import Places, TrajectoryWriter
 from torchtitan.grpo.types import Prompt
@@ -126,7 +133,7 @@ def evaluation_functions(config: RolloutProcessConfig) -> list[str]:
 
 def make_reward_pool(config: RolloutProcessConfig, drops: DropLog) -> RewardPool:
     reward = config.reward
-    if not reward.functions:
+    if not (reward.functions or config.teacher.urls):
         raise ValueError("reward.functions must name at least one reward function, got [].")
     functions = list(reward.functions)
     if config.rollout.should_accept is not None:
@@ -295,7 +302,48 @@ def with_turn_ends(sampling: Sampling, stop_strings: Sequence[str], codec: TextC
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys(stop_ids)))
 
 
-def make_judge(config: RolloutProcessConfig, pool: RewardPool, codec: TextCodec) -> GroupJudge:
+def make_teacher_pool(
+    config: RolloutProcessConfig,
+    codec: TextCodec,
+    drops: DropLog,
+    announce: Callable[[str], None] | None,
+) -> TeacherPool:
+    """Makes the teachers of ``[teacher]``, which are not asked for anything yet.
+
+    Raises:
+        ValueError: If a URL is invalid.
+    """
+    settings = config.teacher
+    row = kind_row(settings.kind)
+    key = settings.api_key or os.environ.get(TEACHER_KEY_VARIABLE)
+    clients = [
+        row.load_client()(
+            HttpConnection(
+                url,
+                api_key=key,
+                admin_key=key,
+                timeout_seconds=config.inference.control_timeout_seconds,
+            ),
+            row.capabilities,
+            request_timeout_seconds=settings.request_timeout_seconds,
+        )
+        for url in checked_urls(settings.urls, "teacher.urls")
+    ]
+    needs = TeacherNeeds(
+        vocabulary=codec.vocabulary(),
+        vocab_size=config.vocab_size,
+        num_tokens=server_needs(config).num_tokens,
+        model_path=settings.model_path,
+    )
+    return TeacherPool(clients, settings, needs, drops=drops, announce=announce)
+
+
+def make_judge(
+    config: RolloutProcessConfig,
+    pool: RewardPool,
+    codec: TextCodec,
+    teachers: TeacherPool | None = None,
+) -> GroupJudge:
     rollout = config.rollout
     acceptor = acceptor_position(config) if rollout.should_accept is not None else None
     waste = None
@@ -313,6 +361,9 @@ def make_judge(config: RolloutProcessConfig, pool: RewardPool, codec: TextCodec)
         CompletionFilter(rollout.min_completion_tokens, rollout.drop_truncated),
         waste,
         fewest_rollouts=min(2, config.grpo.group_size),
+        rater=(
+            None if teachers is None else GroupRater(teachers, config.teacher.max_unrated_groups)
+        ),
     )
 
 

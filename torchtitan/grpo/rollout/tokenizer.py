@@ -132,6 +132,10 @@ class TextCodec:
         ids = self.encode_continuation(text)
         return ids[0] if len(ids) == 1 else None
 
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the id of each token by its spelling, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     @property
     def largest_id(self) -> int:
         """The largest id of the tokenizer's tokens, added ones included."""

@@ -27,7 +27,7 @@ from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
 
 _GIT_SECONDS = 5.0
-_SECRETS = ("--inference.api_key", "--inference.admin_key")
+_SECRETS = ("--inference.api_key", "--inference.admin_key", "--teacher.api_key")
 
 
 def record_start(

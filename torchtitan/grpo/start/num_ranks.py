@@ -59,5 +59,5 @@ def _ranks_of_layout(config: JobConfig) -> tuple[int, bool]:
 def gpus_of_servers(config: JobConfig) -> int:
     """Returns the number of GPUs that launched servers are left: at least one for each server."""
     inference = config.inference
-    uses_gpus = inference.launch and inference.device != "cpu" and config.rollout.replay is None
+    uses_gpus = inference.launch and inference.device != "cpu" and config.has_servers
     return inference.num_servers * max(1, inference.tensor_parallel_size) if uses_gpus else 0

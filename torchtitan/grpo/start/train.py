@@ -62,6 +62,15 @@ def parse(arguments: list[str]) -> TrainArguments:
     return parsed
 
 
+def read_settings(parsed: TrainArguments) -> JobConfig:
+    """Returns the configuration that the command line and its file give, not checked.
+
+    Raises:
+        ConfigError: If a key or a value is none of the settings.
+    """
+    return read_config([word for word in parsed.rest if word != "--dry-run"])
+
+
 def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
     """Returns the configuration, the number of ranks, and the number of visible GPUs.
 
@@ -69,7 +78,7 @@ def plan(parsed: TrainArguments) -> tuple[JobConfig, int, int]:
         ConfigError: If a key or a value is none of the settings, servers are not named or cannot be
             started, or there are not enough GPUs.
     """
-    config = read_config([word for word in parsed.rest if word != "--dry-run"])
+    config = read_settings(parsed)
     if config.job.config_file is None:
         raise ConfigError("A configuration must be named: torchtitan-grpo train X.toml.")
 

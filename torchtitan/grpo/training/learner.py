@@ -46,6 +46,7 @@ class Learner:
         device: Device of the policy.
         enter: Tells whoever watches the run what this rank does from now on.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
+        teacher_coef: ``teacher.coef``; 0 without a teacher.
     """
 
     config: GRPO
@@ -59,6 +60,7 @@ class Learner:
     device: torch.device
     enter: Callable[[str], None]
     await_readers: Callable[[], None]
+    teacher_coef: float = 0.0
 
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
         """Takes the optimizer steps of a batch that arrived whole.
@@ -126,7 +128,7 @@ class Learner:
         self.enter("forward and backward")
         return score(
             batch, self.runner, self.reference, self.config, self.device, self.feed,
-            is_counted=self.role.is_counted,
+            is_counted=self.role.is_counted, teacher_coef=self.teacher_coef,
         )  # fmt: skip
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:

@@ -9,14 +9,17 @@ Nothing here depends on the layout: runners return whole rows on the ranks that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.advantages import compute_advantages
+from torchtitan.grpo.losses.distillation import group_baselines, sample_sums, with_teacher
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
@@ -122,6 +125,7 @@ def score(
     feed: Feed,
     *,
     is_counted: bool,
+    teacher_coef: float = 0.0,
 ) -> list[Minibatch]:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
@@ -136,6 +140,7 @@ def score(
         device: Training device.
         feed: Sums values over ranks.
         is_counted: See :class:`RankRole`.
+        teacher_coef: ``teacher.coef``; 0 without a teacher.
 
     Returns:
         Each minibatch, with its advantages and with forward passes of which those that can wait
@@ -159,10 +164,31 @@ def score(
         eps=config.advantage_eps,
         length_power=config.advantage_length_power,
     )
+    if teacher_coef > 0:
+        baselines = _teacher_baselines(minibatches, batch.samples, feed, is_counted=is_counted)
+        advantages = advantages + teacher_coef * baselines
     return [
-        Minibatch(rows.with_advantages(advantages), old_job, ref_job)
+        Minibatch(_with_advantages(rows, advantages, teacher_coef), old_job, ref_job)
         for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
     ]
+
+
+def _teacher_baselines(
+    minibatches: Sequence[TrainRows], samples: SampleTable, feed: Feed, *, is_counted: bool
+) -> np.ndarray:
+    """Returns what each sample's tokens diverge from the teacher on average, in its group."""
+    sums = torch.zeros(len(samples), dtype=torch.float64)
+    if is_counted:
+        for rows in minibatches:
+            sums += sample_sums(rows.teacher_kl, rows.sample_ids, len(samples)).cpu()
+    sums = feed.all_reduce_sum(sums).numpy()
+    return group_baselines(sums, samples.completion_lengths, samples.group_ids)
+
+
+def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher_coef: float) -> TrainRows:
+    rows = rows.with_advantages(advantages)
+    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher_coef)
+    return replace(rows, advantages=of_tokens)
 
 
 def _job(runner: ForwardRunner | None, rows: TrainRows, config: GRPO) -> ForwardJob | None:

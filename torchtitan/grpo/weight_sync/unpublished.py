@@ -10,7 +10,7 @@ from torchtitan.grpo.weight_sync.publisher import Publisher
 
 
 class Unpublished(Publisher):
-    """The publisher of a replayed run, whose weights go nowhere."""
+    """The publisher of a replay and of supervised training, whose weights go nowhere."""
 
     def __init__(self) -> None:
         self.probes = Probes()

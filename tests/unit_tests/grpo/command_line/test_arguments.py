@@ -20,7 +20,7 @@ KEYS = all_keys(JobConfig)
 # They name a file and a module that are read at once.
 OPENED = {"job.config_file", "job.custom_config_module"}
 # They are refused on the command line.
-SECRET = {"inference.api_key", "inference.admin_key"}
+SECRET = {"inference.api_key", "inference.admin_key", "teacher.api_key"}
 SETTINGS = sorted(set(KEYS) - OPENED - SECRET)
 ANY = st.one_of(st.integers(-9, 9), st.booleans(), st.text("abc xyz", min_size=1))
 

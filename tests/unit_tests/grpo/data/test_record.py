@@ -73,6 +73,17 @@ def test_a_batch_is_read_back_as_it_was(path):
                 assert vars(mine)[name] == value
 
 
+def test_a_teacher_s_rating_keeps_every_bit_and_may_be_absent(path):
+    plain, _ = group().rollouts
+    rating = np.array([-1 / 3, -1e-8], np.float32)
+    rated = replace(plain, teacher_logprobs=rating)
+    record(path, [[RolloutGroup(0, "", (rated, plain), "")]]).close()
+    found, unrated = read_groups(read(path)[0])[0].rollouts
+    assert found.teacher_logprobs is not None
+    assert found.teacher_logprobs.tobytes() == rating.tobytes()
+    assert unrated.teacher_logprobs is None
+
+
 @given(sampled=st.lists(st.booleans(), min_size=1, max_size=20))
 def test_what_an_environment_put_in_is_told_apart_again(tmp_path_factory, sampled):
     sampled[-1] = True

@@ -37,6 +37,15 @@ def test_rows_are_aligned_to_the_predicted_token():
     assert not rows.ptx_weights[0].any()
 
 
+def test_a_teacher_s_divergence_stands_at_the_predicted_token():
+    mask = np.array([True, False, True])
+    divergence = np.array([0.5, 9.0, -0.25], np.float32)
+    rated = sample([5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, teacher_kl=divergence)
+    rows = build_rows([rated, sample([3], [4], [-3], sample_id=1)], [[0, 1]], 8)
+    assert rows.teacher_kl[0].tolist() == [0, 0.5, 0, -0.25, 0, 0, 0, 0]
+    assert not packed().teacher_kl.any()
+
+
 def test_supervised_tokens_have_a_weight_and_no_sample():
     rows = packed()
     assert rows.labels[1].tolist() == [2, 1, 0, 0, 0, 0, 0, 0]

@@ -49,6 +49,19 @@ def test_a_replayed_run_shows_no_server():
     assert "generated" not in long_line(1, 2, replayed)
 
 
+def test_a_run_that_a_teacher_alone_teaches_shows_the_divergence():
+    taught = METRICS | {"teacher/reverse_kl": 0.12345, "reward/mean": 0.0, "reward/std": 0.0}
+    assert short_line(12, 150, taught).startswith("12/150 kl 0.123 ent 0.51")
+    assert "teacher kl 0.123" in long_line(12, 150, taught)
+    assert short_line(12, 150, taught | {"reward/std": 0.1}).startswith("12/150 rew 0.000")
+
+
+def test_a_supervised_run_shows_its_loss():
+    metrics = {"loss/total": 0.6347, "sft/epoch": 0.0213, "time/trained_tokens_per_second": 651.2}
+    assert short_line(1, 20, metrics) == "1/20 loss 0.635 epoch 0.021 trained 651.2 tok/s"
+    assert long_line(1, 20, metrics).startswith("step  1/20  loss 0.635")
+
+
 EXTREMES = (0.0, 1e-9, 0.00049, 0.0005, 0.9996, 9.9996, 99.96, 999.6, 9999.6, 123456.7, 99949.9,
             999949.9, 9.9996e8, 1.23e11, 9.99e14, 1e15, float("nan"), float("inf"))  # fmt: skip
 

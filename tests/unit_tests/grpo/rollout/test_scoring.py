@@ -100,3 +100,13 @@ def test_a_group_that_cannot_be_scored_is_unscored_and_not_zero(functions, codec
         assert pool.failures["timeout"] == 2
 
     asyncio.run(run())
+
+
+def test_without_functions_each_reward_is_nothing_and_no_worker_is_asked(codec):
+    async def run() -> None:
+        pool = pool_of([], 1.0)  # not started: it could not answer
+        rollouts = await Scorer(pool, codec, [], []).score(PROMPT, [written(codec, "12")] * 2)
+        assert [rollout.reward for rollout in rollouts] == [0.0, 0.0]
+        assert [rollout.reward_components for rollout in rollouts] == [{}, {}]
+
+    asyncio.run(run())

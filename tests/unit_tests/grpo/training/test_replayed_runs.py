@@ -7,7 +7,7 @@ a step that was left out or scaled shows in the weights.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Algorithm:
     kl_in: str | None = None
     ema: float = 0.0
     tied: bool = True
+    teacher_coef: float = 0.0
 
 
 PLAIN = Algorithm()
@@ -45,6 +46,7 @@ TWO_UPDATES = Algorithm(num_epochs=2)
 MOVING_REFERENCE = Algorithm(kl_in="loss", ema=EMA)
 KL_IN_REWARD = Algorithm(kl_in="reward")
 UNTIED = Algorithm(tied=False)
+TAUGHT = Algorithm(teacher_coef=0.5)
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,9 @@ class World:
                     parameter.add_(torch.randn_like(parameter), alpha=0.05)
             save(model, self.reference_of(tied))
         self.batches = random_batches()
-        self.record = folder / "rollouts.jsonl"
-        recorder = RolloutRecorder(str(self.record), VOCAB_SIZE, 1.0, 0)
-        for step, groups in enumerate(self.batches):
-            recorder.write(step, PromptProgress(10 * (step + 1), (step, step + 5)), groups)
-        recorder.close()
+        self.record = write_record(folder / "rollouts.jsonl", self.batches)
+        rated = [[rate(group) for group in groups] for groups in self.batches]
+        self.rated_record = write_record(folder / "rated.jsonl", rated)
         self._expected: dict[Algorithm, Expected] = {}
 
     def model_of(self, tied: bool) -> Path:
@@ -127,6 +127,9 @@ class World:
         return {"name": name, "arguments": arguments}
 
     def _settings_of(self, algorithm: Algorithm) -> dict[str, Any]:
+        if algorithm.teacher_coef:
+            coef = algorithm.teacher_coef
+            return {"rollout.replay": self.rated_record, "teacher.coef": coef}
         if algorithm.kl_in is None:
             return {"grpo.num_epochs": algorithm.num_epochs}
         return {
@@ -186,6 +189,30 @@ def random_batches() -> list[list[RolloutGroup]]:
     ]
 
 
+def teacher_part(length: int, lengths: list[int]) -> torch.Tensor:
+    """What the teacher likes more than the student by a nat gains one, above the group's mean."""
+    signs = [2.0 * (torch.arange(n) % 2) - 1 for n in (length, *lengths)]
+    return signs[0] - torch.cat(signs[1:]).mean()
+
+
+def write_record(path: Path, batches: list[list[RolloutGroup]]) -> Path:
+    recorder = RolloutRecorder(str(path), VOCAB_SIZE, 1.0, 0)
+    for step, groups in enumerate(batches):
+        recorder.write(step, PromptProgress(10 * (step + 1), (step, step + 5)), groups)
+    recorder.close()
+    return path
+
+
+def rate(group: RolloutGroup) -> RolloutGroup:
+    """A teacher's rating, which likes every other token more than the student does."""
+    signs = (np.where(np.arange(len(r.completion_ids)) % 2, 1, -1) for r in group.rollouts)
+    rollouts = [
+        replace(r, teacher_logprobs=(r.generator_logprobs + sign).astype(np.float32))
+        for r, sign in zip(group.rollouts, signs, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
 def completion_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
     prompt, completion = (
         torch.from_numpy(ids.astype(np.int64))
@@ -227,6 +254,11 @@ def train_plainly(
             sampled = [torch.from_numpy(rollout.generator_logprobs) for rollout in rollouts]
             kl_sums = [float(k3(*pair).sum()) for pair in zip(sampled, ref, strict=True)]
         advantages = advantages_of(groups, kl_sums)
+        taught = {
+            id(r): teacher_part(len(r.completion_ids), [len(o.completion_ids) for o in g.rollouts])
+            for g in groups
+            for r in g.rollouts
+        }
         record = {"trained_tokens": float(sum(len(x) for x in old)), "loss": 0.0, "grad_norm": 0.0}
         for _ in range(algorithm.num_epochs):
             optimizer.zero_grad()
@@ -235,6 +267,8 @@ def train_plainly(
                 rollouts, advantages, old, ref, strict=True
             ):
                 logprobs = completion_logprobs(model, rollout)
+                if algorithm.teacher_coef:
+                    advantage = advantage + algorithm.teacher_coef * taught[id(rollout)]
                 ratio = (logprobs - old_lp).exp()
                 clipped = ratio.clamp(0.8, 1.2)
                 loss = loss - torch.minimum(ratio * advantage, clipped * advantage).sum()
@@ -309,6 +343,7 @@ def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
             checkpoint__export_dtype="bfloat16",
         ),
         world.case("kl in the reward", KL_IN_REWARD),
+        world.case("taught", TAUGHT),
         world.case("moving reference", MOVING_REFERENCE, **checkpointed),
         world.case("refused", MOVING_REFERENCE, **checkpointed),
         world.case("resumed", MOVING_REFERENCE, **checkpointed, checkpoint__load_step=2),
@@ -325,6 +360,7 @@ def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
         ("plain", PLAIN),
         ("two updates", TWO_UPDATES),
         ("kl in the reward", KL_IN_REWARD),
+        ("taught", TAUGHT),
         ("moving reference", MOVING_REFERENCE),
     ):
         expected = world.expected(algorithm)
@@ -373,6 +409,7 @@ def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, 
     """Ranks that hold the same rows are counted once, in metrics and in the KL of rewards."""
     layouts: dict[str, tuple[Algorithm, dict[str, Any]]] = {
         "fsdp": (KL_IN_REWARD, {"data_parallel_shard_degree": 2}),
+        "taught": (TAUGHT, {"data_parallel_shard_degree": 2}),
         "replicas": (PLAIN, {"data_parallel_replicate_degree": 2}),
         "tensor": (KL_IN_REWARD, {"tensor_parallel_degree": 2}),
         "context": (KL_IN_REWARD, {"context_parallel_degree": 2}),

@@ -15,8 +15,9 @@ from torchtitan.grpo.observe.metric_docs.guarding import GUARDING
 from torchtitan.grpo.observe.metric_docs.learning import LEARNING
 from torchtitan.grpo.observe.metric_docs.rollouts import ROLLOUTS
 from torchtitan.grpo.observe.metric_docs.system import SYSTEM
+from torchtitan.grpo.observe.metric_docs.teaching import TEACHING
 
-SECTIONS: tuple[Section, ...] = (*ROLLOUTS, *LEARNING, *SYSTEM, EVALUATION, *GUARDING)
+SECTIONS: tuple[Section, ...] = (*ROLLOUTS, *LEARNING, *TEACHING, *SYSTEM, EVALUATION, *GUARDING)
 
 __all__ = ["SECTIONS", "Metric", "Section", "undescribed"]
 

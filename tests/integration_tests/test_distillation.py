@@ -1,0 +1,96 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Distillation on policy with real teachers: what they rate, and what becomes of a lost one."""
+
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.inference.local_servers import free_ports, start_server
+from torchtitan.grpo.inference.server_spec import ServerSpec
+
+TAUGHT = (
+    "--grpo.prompts_per_step=4", "--evaluation.num_prompts=1", "--training.steps=12",
+    "--optimizer.lr=1e-3",
+)  # fmt: skip
+ALONE = ("--reward.functions", "[]")
+
+
+def ledger_violations(folder: Path) -> int:
+    """The check of `benchmarks/exactly_once.py`: each prompt is trained once, or closed, or open."""
+    script = Path(__file__).resolve().parents[2] / "benchmarks/exactly_once.py"
+    spec = importlib.util.spec_from_file_location("exactly_once", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.check_ledger(folder)["violations"]
+
+
+def test_a_teacher_that_is_the_student_itself_finds_no_divergence(make_run, serve):
+    """Each token is rated under the same context: a shift by one would show at once."""
+    teacher = serve()
+    run = make_run(
+        *TAUGHT, *ALONE, f"--teacher.urls={teacher.url}", "--rollout.max_head_offpolicyness=0",
+        "--training.steps=2", "--optimizer.lr=0", "--prompts.no-single_rank_load",
+    ).succeed()  # fmt: skip
+    for record in run.metrics:
+        assert abs(record["teacher/reverse_kl"]) < 1e-5
+        assert record["grad_norm"] < 1e-4
+        assert record["rollout/unrated_groups"] == 0
+
+
+def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve, tmp_path):
+    teacher = serve()
+    record = tmp_path / "run/rollouts.jsonl"
+    run = make_run(*TAUGHT, f"--teacher.urls={teacher.url}", f"--rollout.record={record}")
+    run.start()
+    run.wait_for_step(3)
+    os.killpg(teacher.process.pid, signal.SIGKILL)
+    teacher.process.wait(10)
+    # Groups that were not rated yet wait: the run comes to a stop, without an untaught step.
+    run.wait_for(lambda: "First of the ratings that a teacher did not give" in run.console)
+    serve(int(teacher.url.rsplit(":", 1)[1]))
+    assert run.finish() == 0, run.console[-6000:]
+    run.check_metrics()
+    assert len(run.metrics) == 12
+    assert sum(step["rollout/failed_ratings"] for step in run.metrics) > 0
+    assert sum(step["rollout/unrated_groups"] for step in run.metrics) == 0
+    assert all(step["teacher/reverse_kl"] != 0 for step in run.metrics)
+    ledger = run.records("ledger.jsonl")
+    assert [line["closed"] for line in ledger] == [{}] * 12
+    assert ledger_violations(run.folder) == 0
+    batches = [json.loads(line) for line in record.read_text().splitlines()[1:]]
+    rollouts = [r for b in batches for g in b["groups"] for r in g["rollouts"]]
+    assert all(len(r["teacher_logprobs"]) == len(r["completion_ids"]) for r in rollouts)
+    # The replay learns the same from the ratings in the file, without a teacher.
+    replay = make_run(*TAUGHT, f"--rollout.replay={record}", name="replay").succeed()
+    for mine, theirs in zip(replay.metrics, run.metrics, strict=True):
+        for name in ("loss/total", "grad_norm", "teacher/reverse_kl"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_a_run_is_taught_by_a_real_vllm_server(make_run, repository, tmp_path):
+    model = str(repository / "assets/reverse_digits/model")
+    python = os.environ.get(
+        "TORCHTITAN_GRPO_VLLM_PYTHON", str(repository / ".venv-vllm/bin/python")
+    )
+    spec = ServerSpec("vllm", model, free_ports(1)[0], "cpu", "float32", 257, 32, python=python)
+    teacher = start_server(spec, tmp_path / "vllm.log")
+    try:
+        run = make_run(
+            *TAUGHT, *ALONE, f"--teacher.urls={teacher.url}", "--teacher.kind=vllm",
+            "--rollout.max_head_offpolicyness=0", "--training.steps=3",
+        ).succeed()  # fmt: skip
+    finally:
+        teacher.stop()
+    # The teacher is the student itself at first, and stays behind as the student moves.
+    assert abs(run.metrics[0]["teacher/reverse_kl"]) < 1e-3
+    assert all(record["rollout/unrated_groups"] == 0 for record in run.metrics)

@@ -1,0 +1,54 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the configuration says of teachers."""
+
+import pytest
+
+from torchtitan.grpo.config_checks import ConfigError
+from torchtitan.grpo.config_manager import load_config
+
+LIVE = ["--model.hf_assets_path=model", "--prompts.path=prompts.jsonl", "--inference.launch"]
+TAUGHT = [*LIVE, "--teacher.urls=http://127.0.0.1:9000"]
+
+
+def test_a_teacher_needs_no_reward_and_no_group():
+    config = load_config([*TAUGHT, "--grpo.group_size=1"])
+    assert not config.has_rewards
+    assert load_config([*TAUGHT, "--reward.functions=exact_match"]).has_rewards
+    with pytest.raises(ConfigError, match=r"Only with a teacher \(teacher\.urls\)"):
+        load_config(LIVE)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--teacher.urls=localhost"], r"teacher\.urls must look like http://host:port"),
+        (["--rollout.temperature=0.7"], r"teacher\.urls needs rollout\.temperature = 1, got 0\.7"),
+        (["--rollout.top_p=0.9"], r"teacher\.urls needs rollout\.top_p = 1, got 0\.9"),
+        (["--teacher.coef=0"], r"teacher\.coef must be above 0 without reward\.functions"),
+        (["--grpo.filter_zero_advantage"], r"filter_zero_advantage cannot be used with teacher"),
+        (["--rollout.dynamic_sampling"], r"dynamic_sampling .* needs reward\.functions"),
+        (
+            ["--inference.no-launch", "--inference.urls=http://127.0.0.1:9000"],
+            r"must be other servers than those of inference\.urls",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([*TAUGHT, *more])
+
+
+def test_settings_of_a_teacher_need_one():
+    with pytest.raises(ConfigError, match=r"teacher\.wait_seconds needs teacher\.urls"):
+        load_config([*LIVE, "--reward.functions=exact_match", "--teacher.wait_seconds=5"])
+
+
+def test_the_key_is_masked_and_not_taken_from_the_command_line(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[teacher]\napi_key = "secret"\n')
+    config = load_config([f"--job.config_file={file}", *TAUGHT])
+    assert config.to_dict()["teacher"]["api_key"] == "***"
+    with pytest.raises(ConfigError, match="TORCHTITAN_GRPO_TEACHER_KEY"):
+        load_config([*TAUGHT, "--teacher.api_key=secret"])

@@ -1,0 +1,134 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Supervised examples have the tokens that the model is prompted with, and refuse bad rows."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from torchtitan.grpo.config import SFT, Prompts
+from torchtitan.grpo.data.examples import ExampleStream
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+VOCABULARY = {c: i for i, c in enumerate("?$UAESabcdefghijklmnopqrstuvwxyz ")}
+EOS, END_OF_TURN = VOCABULARY["$"], VOCABULARY["E"]
+TEMPLATE = (
+    "{% for m in messages %}{{ {'user': 'U', 'assistant': 'A', 'system': 'S'}[m.role] }}"
+    "{{ m.content }}E{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One token a character; ``E`` ends a turn, and ``$`` a text."""
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.add_special_tokens([AddedToken(c) for c in "$E"])
+    folder = tmp_path_factory.mktemp("model")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="$")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def open_stream(model, tmp_path):
+    def make(rows, *, max_tokens=20, position=0, vocab_size=50, prompts=None, **settings):
+        path = tmp_path / "examples.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        prompts = prompts or Prompts(shuffle=False)
+        codec = TextCodec(str(model), [EOS, END_OF_TURN], prompts.chat_template_kwargs)
+        return ExampleStream(
+            str(path), "sft.path", SFT(path=str(path), **settings), prompts, codec,
+            eos_token_ids=(EOS, END_OF_TURN), vocab_size=vocab_size, max_tokens=max_tokens, seed=0,
+            position=position,
+        )  # fmt: skip
+
+    return make
+
+
+def text(sample):
+    letters = {i: c for c, i in VOCABULARY.items()}
+    parts = (sample.prompt_ids, sample.completion_ids)
+    return "|".join("".join(letters[int(i)] for i in ids) for ids in parts)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def test_strings_are_put_into_the_template_of_the_prompts_and_end(open_stream):
+    prompts = Prompts(template="a {prompt} {extra}", shuffle=False)
+    rows = [
+        {"prompt": "b", "completion": " c", "extra": "x"},
+        {"prompt": "b", "completion": "c$", "extra": "y"},
+    ]
+    stream = open_stream(rows, prompts=prompts)
+    assert text(stream.next()) == "a b x| c$"
+    assert text(stream.next()) == "a b y|c$"  # it has its end already
+
+
+def test_chat_messages_go_through_the_chat_template_in_every_form(open_stream):
+    rows = [
+        {"prompt": [user("a")], "completion": "b"},
+        {"prompt": [user("a")], "completion": [assistant("b")]},
+        {"prompt": [user("a"), assistant("b")]},
+    ]
+    stream = open_stream(rows)
+    # The end of a turn is what the template writes, though the model's first end token is another.
+    assert {text(stream.next()) for _ in rows} == {"UaEA|bE"}
+
+
+def test_a_conversation_is_trained_on_its_last_message(open_stream):
+    rows = [{"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}]
+    prompts = Prompts(system_prompt="s", shuffle=False)
+    stream = open_stream(rows, column="messages", prompts=prompts)
+    assert text(stream.next()) == "SsEUaEAbEUcEA|dE"
+
+
+def test_what_is_too_long_is_left_out_and_counted(open_stream):
+    rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 9, 8, 30)]
+    rows.append({"prompt": "a" * 40, "completion": "b"})
+    stream = open_stream(rows, max_tokens=10)
+    assert [text(sample) for sample in stream.all()] == ["a|b$", "a|bbbbbbbb$"]
+    assert stream.num_too_long >= 3
+    with pytest.raises(DataError, match=r"sft\.path: none of the 5 examples .*at most 2 tokens"):
+        open_stream(rows, max_tokens=2).next()
+
+
+def test_a_stream_continues_another_one_at_its_position(open_stream):
+    rows = [{"prompt": c, "completion": "x" * n} for n, c in enumerate("abcdefg", start=1)]
+    shuffled = Prompts(shuffle=True)
+    whole = open_stream(rows, prompts=shuffled, max_tokens=7)
+    before = [text(whole.next()) for _ in range(8)]
+    position, after = whole.position, [text(whole.next()) for _ in range(8)]
+    resumed = open_stream(rows, prompts=shuffled, max_tokens=7, position=position)
+    assert [text(resumed.next()) for _ in range(8)] == after
+    assert set(before) == set(after)  # five of the seven rows fit
+    assert len(set(before)) == 5
+    assert before[:5] != after[:5]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a"}, r"jsonl:1: there is no column 'completion' \(sft\.completion_column\)"),
+        ({"prompt": "a", "completion": ""}, r"jsonl:1: a completion must be a string that is not empty"),
+        ({"prompt": "a", "completion": 3}, r"or a list with one message of the assistant, got 3"),
+        ({"prompt": "a", "completion": [user("b")]}, r"one message of the assistant"),
+        ({"prompt": [assistant("b")]}, r"must have a message before the assistant's last one"),
+        ({"prompt": "a", "completion": "z"}, r"token id \d+, and the model's vocabulary has 20"),
+        ({"text": "a"}, r"there is no column 'prompt'"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_refused_with_its_line(open_stream, row, message):
+    with pytest.raises(DataError, match=message):
+        open_stream([row], vocab_size=20).next()

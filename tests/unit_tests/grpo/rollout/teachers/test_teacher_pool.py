@@ -1,0 +1,284 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Ratings from teachers in this process that are slow, lost, restarted, or others than before."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from torchtitan.grpo.config import Teacher
+from torchtitan.grpo.inference.client import InferenceClient, ServerFacts
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.inference.join_check import WrongServer
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.teachers import (
+    GroupRater,
+    NotRated,
+    TeacherNeeds,
+    TeacherPool,
+    TeachersFailing,
+    Unrated,
+)
+from torchtitan.grpo.types import Rollout, VersionSegment
+
+PROMPT, COMPLETION = np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32)
+Answer = Callable[[list[int]], Awaitable[list[float]]]
+
+
+def rating_of(token_ids: list[int], offset: float = 0.0) -> list[float]:
+    return [-float(token) - offset for token in token_ids[1:]]
+
+
+def lost(url: str = "http://t") -> RouteError:
+    return RouteError(f"POST {url} failed: connection refused")
+
+
+class LocalTeacher(InferenceClient):
+    """Rates a token by its number; ``answer`` replaces it for other behaviour."""
+
+    def __init__(self, url: str, facts: ServerFacts) -> None:
+        self.url, self.facts = url, facts
+        self.answer: Answer = self.rate
+        self.num_requests = self.num_at_once = self.most_at_once = 0
+
+    async def rate(self, token_ids: list[int]) -> list[float]:
+        return rating_of(token_ids)
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        self.num_requests += 1
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            return await self.answer(token_ids)
+        finally:
+            self.num_at_once -= 1
+
+    async def describe(self, temperature: float) -> ServerFacts:
+        return self.facts
+
+    async def health(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def _none(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("a teacher only rates")
+
+    abort = load = version = num_workers = pause = resume = generate = _none
+    join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = _none
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save_tokenizer(tmp_path / "model", {f"t{i}": i for i in range(20)})
+
+
+def save_tokenizer(folder, vocabulary):
+    folder.mkdir()
+    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def facts_of(model, **changes: Any) -> ServerFacts:
+    return ServerFacts("test 1", **({"model_path": str(model), "vocab_size": 20} | changes))
+
+
+def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings: Any):
+    needs = TeacherNeeds({f"t{i}": i for i in range(20)}, 20, 16, None)
+    urls = [client.url for client in clients]
+    return TeacherPool(
+        clients, Teacher(urls=urls, **settings), needs, drops=drops, announce=lambda text: None
+    )
+
+
+def rollout(reward: float = 0.0) -> Rollout:
+    return Rollout(
+        PROMPT, COMPLETION, -np.ones(3, np.float32), (VersionSegment(0, 0, 3),), "stop", "", reward
+    )
+
+
+def test_each_completion_token_gets_its_logprob_given_all_before_it(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher)
+        await pool.start(5)
+        found = await pool.rate(PROMPT, COMPLETION)
+        assert found.dtype == np.float32
+        assert found.tolist() == [-5.0, -6.0, -7.0]
+        assert pool.take_metrics().keys() == {"teacher/rating_seconds", "teacher/waiting_rollouts"}
+        assert "teacher/rating_seconds" not in pool.take_metrics()
+
+    asyncio.run(run())
+
+
+def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
+    async def run() -> None:
+        drops = DropLog(lambda text: None)
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, drops=drops)
+        await pool.start(5)
+        is_down = True
+
+        async def refuse(token_ids: list[int]) -> list[float]:
+            if is_down:
+                raise lost()
+            return rating_of(token_ids)
+
+        teacher.answer = refuse
+        ratings = [asyncio.create_task(pool.rate(PROMPT, COMPLETION)) for _ in range(8)]
+        while drops.counts["rating failed"] < 10:  # more than each request once
+            await asyncio.sleep(0.01)
+        assert not any(rating.done() for rating in ratings)
+        before = teacher.num_requests
+        assert before < 40, "a teacher that is down is asked by one request at a time"
+        is_down = False
+        for rating in ratings:
+            assert (await rating).tolist() == [-5.0, -6.0, -7.0]
+
+    asyncio.run(run())
+
+
+def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
+    async def run() -> None:
+        first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
+        pool = make(model, first, second, max_concurrent_requests=2)
+        await pool.start(5)
+
+        async def slow(token_ids: list[int]) -> list[float]:
+            await asyncio.sleep(0.01)
+            return rating_of(token_ids)
+
+        async def refuse(token_ids: list[int]) -> list[float]:
+            raise lost()
+
+        first.answer, second.answer = refuse, slow
+        found = await asyncio.gather(*(pool.rate(PROMPT, COMPLETION) for _ in range(12)))
+        assert all(rating.tolist() == [-5.0, -6.0, -7.0] for rating in found)
+        assert second.most_at_once == 2
+
+    asyncio.run(run())
+
+
+def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, wait_seconds=0.6)
+        await pool.start(5)
+        state = "lost"
+
+        async def answer(token_ids: list[int]) -> list[float]:
+            if state == "lost":
+                raise lost()
+            return rating_of(token_ids, offset=0.5)
+
+        teacher.answer = answer
+        rating = asyncio.create_task(pool.rate(PROMPT, COMPLETION))
+        await asyncio.sleep(0.05)
+        state = "another"
+        with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
+            await rating
+
+    asyncio.run(run())
+
+
+def test_a_rating_is_given_up_after_silence_and_never_invented(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, wait_seconds=0.3)
+        await pool.start(5)
+
+        async def refuse(token_ids: list[int]) -> list[float]:
+            raise lost()
+
+        teacher.answer = refuse
+        rater = GroupRater(pool, max_unrated_groups=2)
+        with pytest.raises(
+            Unrated, match=r"No teacher has answered .*teacher\.wait_seconds = 0\.3"
+        ):
+            await rater.rate([rollout(), rollout()])
+        with pytest.raises(TeachersFailing, match=r"2 groups in a row .*max_unrated_groups = 2"):
+            await rater.rate([rollout()])
+        assert rater.num_waiting == pool.num_waiting == 0
+        teacher.answer = teacher.rate
+        (rated,) = await rater.rate([rollout(0.25)])
+        assert rated.teacher_logprobs is not None
+        assert rated.reward == 0.25
+
+    asyncio.run(run())
+
+
+def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher)
+        await pool.start(5)
+
+        async def pick(token_ids: list[int]) -> list[float]:
+            if 19 in token_ids and len(token_ids) == 3:
+                raise RouteError("POST http://t answered 400: cannot rate this", 400)
+            return rating_of(token_ids)
+
+        teacher.answer = pick
+        poison = asyncio.create_task(pool.rate(PROMPT, np.array([19], np.int32)))
+        while not poison.done():
+            await pool.rate(PROMPT, COMPLETION)
+            await asyncio.sleep(0.02)
+        with pytest.raises(
+            NotRated, match=r"failed again and again, and others did not.*cannot rate this"
+        ):
+            await poison
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 19}, r"vocabulary has 19 tokens, and that of the trained model has 20"),
+        ({"max_model_len": 16}, r"at most 16 tokens.*--max-model-len 17"),
+        ({"model_path": None}, r"no tokenizer\.json in the directory.*Set teacher\.model_path"),
+    ],
+)
+def test_a_server_that_cannot_be_a_teacher_is_refused_at_the_start(model, changes, message):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model, **changes))
+        with pytest.raises(WrongServer, match=f"(?s)teacher.urls.*{message}"):
+            await make(model, teacher).start(5)
+
+    asyncio.run(run())
+
+
+def test_another_tokenizer_is_refused_with_the_token_that_differs(model, tmp_path):
+    words = {f"t{i}": i for i in range(20)} | {"t7": 8, "t8": 7}
+    other = save_tokenizer(tmp_path / "other", words)
+    larger = save_tokenizer(tmp_path / "larger", {f"t{i}": i for i in range(30)})
+
+    async def run() -> None:
+        with pytest.raises(
+            WrongServer, match=r"2 of 20 are not in .*token 7 is 't7', which the teacher has as 8"
+        ):
+            await make(model, LocalTeacher("http://t", facts_of(other))).start(5)
+        # A teacher may know more tokens.
+        facts = facts_of(larger, vocab_size=30)
+        await make(model, LocalTeacher("http://t", facts)).start(5)
+
+    asyncio.run(run())
+
+
+def test_teachers_must_all_be_the_same_model(model):
+    async def run() -> None:
+        first, second = (LocalTeacher(f"http://{c}", facts_of(model)) for c in "ab")
+
+        async def other(token_ids: list[int]) -> list[float]:
+            return rating_of(token_ids, offset=1.0)
+
+        second.answer = other
+        with pytest.raises(WrongServer, match="rates fixed tokens otherwise, by 1 nats"):
+            await make(model, first, second).start(5)
+
+    asyncio.run(run())

@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The ``[teacher]`` table: distillation on policy."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from torchtitan.grpo.config.bounds import above, at_least
+from torchtitan.grpo.types import ServerKind
+
+
+@dataclass
+class Teacher:
+    """``[teacher]``: a larger model that rates each token which the trained one samples.
+
+    Each trained token gets, besides the advantage of its rollout, the teacher's log-probability minus
+    the student's, times ``coef``: the reverse KL divergence, estimated at the sampled token. Without
+    ``reward.functions`` this is all that the run learns from. docs/how-to/distill.md shows a run.
+    """
+
+    urls: list[str] = field(default_factory=list)
+    """Base URLs of running servers that serve the teacher, ``http://host:port``, all with the same
+    weights. Empty trains without a teacher. Nothing is pushed to them, and the run does not start
+    them."""
+
+    kind: ServerKind = "embedded"
+    """Kind of these servers: ``embedded``, ``vllm`` or ``sglang``. vLLM needs ``--enable-scale-out``."""
+
+    model_path: str | None = None
+    """Directory with the teacher's ``tokenizer.json``, or its name on the Hugging Face Hub. None takes the
+    directory that the servers say they have loaded, if it is on this machine. Each token of the
+    trained model must be the same token of the teacher, and the teacher's vocabulary must not be
+    smaller; another one is refused at the start."""
+
+    coef: Annotated[float, at_least(0)] = 1.0
+    """Weight of the teacher's part of the advantage. Used for replayed rollouts as well."""
+
+    max_concurrent_requests: Annotated[int, at_least(1)] = 32
+    """Maximum number of rollouts that each server rates at once."""
+
+    request_timeout_seconds: Annotated[float, above(0)] = 120.0
+    """Maximum time for rating one rollout. After it the rollout is rated again, by any of the
+    servers."""
+
+    wait_seconds: Annotated[float, above(0)] = 600.0
+    """Time without any answer of a teacher after which a group that waits for its rating is dropped. It
+    is counted as unrated, and is never trained on without its rating."""
+
+    max_unrated_groups: Annotated[int, at_least(1)] = 16
+    """The run ends with an error after this many groups in a row got no rating."""
+
+    api_key: str | None = None
+    """Key of the servers. None reads the environment variable ``TORCHTITAN_GRPO_TEACHER_KEY``. Keys of
+    ``[inference]`` are not sent to a teacher."""

@@ -1,0 +1,227 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Supervised examples of ``[sft]``: prompts as GRPO reads them, and completions that are given.
+
+Prompts go through the same code as those of rollouts, so that the model is taught the tokens that
+it will be prompted with: the template of string prompts, the chat template, and the system prompt.
+
+Example: a conversation of chat messages, ``sft.column = "messages"``::
+
+    {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}
+
+    prompt      <user> 2 + 3? <end> <assistant>      (no loss)
+    completion  5 <end>                              (loss)
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from torchtitan.grpo.config import SFT, Prompts
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.rows import Sample
+from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet
+from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream
+from torchtitan.grpo.rollout.tables import Table, open_table
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import Prompt
+
+
+class ExampleTable(Table):
+    """A table whose conversations are taken apart into prompt and completion.
+
+    Args:
+        table: The rows as they are in the file.
+        settings: Names of the columns.
+    """
+
+    def __init__(self, table: Table, settings: SFT) -> None:
+        self.path = table.path
+        self._table, self._settings = table, settings
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row(self, i: int) -> dict[str, Any]:
+        """Returns row ``i`` with a prompt and, as a string, its completion.
+
+        Raises:
+            ValueError: If the row cannot be read, or has no completion.
+        """
+        row = dict(self._table.row(i))
+        column, completion_column = self._settings.column, self._settings.completion_column
+        messages = row[column]
+        if _ends_with_assistant(messages):
+            row[column], row[completion_column] = messages[:-1], messages[-1:]
+            if not row[column]:
+                raise ValueError(
+                    f"{self.where(i)}: a conversation must have a message before the assistant's "
+                    f"last one, got {messages!r:.200}."
+                )
+        if completion_column not in row:
+            raise ValueError(
+                f"{self.where(i)}: there is no column {completion_column!r} "
+                f"(sft.completion_column), and {column!r} (sft.column) does not end with a message "
+                f"of the assistant. Existing columns: {sorted(row)}."
+            )
+        row[completion_column] = self._text(row[completion_column], i)
+        return row
+
+    def where(self, i: int) -> str:
+        return self._table.where(i)
+
+    def check(self) -> None:
+        self._table.check()
+
+    def close(self) -> None:
+        self._table.close()
+
+    def _text(self, completion: Any, i: int) -> str:
+        if _ends_with_assistant(completion) and len(completion) == 1:
+            completion = completion[0]["content"]
+        if isinstance(completion, str) and completion:
+            return completion
+        raise ValueError(
+            f"{self.where(i)}: a completion must be a string that is not empty, or a list with one "
+            f"message of the assistant, got {completion!r:.200}."
+        )
+
+
+def _ends_with_assistant(value: Any) -> bool:
+    last = value[-1] if isinstance(value, list) and value else None
+    return isinstance(last, dict) and last.get("role") == "assistant" and "content" in last
+
+
+class ExampleStream:
+    """The examples of a file, shuffled anew in each epoch, resumable by their position.
+
+    Args:
+        path: ``sft.path`` or ``sft.held_out_path``.
+        key: TOML key of ``path``, for messages.
+        settings: ``[sft]``.
+        prompts: ``[prompts]``, for templates and order.
+        codec: The model's tokenizer, with the variables of the chat template.
+        eos_token_ids: End-of-sequence tokens of the model.
+        vocab_size: Vocabulary size of the model; all token ids must be below it.
+        max_tokens: Examples with more tokens are left out.
+        seed: ``debug.seed``.
+        position: Number of rows that were read before, of all epochs.
+
+    Attributes:
+        num_too_long: Number of examples that were left out so far.
+
+    Raises:
+        DataError: If the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        key: str,
+        settings: SFT,
+        prompts: Prompts,
+        codec: TextCodec,
+        *,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        max_tokens: int,
+        seed: int,
+        position: int = 0,
+    ) -> None:
+        self._settings, self._codec, self._eos = settings, codec, tuple(eos_token_ids)
+        self._path, self._key = path, key
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._end_of_turn: int | None = None
+        self._num_longer = 0
+        try:
+            table = open_table(path, prompts.split, {}, settings.column, key, prompts.name)
+            self._set = PromptSet(
+                ExampleTable(table, settings),
+                replace(prompts, column=settings.column),
+                codec,
+                PromptLimits(max(1, max_tokens - 1), vocab_size),
+                key,
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        self._stream = PromptStream(
+            self._set, seed=seed, shuffle=prompts.shuffle, position=position
+        )
+
+    def __len__(self) -> int:
+        """Returns the number of examples of an epoch, those that are too long included."""
+        return len(self._set)
+
+    @property
+    def position(self) -> int:
+        """Number of rows that were read, of all epochs."""
+        return self._stream.position
+
+    @property
+    def num_too_long(self) -> int:
+        return self._stream.num_too_long + self._num_longer
+
+    def next(self) -> Sample:
+        """Returns the next example that is short enough.
+
+        Raises:
+            DataError: If a row is invalid, or all examples are too long.
+        """
+        begin = self.position
+        while self.position < begin + len(self):
+            try:
+                prompt = self._stream.next()
+            except ValueError as error:
+                raise DataError(str(error)) from error
+            sample = self._sample(prompt)
+            if sample.num_tokens <= self._max_tokens:
+                return sample
+            self._num_longer += 1
+        raise DataError(
+            f"{self._key}: none of the {len(self)} examples in {self._path} is at most "
+            f"{self._max_tokens} tokens long. Raise sft.max_example_tokens or training.seq_len."
+        )
+
+    def all(self) -> list[Sample]:
+        """Returns the examples of one epoch that are short enough.
+
+        Raises:
+            DataError: If a row is invalid, or all examples are too long.
+        """
+        samples = [self.next()]
+        while self.position < len(self):
+            sample = self.next()
+            if self.position > len(self):
+                break  # the last rows of the epoch were too long, and this one is of the next
+            samples.append(sample)
+        return samples
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+    def _sample(self, prompt: Prompt) -> Sample:
+        text = prompt.columns[self._settings.completion_column]
+        completion = self._codec.encode_continuation(text)
+        if not completion or completion[-1] not in self._eos:
+            completion.append(self._end(is_chat=not isinstance(prompt.text, str)))
+        if max(completion) >= self._vocab_size:
+            raise DataError(
+                f"{self._key}: {self._path}: the tokenizer gives token id {max(completion)}, and the "
+                f"model's vocabulary has {self._vocab_size} entries. The tokenizer and config.json in "
+                "model.hf_assets_path do not belong together."
+            )
+        return Sample(prompt.token_ids, np.array(completion, np.int32), None)
+
+    def _end(self, *, is_chat: bool) -> int:
+        """Returns the token that ends a completion: of chat messages, what the template writes."""
+        if not is_chat:
+            return self._eos[0]
+        if self._end_of_turn is None:
+            mark = self._codec.end_of_turn()
+            token = None if mark is None else self._codec.single_token(mark)
+            self._end_of_turn = token if token in self._eos else self._eos[0]
+        return self._end_of_turn

@@ -1,0 +1,141 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Trains on the examples of ``[sft]``, without servers, rollout process or rewards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchtitan.tools.logging import logger
+
+from torchtitan.grpo.data.examples import ExampleStream
+from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
+from torchtitan.grpo.data.rows import Sample
+from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.types import PromptProgress, ServerInfo
+
+
+class SupervisedSource(StepSource):
+    """Plans steps of supervised examples; see :class:`StepSource`.
+
+    The loss of an example is that of the supervised sequences that GRPO mixes in
+    (``grpo.ptx_path``), so that rows, layouts and loss are the same code.
+
+    Args:
+        config: Configuration of the run.
+        model: The model that is trained.
+        start_version: Number of batches that the run has been trained on so far.
+        progress: Progress through the examples so far.
+        should_stop: Polled before each step.
+
+    Raises:
+        DataError: If ``sft.path`` is unusable.
+
+    Attributes:
+        progress: ``position`` counts the rows that were read, of all epochs; nothing is open.
+        is_exhausted: Always False, since the examples repeat without end.
+        link: There is no rollout process.
+        servers: There are none.
+        samples: Stays empty, since nothing is sampled.
+    """
+
+    is_exhausted = False
+
+    def __init__(
+        self,
+        config: JobConfig,
+        model: HFModel,
+        *,
+        start_version: int,
+        progress: PromptProgress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        assert config.sft.path is not None
+        self.config = config
+        self.progress = progress
+        self.link: None = None
+        self.servers: list[ServerInfo] = []
+        self._should_stop = should_stop
+        self._planner = StepPlanner(config, model)
+        self._examples = open_examples(config, model, config.sft.path, "sft.path", progress)
+        self.samples = open_sample_log(config, model, start_version)
+
+    def start(self) -> None:
+        """Says how many examples there are; each is read when its step comes."""
+        logger.info(f"sft.path: {len(self._examples)} examples in {self.config.sft.path}")
+
+    def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
+        """Plans the next examples; see :meth:`StepSource.next_step`."""
+        if self._should_stop():
+            return None
+        examples = [self._examples.next() for _ in range(self.config.sft.examples_per_step)]
+        self.progress = PromptProgress(self._examples.position)
+        step = self._planner.plan_supervised(examples, num_ranks=num_ranks)
+        return replace(step, metrics=step.metrics | self._metrics(examples))
+
+    def _metrics(self, examples: list[Sample]) -> dict[str, float]:
+        return {
+            "sft/epoch": self._examples.position / len(self._examples),
+            "sft/example_tokens_mean": sum(e.num_tokens for e in examples) / len(examples),
+            "sft/too_long_examples": float(self._examples.num_too_long),
+        }
+
+    def fetch_address(self, version: int) -> None:
+        """Returns None, since rank 0 has read all examples and scatters the rows itself."""
+
+    def save(self, step: int) -> None:
+        """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
+
+    def evaluate(self, version: int) -> EvaluationResult | None:
+        """Returns None, since there is no server that could generate completions."""
+        return None
+
+    def served_version(self) -> int:
+        """Returns -1, since there is no server."""
+        return -1
+
+    def raise_if_ended(self) -> None:
+        """Does nothing, since no rollout process was started."""
+
+    def close(self) -> None:
+        self._examples.close()
+        self.samples.close()
+
+
+def open_examples(
+    config: JobConfig,
+    model: HFModel,
+    path: str,
+    key: str,
+    progress: PromptProgress | None = None,
+) -> ExampleStream:
+    """Opens a file of examples.
+
+    Args:
+        config: Configuration of the run.
+        model: The model that is trained.
+        path: The file.
+        key: TOML key of ``path``, for messages.
+        progress: Where a resumed run continues; None begins with the first example.
+
+    Raises:
+        DataError: If the file cannot be used.
+    """
+    limit = config.sft.max_example_tokens
+    codec = TextCodec(str(model.path), model.eos_token_ids, config.prompts.chat_template_kwargs)
+    return ExampleStream(
+        path,
+        key,
+        config.sft,
+        config.prompts,
+        codec,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
+        max_tokens=min(limit or config.training.seq_len, config.training.seq_len),
+        seed=config.debug.seed or 0,
+        position=progress.position if progress is not None else 0,
+    )

@@ -1,0 +1,98 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Distillation on policy: the reverse KL divergence from a teacher as an advantage of each token.
+
+The student samples ``x``, and the teacher rates each token of it. With the student's logprob ``s``
+and the teacher's ``t`` of the same token, given the same tokens before it::
+
+    advantage = -coef * ((s - t) - baseline)
+
+The expectation of ``s - t`` over the student's own samples is ``KL(student || teacher)`` at that
+position, and the policy gradient with this advantage is its gradient, whatever the baseline is: GKD with reverse KL on
+sampled sequences (https://arxiv.org/abs/2306.13649), in the per-token form of
+https://thinkingmachines.ai/blog/on-policy-distillation/. What is kept of GKD is the divergence and
+the student's own samples; a token answers for itself alone (a discount of 0), and only sampled
+tokens are rated, not the whole vocabulary.
+
+The baseline is the mean of ``s - t`` over the trained tokens of the prompt's rollouts. Without it the
+many tokens that both models like would gain next to nothing, and the gradient would consist of the
+few that the teacher rejects.
+
+Both logprobs are of sampling time. The policy loss corrects for the age of a sample as it does for
+any advantage.
+"""
+
+import numpy as np
+import torch
+
+
+def sampled_reverse_kl(
+    student_logprobs: np.ndarray, teacher_logprobs: np.ndarray, sampled: np.ndarray | None
+) -> np.ndarray:
+    """Returns ``student - teacher`` of each sampled token, [tokens] float32, and 0 elsewhere.
+
+    Args:
+        student_logprobs: [tokens] float, recorded at sampling time, at temperature 1.
+        teacher_logprobs: [tokens] float, of the same tokens, at temperature 1.
+        sampled: [tokens] bool, True for tokens that are trained; None if all are.
+
+    Raises:
+        ValueError: If the shapes differ, or a number of a sampled token is not finite.
+    """
+    student = np.asarray(student_logprobs, np.float32)
+    teacher = np.asarray(teacher_logprobs, np.float32)
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"Each of the {student.shape} tokens must have a teacher's logprob, got {teacher.shape}."
+        )
+    mask = np.ones(student.shape, np.bool_) if sampled is None else sampled
+    divergence = np.where(mask, student, 0.0) - np.where(mask, teacher, 0.0)
+    if not np.isfinite(divergence).all():
+        raise ValueError("Logprobs of sampled tokens must be finite, of student and teacher alike.")
+    return divergence.astype(np.float32)
+
+
+def sample_sums(
+    teacher_kl: torch.Tensor, sample_ids: torch.Tensor, num_samples: int
+) -> torch.Tensor:
+    """Returns the sum of the divergence over the tokens of each sample, [samples] float64.
+
+    Args:
+        teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
+        sample_ids: [rows, seq] int64, index of the sample; below 0 where there is none.
+        num_samples: Number of samples of the batch.
+    """
+    is_sample = sample_ids >= 0
+    sums = torch.zeros(num_samples, dtype=torch.float64, device=teacher_kl.device)
+    return sums.index_add_(0, sample_ids[is_sample], teacher_kl[is_sample].double())
+
+
+def group_baselines(sums: np.ndarray, lengths: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """Returns the mean divergence of a token in each sample's group, [samples] float64.
+
+    Args:
+        sums: [samples] float, of :func:`sample_sums`, over all ranks.
+        lengths: [samples] int, number of trained tokens of each sample.
+        group_ids: [samples] int.
+    """
+    _, member_of = np.unique(group_ids, return_inverse=True)
+    totals, tokens = np.bincount(member_of, sums), np.bincount(member_of, lengths)
+    return (totals / np.maximum(tokens, 1))[member_of]
+
+
+def with_teacher(
+    advantages: torch.Tensor, teacher_kl: torch.Tensor, *, coef: float
+) -> torch.Tensor:
+    """Adds a token's own divergence to advantages that are constant within a rollout.
+
+    Args:
+        advantages: [rows, seq] float, those of rewards plus ``coef`` times the baseline; 0 where not
+            trained.
+        teacher_kl: [rows, seq] float, of :func:`sampled_reverse_kl`; 0 where not trained.
+        coef: ``teacher.coef``.
+
+    Returns:
+        [rows, seq], ``advantages - coef * teacher_kl``.
+    """
+    return advantages - coef * teacher_kl

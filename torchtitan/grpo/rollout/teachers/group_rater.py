@@ -1,0 +1,86 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Gets the teacher's rating of all rollouts of a group, or of none."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchtitan.grpo.rollout.teachers.teacher_pool import NotRated, TeacherPool
+from torchtitan.grpo.types import Rollout
+
+
+class Unrated(RuntimeError):
+    """A group cannot be trained on, because a rollout of it got no rating."""
+
+
+class TeachersFailing(RuntimeError):
+    """Raised if too many groups in a row got no rating. The run must stop."""
+
+
+class GroupRater:
+    """Rates the rollouts of one group at a time.
+
+    Args:
+        pool: The teachers.
+        max_unrated_groups: ``teacher.max_unrated_groups``.
+
+    Attributes:
+        num_waiting: Number of groups that wait for their ratings now.
+    """
+
+    def __init__(self, pool: TeacherPool, max_unrated_groups: int) -> None:
+        self._pool = pool
+        self._most = max_unrated_groups
+        self._unrated_in_a_row = 0
+        self.num_waiting = 0
+
+    async def rate(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns the rollouts with the teacher's logprobs.
+
+        Raises:
+            Unrated: If a rollout got none. The others of the group are not rated any further.
+            TeachersFailing: If this is the last of ``teacher.max_unrated_groups`` such groups in a
+                row.
+        """
+        self.num_waiting += 1
+        failed: NotRated | None = None
+        ratings: list[asyncio.Task] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for rollout in rollouts:
+                    rating = self._pool.rate(rollout.prompt_ids, rollout.completion_ids)
+                    ratings.append(tasks.create_task(rating))
+        except* NotRated as errors:
+            failed = next(error for error in errors.exceptions if isinstance(error, NotRated))
+        finally:
+            self.num_waiting -= 1
+        if failed is not None:
+            raise self._count(failed) from failed
+        self._unrated_in_a_row = 0
+        return [
+            replace(rollout, teacher_logprobs=rating.result())
+            for rollout, rating in zip(rollouts, ratings, strict=True)
+        ]
+
+    def describe(self) -> str:
+        """Describes what waits for a teacher; empty if nothing does."""
+        if self.num_waiting == 0:
+            return ""
+        text = f"{self.num_waiting} groups wait for a teacher"
+        error = self._pool.last_error
+        return f"{text}, whose last error was: {error}" if error else text
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
+        return self._pool.take_metrics()
+
+    def _count(self, failed: NotRated) -> RuntimeError:
+        self._unrated_in_a_row += 1
+        if self._unrated_in_a_row < self._most:
+            return Unrated(str(failed))
+        return TeachersFailing(
+            f"{self._unrated_in_a_row} groups in a row got no rating (teacher.max_unrated_groups = "
+            f"{self._most}). {failed}"
+        )

@@ -1,0 +1,235 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+r"""Sends rollouts to teachers, which may be slow, lost, or restarted.
+
+The state of a teacher::
+
+    ready --a request fails--> paused --the pause ends--> ready
+      ^                          | (the request got no answer)
+      |                          v
+      +----- it rates the probe tokens as at the start ---- lost
+
+A pause grows with each failure in a row. A rating that fails is asked for again, from any teacher
+that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``,
+or if this one rating fails again and again while others come: a slow teacher loses nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan.grpo.config import Teacher
+from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.inference.join_check import WrongServer
+from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.rollout.drops import DropLog
+from torchtitan.grpo.rollout.serving.server_state import Server
+from torchtitan.grpo.rollout.teachers.teacher_check import (
+    TeacherNeeds,
+    check_same_model,
+    check_teacher,
+)
+
+logger = logging.getLogger(__name__)
+
+_MOST_OWN_FAILURES = 20
+# A request that is refused will hardly be answered later; one that failed may be.
+_REFUSAL_COUNT = 4
+_LONGEST_POLL_SECONDS = 0.5
+_SHORTEST_POLL_SECONDS = 0.02
+_CLOSE_SECONDS = 0.5
+
+
+class NotRated(RuntimeError):
+    """A rollout got no rating. The message says why."""
+
+
+@dataclass
+class _Patience:
+    """Counts the failures of one rating that others did not share.
+
+    Attributes:
+        own_failures: Failures between which the pool got answers, and refusals, which count more.
+        num_answered: Answers of the pool at the last failure.
+    """
+
+    num_answered: int
+    own_failures: int = 0
+
+    def note(self, error: ServerError, num_answered: int) -> None:
+        """Counts a failure.
+
+        Raises:
+            NotRated: If it was one too many.
+        """
+        if isinstance(error, RouteError) and error.is_refusal:
+            self.own_failures += _REFUSAL_COUNT
+        elif num_answered > self.num_answered:
+            self.own_failures += 1
+        self.num_answered = num_answered
+        if self.own_failures >= _MOST_OWN_FAILURES:
+            raise NotRated(f"Its rating failed again and again, and others did not. {error}")
+
+
+class TeacherPool:
+    """Rates rollouts with the teachers of a run.
+
+    Args:
+        clients: One client for each of ``teacher.urls``.
+        settings: ``[teacher]``.
+        needs: What each teacher must be.
+        drops: Counts and announces ratings that failed.
+        announce: Called with sentences that the user should read now. By default they are logged.
+
+    Attributes:
+        num_waiting: Number of rollouts that wait for their rating now.
+        last_error: Message of the last rating that failed; empty if none did.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[InferenceClient],
+        settings: Teacher,
+        needs: TeacherNeeds,
+        *,
+        drops: DropLog | None = None,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        assert clients, "a pool has a teacher"
+        self._teachers = [Server(client, version=0) for client in clients]
+        self._settings, self._needs = settings, needs
+        self._drops = drops or DropLog()
+        self._announce = announce or logger.warning
+        self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
+        self._checking = asyncio.Lock()
+        self._probe_logprobs: list[float] | None = None
+        self._hope_since = 0.0  # of the last answer, or of the first request after a pause
+        self._num_answered = 0
+        self._seconds: list[float] = []  # of each rating since the last metrics
+        self.num_waiting = 0
+        self.last_error = ""
+
+    async def start(self, timeout_seconds: float) -> None:
+        """Waits until all teachers are up, and checks them.
+
+        Raises:
+            WrongServer: If one of them cannot be a teacher of this run.
+            TimeoutError: If one of them is not up in time.
+        """
+        await wait_until_up(
+            [teacher.client for teacher in self._teachers],
+            [],
+            timeout_seconds,
+            check=self._check,
+            tell=self._announce,
+            kind="teacher",
+            urls_key="teacher.urls",
+        )
+
+    async def rate(self, prompt_ids: np.ndarray, completion_ids: np.ndarray) -> np.ndarray:
+        """Returns the logprob of each completion token under the teacher, [completion_len] float32.
+
+        Raises:
+            NotRated: If no teacher gave it.
+        """
+        token_ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
+        if self.num_waiting == 0:
+            self._hope_since = time.monotonic()
+        self.num_waiting += 1
+        begin = time.monotonic()
+        try:
+            async with self._places:
+                logprobs = await self._rate(token_ids)
+        finally:
+            self.num_waiting -= 1
+        self._seconds.append(time.monotonic() - begin)
+        return np.array(logprobs[len(token_ids) - 1 - len(completion_ids) :], np.float32)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
+        seconds, self._seconds = self._seconds, []
+        mean = {"teacher/rating_seconds": sum(seconds) / len(seconds)} if seconds else {}
+        return mean | {"teacher/waiting_rollouts": float(self.num_waiting)}
+
+    async def close(self) -> None:
+        """Closes the connections, in bounded time."""
+        closing = [asyncio.create_task(teacher.client.close()) for teacher in self._teachers]
+        await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
+
+    async def _rate(self, token_ids: list[int]) -> list[float]:
+        patience = _Patience(self._num_answered)
+        while True:
+            teacher = await self._ready_teacher()
+            job = teacher.begin_job(len(token_ids))
+            try:
+                logprobs = await teacher.client.prompt_logprobs(token_ids)
+            except ServerError as error:
+                is_news = job.started_at >= teacher.last_failure_at
+                teacher.fail(job, is_news=is_news)
+                self._note_failure(teacher, error)
+                patience.note(error, self._num_answered)
+                continue
+            finally:
+                teacher.end_job(job)
+            teacher.failures_in_a_row = 0
+            self._num_answered += 1
+            self._hope_since = time.monotonic()
+            return logprobs
+
+    async def _ready_teacher(self) -> Server:
+        """Waits for a teacher with room, and returns the one that has the most.
+
+        Raises:
+            NotRated: If no teacher has answered anything for ``teacher.wait_seconds``.
+        """
+        most = self._settings.max_concurrent_requests
+        while True:
+            ready = [t for t in self._teachers if t.is_ready() and t.load < most]
+            for teacher in sorted(ready, key=lambda t: (t.is_lost, t.load)):
+                if not teacher.is_lost:
+                    return teacher
+                # One request asks, and the others go on looking.
+                if not self._checking.locked() and await self._comes_back(teacher):
+                    return teacher
+            silent = time.monotonic() - self._hope_since
+            if silent > self._settings.wait_seconds:
+                raise NotRated(
+                    f"No teacher has answered for {silent:.0f} s (teacher.wait_seconds = "
+                    f"{self._settings.wait_seconds:g}). {self.last_error}"
+                )
+            pause = min(teacher.retry_at for teacher in self._teachers) - time.monotonic()
+            await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
+
+    async def _comes_back(self, teacher: Server) -> bool:
+        """Returns whether a teacher that was lost answers, and is the one that it was."""
+        async with self._checking:
+            job = teacher.begin_job(0)
+            try:
+                await self._check(teacher.client)
+            except ServerError as error:
+                teacher.fail(job, is_news=True)
+                self._note_failure(teacher, error)
+                return False
+            finally:
+                teacher.end_job(job)
+            teacher.is_lost, teacher.failures_in_a_row = False, 0
+            logger.info("The teacher %s is back.", teacher.url)
+            return True
+
+    async def _check(self, client: InferenceClient) -> None:
+        logprobs = await check_teacher(client, self._needs)
+        if self._probe_logprobs is None:
+            self._probe_logprobs = logprobs
+        check_same_model(client.url, self._probe_logprobs, logprobs)
+
+    def _note_failure(self, teacher: Server, error: ServerError) -> None:
+        self.last_error = str(error)
+        self._drops.record("rating failed", str(error), source=teacher.url)
+        if isinstance(error, WrongServer) or not error.was_answered:
+            teacher.is_lost = True
