@@ -35,7 +35,7 @@ def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str
     """Returns the schedule of a case over the stages of a real model, and its name."""
     built, stages = build_stages(
         job["model"], job["seq_len"], local_batch_size=1, pp=job["ranks"],
-        folder=str(Path(job["folder"], FOLDER)), **case,
+        folder=str(Path(job["folder"], FOLDER)), edge_layers=0, **case,
     )  # fmt: skip
     schedule = build_schedule(
         built.config, stages, lambda output, _: output[..., 0].sum(), built.measured
@@ -43,9 +43,9 @@ def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str
     return schedule, built.config.parallelism.pipeline_parallel_schedule
 
 
-def run_pass(schedule: TableSchedule, job: dict[str, Any], microbatches: int) -> float:
+def run_pass(schedule: TableSchedule, job: dict[str, Any]) -> float:
     """Runs one pass; returns the time from the first rank's start to the last one's end."""
-    shape = (1, job["seq_len"])
+    microbatches, shape = job["microbatches"], (1, job["seq_len"])
     rows = [torch.randint(1, 500, shape) for _ in range(microbatches)]
     has_first = any(stage.is_first for stage in schedule.stages)
     has_last = any(stage.is_last for stage in schedule.stages)
@@ -71,15 +71,14 @@ def run_pass(schedule: TableSchedule, job: dict[str, Any], microbatches: int) ->
 
 
 def passes(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the seconds of each round, by case and number of microbatches, and what auto took."""
+    """Returns the seconds of each round by case, and what auto took."""
     built = {label: build(job, case) for label, case in job["cases"].items()}
-    found: dict[str, Any] = {label: defaultdict(list) for label in built}
-    for count in job["microbatches"]:
-        for schedule, _ in built.values():
-            run_pass(schedule, job, count)
-        for _ in range(job["rounds"]):
-            for label, (schedule, _) in built.items():
-                found[label][count].append(run_pass(schedule, job, count))
+    for schedule, _ in built.values():
+        run_pass(schedule, job)
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(job["rounds"]):
+        for label, (schedule, _) in built.items():
+            found[label].append(run_pass(schedule, job))
     return {"seconds": found, "names": {label: name for label, (_, name) in built.items()}}
 
 
@@ -88,12 +87,12 @@ def processor_times(job: dict[str, Any]) -> dict[str, Any]:
     built = {label: build(job, case)[0] for label, case in job["cases"].items()}
     timers = {label: ProcessorTimer(torch.device("cpu")) for label in built}
     for schedule in built.values():
-        run_pass(schedule, job, job["microbatches"][0])
+        run_pass(schedule, job)
     for _ in range(job["rounds"]):
         for label, schedule in built.items():
             for stage in schedule.stages:
                 stage.timer = timers[label]
-            run_pass(schedule, job, job["microbatches"][0])
+            run_pass(schedule, job)
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, {label: timer.medians() for label, timer in timers.items()})
     return {

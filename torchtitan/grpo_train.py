@@ -16,7 +16,6 @@ in the background while the next step runs.
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ if __name__ == "__main__":
 
 settle_device()
 
-import torch
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -41,12 +39,9 @@ from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.checkpoint_manager import adopt
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
-from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.losses.loss_metrics import MetricTotals
-from torchtitan.grpo.losses.objective import metric_reductions
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import export_hf, load_hf_weights
 from torchtitan.grpo.observe.clock import StepClock
@@ -56,12 +51,10 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_norm import GradientClipper
-from torchtitan.grpo.training.gradient_parts import GradientParts
-from torchtitan.grpo.training.guard_rules import Reading
-from torchtitan.grpo.training.guards import Guards, Verdict
+from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.model_spec import (
     build_policy_runner,
     build_reference,
@@ -70,7 +63,6 @@ from torchtitan.grpo.training.model_spec import (
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
-from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
@@ -103,16 +95,9 @@ class GRPOTrainer(Trainer):
         adopt(self.checkpointer, job_config.checkpoint)
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
-        self.clipper = GradientClipper(
-            self.model_parts, self.parallel_dims, job_config.training.max_norm
-        )
-        self.reference = build_reference(self) if job_config.grpo.kl_coef > 0 else None
-        if self.reference is not None:
-            self.checkpointer.states.update(self.reference.checkpoint_state())
         adapter = self.train_spec.state_dict_adapter
         assert adapter is not None
         self.sd_adapter = adapter(self.model_args, str(hf_model.path))
-        self.metric_reductions = metric_reductions(job_config.grpo)
         self.clock = StepClock()
         self.guards = Guards(job_config, logger.warning if self.is_rank_zero else lambda _: None)
         self.role = rank_role(self.parallel_dims, has_output=self.runner.has_output)
@@ -124,6 +109,7 @@ class GRPOTrainer(Trainer):
             job_config.rollout.batch_timeout_seconds,
         )
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
+        self.learner = self._build_learner()
 
     def init_distributed(self) -> ParallelDims:
         """Finds the other ranks, and the checkpoint before the model is built."""
@@ -218,15 +204,14 @@ class GRPOTrainer(Trainer):
     def _train_step(self, batch: TrainBatch) -> bool:
         """Takes one step. Returns False if the run is to end before the step is complete."""
         learning_rate = float(self.lr_schedulers.schedulers[0].get_last_lr()[0])
-        is_streamed = self.config.rollout.stream
-        learned = self._learn_in_parts(batch) if is_streamed else self._learn(batch)
+        learned = self._learn(batch)
         if learned is None:
             self.stopped = self.stopped or self.guards.reason is not None
             return False
         self.step += 1
         self.lr_schedulers.step()
-        if self.reference is not None:
-            self.reference.follow(self.model_parts)
+        if self.learner.reference is not None:
+            self.learner.reference.follow(self.model_parts)
         with self.clock.measure("boundary_stall"):
             self._publish(learned.batch.publish_slot)
             if not self.config.grpo.async_weight_update:
@@ -239,108 +224,35 @@ class GRPOTrainer(Trainer):
         return True
 
     def _learn(self, batch: TrainBatch) -> Learned | None:
-        """Takes the optimizer steps of a batch that arrived whole.
+        """Takes the optimizer steps of a batch. Returns None if the run is to end before."""
+        if self.config.rollout.stream:
+            return self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
+        return self.learner.learn(batch, self.step + 1)
 
-        Returns None if a guard ends the run.
-        """
-        config = self.config.grpo
-        learned = Learned(batch, MetricTotals(self.metric_reductions), [])
-        if self._are_rewards_refused(batch.samples.are_rewards_equal):
-            return None
-        minibatches = self._score(batch)
-        for epoch in range(config.num_epochs):
-            for index in epoch_order(config.num_minibatches, epoch):
-                # Without trained tokens momentum and weight decay alone would move the weights.
-                if batch.minibatch_tokens[index] and not self._update(minibatches, index, learned):
-                    return None
-        return learned
+    def _build_learner(self) -> Learner:
+        reference = build_reference(self) if self.config.grpo.kl_coef > 0 else None
+        if reference is not None:
+            self.checkpointer.states.update(reference.checkpoint_state())
+        max_norm = self.config.training.max_norm
+        return Learner(
+            config=self.config.grpo,
+            runner=self.runner,
+            reference=reference,
+            optimizers=self.optimizers,
+            clipper=GradientClipper(self.model_parts, self.parallel_dims, max_norm),
+            guards=self.guards,
+            feed=self.feed,
+            role=self.role,
+            device=self.device,
+            enter=self.enter,
+            await_readers=self._await_readers,
+        )
 
-    def _learn_in_parts(self, batch: TrainBatch | None) -> Learned | None:
-        """Takes the optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
-
-        Returns None if the run is to end before the last part.
-        """
-        gradient = GradientParts(MetricTotals(self.metric_reductions))
-        while batch is not None:
-            if batch.part.begins_batch:  # again if the rollout process was killed meanwhile
-                self.optimizers.zero_grad()
-                gradient = GradientParts(MetricTotals(self.metric_reductions))
-            scale = gradient.scale_of(batch)
-            if scale:
-                (minibatch,) = self._score(batch)
-                self._add_gradient(minibatch.scored(), gradient.totals, scale)
-            if batch.part.ends_batch:
-                gradient.finish(self._parameters())
-                learned = Learned(gradient.whole(), MetricTotals(self.metric_reductions), [])
-                refused = self._are_rewards_refused(gradient.are_rewards_equal)
-                if not refused and not gradient.is_empty:
-                    refused = not self._apply_gradient(learned, gradient.totals)
-                return None if refused else learned
-            batch = self._next_batch()
-        # A checkpoint that is written now must not depend on an incomplete gradient.
-        self.optimizers.zero_grad()
-        return None
-
-    def _score(self, batch: TrainBatch) -> list[Minibatch]:
-        self.enter("forward and backward")
-        return score(
-            batch, self.runner, self.reference, self.config.grpo, self.device, self.feed,
-            is_counted=self.role.is_counted,
-        )  # fmt: skip
-
-    def _are_rewards_refused(self, are_equal: bool) -> bool:
-        """Returns whether a guard ends the run because of the rewards of the batch."""
-        return self.guards.judge_rewards(self.step + 1, are_equal=are_equal) is Verdict.STOP
-
-    def _update(self, minibatches: list[Minibatch], index: int, learned: Learned) -> bool:
-        """Takes one optimizer step and adds its metrics; see :meth:`_apply_gradient`."""
-        scored = minibatches[index].scored()
-        old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
-        ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
-        self.optimizers.zero_grad()
-        totals = MetricTotals(self.metric_reductions)
-        self._add_gradient(scored, totals, waiting=[*old, *ref])
-        for job in old:
-            job.finish()  # with the weights of now
-        return self._apply_gradient(learned, totals)
-
-    def _add_gradient(
-        self,
-        minibatch: ScoredRows,
-        totals: MetricTotals,
-        scale: float = 1.0,
-        waiting: Sequence[ForwardJob] = (),
-    ) -> None:
-        loss = MinibatchLoss(minibatch, self.config.grpo, scale)
-        self.runner.forward_backward(minibatch.rows, loss, waiting)
-        if self.role.is_counted:
-            loss.add_metrics(totals)
-
-    def _apply_gradient(self, learned: Learned, totals: MetricTotals) -> bool:
-        """Clips the gradient and steps the optimizer, unless a guard refuses the step.
-
-        Returns False if a guard ends the run. The weights are then as before this optimizer step.
-
-        Args:
-            learned: Receives the metrics.
-            totals: This rank's metrics of the optimizer step.
-        """
-        self.enter("optimizer step")
-        grad_norm = self.clipper.clip()
+    def _await_readers(self) -> None:
+        """Waits until neither a checkpoint nor a push reads the weights on the device."""
         self.checkpointer.maybe_wait_for_staging()
-        # The optimizer must not overwrite weights that are still being copied into a slot.
         with self.clock.measure("boundary_stall"), self.clock.measure("fence"):
             self.publisher.fence()
-        # The one place of a step at which the host waits for the gradient.
-        norm = self.feed.all_reduce_metrics(totals, float(grad_norm))
-        verdict = self.guards.judge(self.step + 1, Reading.of(norm, totals.values(1)))
-        if verdict is Verdict.TAKE:
-            self.optimizers.step()
-        learned.add(totals, norm)
-        return verdict is not Verdict.STOP
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for part in self.model_parts for p in part.parameters()]
 
     def _publish(self, slot: int) -> None:
         """Hands the current weights to the background; rates the probe with them when due."""

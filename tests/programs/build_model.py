@@ -50,6 +50,8 @@ def build_stages(
     early_blocks: int = 1,
     layers_per_stage: int | None = None,
     offload: float = 0.0,
+    microbatches: int = 0,
+    edge_layers: int = 1,
     **degrees: int,
 ) -> tuple[Built, list[PipelineStage]]:
     """Returns a loaded model and the stages of a pipeline.
@@ -69,7 +71,10 @@ def build_stages(
     config.grpo.pipeline_offload = offload
     config.compile.enable = compiled
     config.parallelism.pipeline_parallel_schedule = schedule
+    config.grpo.pipeline_microbatches = microbatches
     config.parallelism.pipeline_parallel_layers_per_stage = layers_per_stage
+    config.parallelism.pipeline_parallel_first_stage_less_layers = edge_layers
+    config.parallelism.pipeline_parallel_last_stage_less_layers = edge_layers
     config.parallelism.pipeline_parallel_degree = degrees.get("pp", 1)
     if not dist.is_initialized():
         dist_utils.init_distributed(config.comm)

@@ -258,6 +258,13 @@ class GRPO:
     V-Half ``(p + 2) / 2p`` and V-Min ``(p + 4) / 3p``. If no schedule keeps to the bound, the one
     that holds least is taken."""
 
+    pipeline_microbatches: Annotated[
+        int, at_least(1).or_value(0, "four for each pipeline rank")
+    ] = 0
+    """Number of microbatches of an optimizer step, on each pipeline, for which
+    ``parallelism.pipeline_parallel_schedule = "auto"`` chooses. A step's real number depends on how
+    long the completions are."""
+
     recompute_early_blocks: Annotated[int, at_least(0).or_value(-1, "all")] = 1
     """Number of checkpointed blocks of a pipeline stage, from its last one on, that are recomputed
     while the stage waits for the gradient of its output. One costs no memory; with more, their

@@ -87,8 +87,8 @@ class Inference:
     ``rollout.max_concurrent_rollouts`` divided by ``num_servers``. It is vLLM's
     ``--max-num-batched-tokens`` and SGLang's ``--chunked-prefill-size``, which must be a multiple
     of its page size. With 0, vLLM and SGLang get 2,048 on a GPU and 256 on a CPU, or twice the
-    number of running requests if that is more. The embedded server then adds 512 on a GPU, and a
-    quarter on a CPU, to the number of running requests."""
+    number of running requests if that is more. The embedded server then adds 512 on a GPU, and
+    half as many on a CPU, to the number of running requests."""
 
     extra_args: list[str] = field(default_factory=list)
     """Further command line arguments of launched servers, passed on unchanged. Each server also gets

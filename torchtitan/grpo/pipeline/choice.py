@@ -1,14 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the fastest schedule for given times, under a bound of memory, and says why."""
+"""Chooses the fastest schedules for given times, under a bound of memory, and says why."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torchtitan.grpo.pipeline.schedules import AUTO_CANDIDATES, Schedule
+from torchtitan.grpo.pipeline.schedules import AUTO_CANDIDATES, SCHEDULES, Schedule
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+
+_NEAR = 1.2
+"""Schedules that are predicted to take more than this times the fastest one are not tried."""
 
 
 def predict(
@@ -41,17 +44,75 @@ def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks:
         memory: Bound, as a share of what 1F1B holds.
         num_ranks: Number of ranks.
     """
-    found = {name: simulation for name, (_, simulation) in tried.items() if name in AUTO_CANDIDATES}
-    fitting = [name for name, s in found.items() if s.peak <= memory * num_ranks + 1e-9]
-    if not fitting:
-        return min(found, key=lambda name: found[name].peak)
-    return min(fitting, key=lambda name: found[name].makespan)
+    fitting = _fitting(tried, memory, num_ranks)
+    if fitting:
+        return min(fitting, key=lambda name: tried[name][1].makespan)
+    allowed = [name for name in tried if name in AUTO_CANDIDATES]
+    return min(allowed, key=lambda name: tried[name][1].peak)
+
+
+def finalists(
+    tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
+) -> list[str]:
+    """Returns the schedules that are worth a trial; the one that is predicted to be fastest is first.
+
+    They are the fastest one of each placement of stages, and those that split no backward pass.
+    None is predicted to be slower than 1F1B or Interleaved1F1B, if these keep to the bound, except
+    for these two themselves.
+
+    Args:
+        tried: Simulations, with memory in microbatches of a rank's layers.
+        memory: Bound, as a share of what 1F1B holds.
+        num_ranks: Number of ranks.
+    """
+    makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
+    if not makespans:
+        return [choose(tried, memory, num_ranks)]
+    whole = [makespans[name] for name in makespans if not SCHEDULES[name].is_zero_bubble]
+    longest = _NEAR * min(makespans.values())
+    longest_split = min([longest, *whole])
+    found: list[str] = []
+    placements: set[tuple[int, str]] = set()
+    for name in sorted(makespans, key=lambda name: makespans[name]):
+        row = SCHEDULES[name]
+        placement = row.stages_per_rank, row.placement
+        if row.is_zero_bubble:
+            is_tried = placement not in placements and makespans[name] <= longest_split
+        else:
+            is_tried = makespans[name] <= longest
+        if is_tried:
+            found.append(name)
+            placements.add(placement)
+    return found
+
+
+def _fitting(
+    tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
+) -> list[str]:
+    """Returns the schedules that keep to the bound; see :func:`choose`."""
+    return [
+        name
+        for name, (_, simulation) in tried.items()
+        if name in AUTO_CANDIDATES and simulation.peak <= memory * num_ranks + 1e-9
+    ]
 
 
 def describe(
-    tried: dict[str, tuple[Table, Simulation]], chosen: str, costs: Costs, num_microbatches: int
+    tried: dict[str, tuple[Table, Simulation]],
+    seconds: Mapping[str, float],
+    chosen: str,
+    costs: Costs,
+    num_microbatches: int,
 ) -> str:
-    """Returns why a schedule was chosen."""
+    """Returns why a schedule was chosen.
+
+    Args:
+        tried: Simulations of all schedules.
+        seconds: Measured times of those that ran.
+        chosen: The one that is taken.
+        costs: Measured costs of the stages.
+        num_microbatches: Number of microbatches that was simulated, and that ran.
+    """
     stages = costs.stages
     times = (
         f"{1000 * sum(times) / len(stages):.3g}"
@@ -67,10 +128,12 @@ def describe(
         f"{name} {1000 * s.makespan:.4g} ms (idle {s.bubble:.1%}, holds {s.peak:g})"
         for name, (_, s) in tried.items()
     )
+    measured = ", ".join(f"{name} {1000 * took:.4g} ms" for name, took in seconds.items())
     return (
         f"The pipeline takes the schedule {chosen}. F, I and W of a stage take "
         f"{', '.join(times)} ms on average, and a tensor takes {1000 * costs.hop:.3g} ms from rank "
-        f"to rank. {early}Predicted for {num_microbatches} microbatches: {predictions}."
+        f"to rank. {early}Measured with {num_microbatches} microbatches: {measured}. "
+        f"Predicted: {predictions}."
     )
 
 

@@ -14,7 +14,13 @@ from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.pipeline.assumed_costs import assumed_times
 from torchtitan.grpo.pipeline.choice import choose
 from torchtitan.grpo.pipeline.draw import draw_picture, draw_text
-from torchtitan.grpo.pipeline.schedules import AUTO, SCHEDULES, Schedule, candidates
+from torchtitan.grpo.pipeline.schedules import (
+    AUTO,
+    SCHEDULES,
+    Schedule,
+    assumed_microbatches,
+    candidates,
+)
 from torchtitan.grpo.pipeline.simulate import Simulation, simulate
 from torchtitan.grpo.pipeline.stages import fixes_stages, stage_modules
 from torchtitan.grpo.pipeline.tables.actions import Table
@@ -89,14 +95,15 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     """
     settings = config.parallelism
     num_ranks = settings.pipeline_parallel_degree
-    num_microbatches = given.microbatches or 4 * num_ranks
+    configured = given.microbatches or config.grpo.pipeline_microbatches
+    num_microbatches = assumed_microbatches(configured, num_ranks)
     times = tuple(given.times or assumed_times(config))
     tried = try_all(num_ranks, num_microbatches, times, given.hop)
     name = settings.pipeline_parallel_schedule
     if name == AUTO:
         allowed = {row.name: tried[row.name] for row in _candidates(config)}
         name = choose(allowed, config.grpo.pipeline_memory, num_ranks)
-        print(f"For these times, {AUTO} takes {name}; a run measures its own.\n")
+        print(f"For these times, {AUTO} expects most of {name}; a run measures its own.\n")
     table, simulation = tried[name]
     print(
         f"{name} on {num_ranks} ranks, {num_microbatches} microbatches; F, I, W take "

@@ -182,6 +182,16 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
     ]
 
 
+def assumed_microbatches(configured: int, num_ranks: int) -> int:
+    """Returns for how many microbatches :data:`AUTO` chooses.
+
+    Args:
+        configured: ``grpo.pipeline_microbatches``.
+        num_ranks: Ranks of the pipeline.
+    """
+    return configured or 4 * num_ranks
+
+
 def measured_with(stages_per_rank: int) -> Schedule:
     """Returns the schedule under which :data:`AUTO` measures so many stages a rank.
 

@@ -33,14 +33,17 @@ class GradientClipper:
     def __init__(self, parts: Sequence[nn.Module], dims: ParallelDims, max_norm: float) -> None:
         self._parts, self._dims, self._max_norm = parts, dims, max_norm
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of the model, or of this rank's stages."""
+        return [p for part in self._parts for p in part.parameters()]
+
     def clip(self) -> torch.Tensor:
         """Clips the gradient in place and returns its norm before clipping, on the device."""
         twins = self._add_up_tied()
         # The copy in the last stage is another name of what the first stage counts.
         uncounted = {id(parameter) for parameter in twins}
-        parameters = [p for part in self._parts for p in part.parameters()]
         norm = dist_utils.clip_grad_norm_(
-            [p for p in parameters if id(p) not in uncounted],
+            [p for p in self.parameters() if id(p) not in uncounted],
             self._max_norm,
             foreach=True,
             pp_mesh=self._dims.get_optional_mesh("pp"),

@@ -186,4 +186,4 @@ def default_step_tokens(max_slots: int, device: str) -> int:
     On a GPU, decoding waits for memory, and some hundred more tokens cost little. On a CPU each
     token costs about as much as one more running request.
     """
-    return max_slots + (512 if device == "cuda" else max(16, max_slots // 4))
+    return max_slots + (512 if device == "cuda" else max(16, max_slots // 2))

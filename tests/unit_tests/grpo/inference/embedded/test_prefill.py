@@ -135,7 +135,7 @@ def test_ranges_are_all_rows_and_waste_no_more_than_a_call(lengths, cost) -> Non
         assert rows.length * len(own) - sum(own) <= cost
 
 
-@pytest.mark.parametrize(("device", "slots", "more"), [("cpu", 64, 16), ("cpu", 8, 16)])
+@pytest.mark.parametrize(("device", "slots", "more"), [("cpu", 64, 32), ("cpu", 8, 16)])
 def test_the_chosen_budget_is_above_the_number_of_rows(device, slots, more) -> None:
     assert default_step_tokens(slots, device) == slots + more
     assert default_step_tokens(slots, "cuda") == slots + 512

@@ -1,0 +1,179 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Runs passes through a pipeline with random weights before the model itself is built."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torchtitan.distributed import ParallelDims
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.pipeline.assumed_costs import assumed_costs
+from torchtitan.grpo.pipeline.choice import costs_for
+from torchtitan.grpo.pipeline.hop import measure_hops
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
+from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
+from torchtitan.grpo.pipeline.schedules import Schedule
+from torchtitan.grpo.pipeline.split import split_model
+from torchtitan.grpo.pipeline.table_schedule import TableSchedule
+from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
+
+_PASSES = range(3, 11)
+"""Number of passes whose median counts: many of short ones, few of long ones."""
+_SECONDS = 1.0
+"""Time that the passes of a schedule should take together, within the bounds above."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Builds the stages that a schedule needs, and runs microbatches of random tokens.
+
+    All methods are collective over all ranks of the run, and return the same on each of them. The
+    stages are freed again at their ends.
+
+    Attributes:
+        model: The whole model, on the meta device; it is left alone.
+        dims: Parallel dimensions of the run.
+        config: Configuration of the run. While a schedule is tried, it names that schedule.
+        device: Device on which the stages compute.
+    """
+
+    model: nn.Module
+    dims: ParallelDims
+    config: JobConfig
+    device: torch.device
+
+    def measure_costs(self, row: Schedule) -> Costs:
+        """Times the passes of each stage, and the way of a tensor between ranks.
+
+        Args:
+            row: A schedule that computes I and W one after the other.
+        """
+        with self._stages(row) as stages:
+            degree = self.config.parallelism.pipeline_parallel_degree
+            schedule = self._schedule(row, stages, assumed_costs(self.config, len(stages)))
+            self._run(schedule, 2 * degree)
+            timer = PassTimer(self.device)
+            for stage in stages:
+                stage.timer = timer
+            self._run(schedule, 2 * degree)
+            measure_hops(stages, timer)
+            return _costs_of_all(timer, len(stages), degree)
+
+    def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
+        """Returns the time of a whole pass in seconds, of the slowest rank, as a median.
+
+        Args:
+            row: The schedule.
+            measured: What :meth:`measure_costs` returned, which shapes the table.
+            num_microbatches: Number of microbatches of the pass.
+        """
+        with self._stages(row) as stages:
+            costs = costs_for(row, measured, self.config.parallelism.pipeline_parallel_degree)
+            schedule = self._schedule(row, stages, costs)
+            self._run(schedule, num_microbatches)  # infers shapes, makes connections, compiles
+            warm = self._seconds_of_pass(schedule, num_microbatches)
+            count = min(max(math.ceil(_SECONDS / warm), _PASSES.start), _PASSES.stop - 1)
+            return statistics.median(
+                self._seconds_of_pass(schedule, num_microbatches) for _ in range(count)
+            )
+
+    @contextmanager
+    def _stages(self, row: Schedule) -> Iterator[list[LeanStage]]:
+        """Builds this rank's stages, and frees them at the end."""
+        settings = self.config.parallelism
+        before, settings.pipeline_parallel_schedule = settings.pipeline_parallel_schedule, row.name
+        is_cuda = self.device.type == "cuda"
+        try:
+            with torch.random.fork_rng(devices=[self.device] if is_cuda else []):
+                stages, parts = split_model(self.model, self.dims, self.config, self.device)
+                for part in parts:
+                    part.to_empty(device=self.device)
+                    with torch.no_grad():
+                        part.init_weights(buffer_device=None)  # pyright: ignore
+                yield stages
+        finally:
+            settings.pipeline_parallel_schedule = before
+            del stages[:], parts[:]
+            gc.collect()
+            if is_cuda:
+                torch.cuda.empty_cache()
+
+    def _schedule(self, row: Schedule, stages: list[LeanStage], costs: Costs) -> TableSchedule:
+        degree, per_rank = self.config.parallelism.pipeline_parallel_degree, len(stages)
+        return TableSchedule(
+            list(stages),
+            lambda count: row.make_table(degree, count, per_rank, costs),
+            costs,
+            lambda output, _: output.sum(),
+        )
+
+    def _seconds_of_pass(self, schedule: TableSchedule, num_microbatches: int) -> float:
+        """Runs a pass; returns the time of the rank that took longest."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self._run(schedule, num_microbatches)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, time.perf_counter() - begin)
+        return max(of_ranks)
+
+    def _run(self, schedule: TableSchedule, num_microbatches: int) -> None:
+        """Runs a pass of microbatches whose rows have one sequence each."""
+        config = self.config
+        shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
+        vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
+        tokens = torch.randint(vocab_size, shape, device=self.device)
+        named = {
+            "sequence_ids": torch.zeros_like(tokens),
+            "positions": torch.arange(shape[1], device=self.device).expand(shape),
+            "labels": tokens,
+        }
+        has_input = any(stage.is_first for stage in schedule.stages)
+        has_output = any(stage.is_last for stage in schedule.stages)
+        schedule.run(
+            [(tokens,) if has_input else ()] * num_microbatches,
+            [named] * num_microbatches,
+            [torch.zeros(1)] * num_microbatches if has_output else None,
+        )
+        for stage in schedule.stages:
+            stage.submod.zero_grad()
+
+
+def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
+    """Returns the times of all stages, averaged over the ranks that hold the same one.
+
+    The hop is that of all neighbours on average. All ranks must come to the same choice, because
+    FSDP's collectives connect pipelines.
+    """
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))
+    hops = [hop for _, hop in of_ranks if hop is not None]
+
+    def mean(stage: int, kind: Part) -> float:
+        found = [times[stage, kind] for times, _ in of_ranks if (stage, kind) in times]
+        assert found or kind == "R", f"No rank has measured {kind} of stage {stage}."
+        return sum(found) / len(found) if found else 0.0
+
+    memory = 1 / stages_per_rank
+
+    def costs(stage: int) -> StageCosts:
+        forward, recompute, rest, weight_grad = (mean(stage, kind) for kind in ("F", "R", "I", "W"))
+        return StageCosts(
+            forward, recompute + rest, weight_grad,
+            activation=memory, pending=memory, recompute=recompute,
+        )  # fmt: skip
+
+    stages = tuple(costs(stage) for stage in range(stages_per_rank * num_ranks))
+    return Costs(stages, hop=sum(hops) / len(hops))

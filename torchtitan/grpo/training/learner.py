@@ -1,0 +1,180 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Learns from one batch: scores its rows, computes gradients, and steps the optimizer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchtitan.grpo.config.grpo import GRPO
+from torchtitan.grpo.data.feed import Feed, TrainBatch
+from torchtitan.grpo.data.step_plan import epoch_order
+from torchtitan.grpo.losses.loss_metrics import MetricTotals
+from torchtitan.grpo.losses.objective import metric_reductions
+from torchtitan.grpo.training.forward_job import ForwardJob
+from torchtitan.grpo.training.gradient_norm import GradientClipper
+from torchtitan.grpo.training.gradient_parts import GradientParts
+from torchtitan.grpo.training.guard_rules import Reading
+from torchtitan.grpo.training.guards import Guards, Verdict
+from torchtitan.grpo.training.learned import Learned
+from torchtitan.grpo.training.rank_role import RankRole
+from torchtitan.grpo.training.reference import Reference
+from torchtitan.grpo.training.runner import ModelRunner
+from torchtitan.grpo.training.step import Minibatch, MinibatchLoss, ScoredRows, score
+
+if TYPE_CHECKING:
+    from torchtitan.components.optimizer import OptimizersContainer
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Takes the optimizer steps of a batch; every rank has one.
+
+    Attributes:
+        config: ``[grpo]``.
+        runner: Runs the policy.
+        reference: Frozen model of the KL penalty, if there is one.
+        optimizers: Optimizers of the policy.
+        clipper: Clips the policy's gradient.
+        guards: Decide whether an optimizer step is taken.
+        feed: Combines numbers of all ranks.
+        role: Which rows this rank has, and whether its metrics count.
+        device: Device of the policy.
+        enter: Tells whoever watches the run what this rank does from now on.
+        await_readers: Returns once nothing reads the weights that the optimizer overwrites.
+    """
+
+    config: GRPO
+    runner: ModelRunner
+    reference: Reference | None
+    optimizers: "OptimizersContainer"
+    clipper: GradientClipper
+    guards: Guards
+    feed: Feed
+    role: RankRole
+    device: torch.device
+    enter: Callable[[str], None]
+    await_readers: Callable[[], None]
+
+    def learn(self, batch: TrainBatch, step: int) -> Learned | None:
+        """Takes the optimizer steps of a batch that arrived whole.
+
+        Returns None if a guard ends the run.
+
+        Args:
+            batch: This rank's rows.
+            step: Number of the batch.
+        """
+        learned = Learned(batch, self._new_totals(), [])
+        if self._are_rewards_refused(step, batch.samples.are_rewards_equal):
+            return None
+        minibatches = self._score(batch)
+        for epoch in range(self.config.num_epochs):
+            for index in epoch_order(self.config.num_minibatches, epoch):
+                # Without trained tokens momentum and weight decay alone would move the weights.
+                if not batch.minibatch_tokens[index]:
+                    continue
+                if not self._update(minibatches, index, step, learned):
+                    return None
+        return learned
+
+    def learn_in_parts(
+        self, batch: TrainBatch | None, step: int, next_part: Callable[[], TrainBatch | None]
+    ) -> Learned | None:
+        """Takes the optimizer step of a batch that arrives in parts; see :class:`GradientParts`.
+
+        Returns None if the run is to end before the last part, or if a guard ends it.
+
+        Args:
+            batch: This rank's rows of the first part.
+            step: Number of the batch.
+            next_part: Returns the next part, or None if the run is to end.
+        """
+        gradient = GradientParts(self._new_totals())
+        while batch is not None:
+            if batch.part.begins_batch:  # again if the rollout process was killed meanwhile
+                self.optimizers.zero_grad()
+                gradient = GradientParts(self._new_totals())
+            scale = gradient.scale_of(batch)
+            if scale:
+                (minibatch,) = self._score(batch)
+                self._add_gradient(minibatch.scored(), gradient.totals, scale)
+            if batch.part.ends_batch:
+                return self._finish_parts(gradient, step)
+            batch = next_part()
+        # A checkpoint that is written now must not depend on an incomplete gradient.
+        self.optimizers.zero_grad()
+        return None
+
+    def _finish_parts(self, gradient: GradientParts, step: int) -> Learned | None:
+        gradient.finish(self.clipper.parameters())
+        learned = Learned(gradient.whole(), self._new_totals(), [])
+        if self._are_rewards_refused(step, gradient.are_rewards_equal):
+            return None
+        if gradient.is_empty or self._apply_gradient(step, learned, gradient.totals):
+            return learned
+        return None
+
+    def _new_totals(self) -> MetricTotals:
+        return MetricTotals(metric_reductions(self.config))
+
+    def _score(self, batch: TrainBatch) -> list[Minibatch]:
+        self.enter("forward and backward")
+        return score(
+            batch, self.runner, self.reference, self.config, self.device, self.feed,
+            is_counted=self.role.is_counted,
+        )  # fmt: skip
+
+    def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:
+        """Returns whether a guard ends the run because of the rewards of the batch."""
+        return self.guards.judge_rewards(step, are_equal=are_equal) is Verdict.STOP
+
+    def _update(
+        self, minibatches: list[Minibatch], index: int, step: int, learned: Learned
+    ) -> bool:
+        """Takes one optimizer step and adds its metrics; see :meth:`_apply_gradient`."""
+        scored = minibatches[index].scored()
+        old = [minibatch.old for minibatch in minibatches if minibatch.old is not None]
+        ref = [minibatch.ref for minibatch in minibatches if minibatch.ref is not None]
+        self.optimizers.zero_grad()
+        totals = self._new_totals()
+        self._add_gradient(scored, totals, waiting=[*old, *ref])
+        for job in old:
+            job.finish()  # with the weights of now
+        return self._apply_gradient(step, learned, totals)
+
+    def _add_gradient(
+        self,
+        minibatch: ScoredRows,
+        totals: MetricTotals,
+        scale: float = 1.0,
+        waiting: Sequence[ForwardJob] = (),
+    ) -> None:
+        loss = MinibatchLoss(minibatch, self.config, scale)
+        self.runner.forward_backward(minibatch.rows, loss, waiting)
+        if self.role.is_counted:
+            loss.add_metrics(totals)
+
+    def _apply_gradient(self, step: int, learned: Learned, totals: MetricTotals) -> bool:
+        """Clips the gradient and steps the optimizer, unless a guard refuses the step.
+
+        Returns False if a guard ends the run. The weights are then as before this optimizer step.
+
+        Args:
+            step: Number of the batch.
+            learned: Receives the metrics.
+            totals: This rank's metrics of the optimizer step.
+        """
+        self.enter("optimizer step")
+        grad_norm = self.clipper.clip()
+        self.await_readers()
+        # The one place of a step at which the host waits for the gradient.
+        norm = self.feed.all_reduce_metrics(totals, float(grad_norm))
+        verdict = self.guards.judge(step, Reading.of(norm, totals.values(1)))
+        if verdict is Verdict.TAKE:
+            self.optimizers.step()
+        learned.add(totals, norm)
+        return verdict is not Verdict.STOP
