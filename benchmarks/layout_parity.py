@@ -91,6 +91,8 @@ class Layout:
             "off_policy": "grpo.off_policy_mask_threshold",
             "estimator": "grpo.kl_estimator",
             "importance": "grpo.kl_importance",
+            "optimizer": "optimizer.name",
+            "muon_dtype": "optimizer.muon_dtype",
         }
         arguments = []
         for key, value in ({"shard": 1} | self.settings).items():
@@ -103,6 +105,8 @@ MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
 # Rejects some of the sequences and masks others; the mean weight is over all ranks.
+WITH_MUON = "one process, Muon"
+MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of AdamW in the last column
 REJECTION = "one process, rejection"
 REJECTED = {
     "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.5, "normalize": True, "off_policy": 0.1,
@@ -165,6 +169,11 @@ LAYOUTS = [
     Layout("PP x2, 1F1B, rejection", 2, {"pp": 2, "schedule": "1F1B"} | REJECTED, False, REJECTION),
     Layout("HSDP 2x2, rejection", 4, {"replicate": 2, "shard": 2} | REJECTED, False, REJECTION),
     Layout("FSDP2 x2, PP x2, ZBVZeroBubble, rejection", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | REJECTED, False, REJECTION),
+    Layout(WITH_MUON, 1, MUON, False, WITH_MUON),
+    Layout("FSDP2 x2, Muon", 2, {"shard": 2} | MUON, False, WITH_MUON),
+    Layout("TP x2, Muon", 2, {"tp": 2} | MUON, False, WITH_MUON),
+    Layout("HSDP 2x2, Muon", 4, {"replicate": 2, "shard": 2} | MUON, False, WITH_MUON),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, Muon", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | MUON, False, WITH_MUON),
     Layout("one process, in 3 parts", 1, STREAMED, True),
     Layout("FSDP2 x2, in 3 parts", 2, {"shard": 2} | STREAMED),
     Layout("TP x2, in 3 parts", 2, {"tp": 2} | STREAMED),
@@ -196,6 +205,8 @@ MOE_LAYOUTS = [
     Layout("PP x2, ZBVZeroBubble, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
     Layout("CP x2 lent to EP x2", 2, {"cp": 2, "ep": 2}),
     Layout("TP x2 lent to EP x2", 2, {"tp": 2, "ep": 2}),
+    Layout(WITH_MUON, 1, MUON, False, WITH_MUON),
+    Layout("FSDP2 x4, EP x2, Muon", 4, {"shard": 4, "ep": 2} | MUON, False, WITH_MUON),
     Layout("FSDP2 x4, EP x2", 4, {"shard": 4, "ep": 2}),
     Layout("HSDP 2x2, EP x2", 4, {"replicate": 2, "shard": 2, "ep": 2}),
     Layout("replicate x2, TP x2 lent to EP x2", 4, {"replicate": 2, "tp": 2, "ep": 2}),
