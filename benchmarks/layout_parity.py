@@ -85,6 +85,14 @@ class Layout:
             "ema": "grpo.ref_model_ema",
             "stream": "rollout.stream",
             "parts": "rollout.stream_parts",
+            "advantage": "grpo.advantage",
+            "max_k3": "grpo.mismatch_max_k3",
+            "normalize": "grpo.mismatch_normalize",
+            "off_policy": "grpo.off_policy_mask_threshold",
+            "estimator": "grpo.kl_estimator",
+            "importance": "grpo.kl_importance",
+            "optimizer": "optimizer.name",
+            "muon_dtype": "optimizer.muon_dtype",
         }
         arguments = []
         for key, value in ({"shard": 1} | self.settings).items():
@@ -96,6 +104,14 @@ ONE = "one process, 4 updates a batch"
 MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
+# Rejects some of the sequences and masks others; the mean weight is over all ranks.
+WITH_MUON = "one process, Muon"
+MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of AdamW in the last column
+REJECTION = "one process, rejection"
+REJECTED = {
+    "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.5, "normalize": True, "off_policy": 0.1,
+    "estimator": "k3_straight", "importance": True,
+}  # fmt: skip
 # Smaller microbatches have no tensors of a size that is moved to the host.
 OFFLOAD = {"offload": 1, "microbatch": 4}
 SCHEDULES = (
@@ -146,6 +162,18 @@ LAYOUTS = [
     Layout("CP x2, 4 updates a batch", 2, {"cp": 2} | UPDATES, False, ONE),
     Layout("PP x2, ZBVZeroBubble, 4 updates a batch", 2, {"pp": 2, "schedule": "ZBVZeroBubble"} | UPDATES, False, ONE),
     Layout("FSDP2 x2, PP x2, 1F1B, 4 updates a batch", 4, {"shard": 2, "pp": 2, "schedule": "1F1B"} | UPDATES, False, ONE),
+    Layout(REJECTION, 1, REJECTED, False, REJECTION),
+    Layout("FSDP2 x2, rejection", 2, {"shard": 2} | REJECTED, False, REJECTION),
+    Layout("TP x2, rejection", 2, {"tp": 2} | REJECTED, False, REJECTION),
+    Layout("CP x2, rejection", 2, {"cp": 2} | REJECTED, False, REJECTION),
+    Layout("PP x2, 1F1B, rejection", 2, {"pp": 2, "schedule": "1F1B"} | REJECTED, False, REJECTION),
+    Layout("HSDP 2x2, rejection", 4, {"replicate": 2, "shard": 2} | REJECTED, False, REJECTION),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, rejection", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | REJECTED, False, REJECTION),
+    Layout(WITH_MUON, 1, MUON, False, WITH_MUON),
+    Layout("FSDP2 x2, Muon", 2, {"shard": 2} | MUON, False, WITH_MUON),
+    Layout("TP x2, Muon", 2, {"tp": 2} | MUON, False, WITH_MUON),
+    Layout("HSDP 2x2, Muon", 4, {"replicate": 2, "shard": 2} | MUON, False, WITH_MUON),
+    Layout("FSDP2 x2, PP x2, ZBVZeroBubble, Muon", 4, {"shard": 2, "pp": 2, "schedule": "ZBVZeroBubble"} | MUON, False, WITH_MUON),
     Layout("one process, in 3 parts", 1, STREAMED, True),
     Layout("FSDP2 x2, in 3 parts", 2, {"shard": 2} | STREAMED),
     Layout("TP x2, in 3 parts", 2, {"tp": 2} | STREAMED),
@@ -177,6 +205,8 @@ MOE_LAYOUTS = [
     Layout("PP x2, ZBVZeroBubble, compiled", 2, {"pp": 2, "schedule": "ZBVZeroBubble", "compile": True}),
     Layout("CP x2 lent to EP x2", 2, {"cp": 2, "ep": 2}),
     Layout("TP x2 lent to EP x2", 2, {"tp": 2, "ep": 2}),
+    Layout(WITH_MUON, 1, MUON, False, WITH_MUON),
+    Layout("FSDP2 x4, EP x2, Muon", 4, {"shard": 4, "ep": 2} | MUON, False, WITH_MUON),
     Layout("FSDP2 x4, EP x2", 4, {"shard": 4, "ep": 2}),
     Layout("HSDP 2x2, EP x2", 4, {"replicate": 2, "shard": 2, "ep": 2}),
     Layout("replicate x2, TP x2 lent to EP x2", 4, {"replicate": 2, "tp": 2, "ep": 2}),
@@ -192,7 +222,8 @@ ALSO_BY_DEFAULT = {
         MIXED, "PP x2, ZBVZeroBubble, bfloat16",
         "one process, full AC", "TP x2, selective AC", "FSDP2 x2 (ZeRO-2)", "PP x2, GPipe",
         "PP x2, Interleaved1F1B", "PP x4, InterleavedZeroBubble", "replicate x2, TP x2",
-        "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch",
+        "FSDP2 x2, TP x2, PP x2, 1F1B", "HSDP 2x2, TP x2", ONE, "CP x2, 4 updates a batch", REJECTION,
+        "FSDP2 x2, PP x2, ZBVZeroBubble, rejection",
     ),
     "qwen3": (
         "PP x2, 1F1B", "FSDP2 x2, CP x2, TP x2", "CP x2, PP x2, ZBVZeroBubble", ONE,

@@ -62,6 +62,11 @@ class Optimizer(job_config.Optimizer):
     those of pretraining.
     """
 
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """Optimizer. ``Muon`` trains the matrices inside of blocks with Muon, each expert's as one of its
+    own, and embedding, output layer, norms and biases with AdamW. docs/how-to/muon.md tells what it
+    costs."""
+
     lr: Annotated[float, at_least(0)] = 1e-6
     """Learning rate after the warm-up. 1e-6 is the value of the GRPO and DAPO papers
     (https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2503.14476), and the default of TRL's
@@ -73,7 +78,32 @@ class Optimizer(job_config.Optimizer):
     weight_decay: Annotated[float, at_least(0)] = 0.0
     """AdamW's weight decay. 0 is the default of TRL and, for reinforcement learning, of prime-rl:
     with such learning rates a decay hardly acts, and it would pull the policy away from its
-    reference for no reward. verl takes 0.01, its DAPO recipe 0.1."""
+    reference for no reward. verl takes 0.01, its DAPO recipe 0.1. Muon's is the same."""
+
+    muon_lr: Annotated[float, above(0).or_value(0, "optimizer.lr")] = 0.0
+    """Learning rate of Muon after the warm-up, before ``muon_adjust_lr``. ``optimizer.lr`` stays that
+    of AdamW, which ``name = "Muon"`` uses for what is no matrix. All ``muon_...`` are used with
+    ``name = "Muon"``."""
+
+    muon_momentum: Annotated[float, at_least(0).below(1)] = 0.95
+    """Decay of Muon's momentum, as in torch and in the Muon post."""
+
+    muon_nesterov: bool = True
+    """Whether Muon's update looks one step ahead of its momentum."""
+
+    muon_ns_steps: Annotated[int, at_least(1).below(100)] = 5
+    """Iterations by which Muon makes an update orthogonal, as in torch."""
+
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How Muon's learning rate depends on the shape of a matrix. ``match_rms_adamw`` (Moonlight) makes
+    updates as large as AdamW's, so that AdamW's learning rate fits. ``original`` multiplies by
+    ``sqrt(max(1, rows / columns))``, and needs a ``muon_lr`` of its own: the Muon post takes 0.02 for
+    pretraining. Torch's default is ``original``."""
+
+    muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type in which Muon gathers and orthogonalises updates. With ``bfloat16``, as in torch, steps
+    under two layouts differ by about its precision, because it magnifies the last bits of gradients.
+    With ``float32`` they agree as AdamW's do; it takes twice the communication and more time."""
 
 
 @dataclass

@@ -151,6 +151,35 @@ def test_contradictions_are_refused_with_the_keys_and_the_remedy(load, arguments
             r"mismatch_level needs grpo\.old_policy = 'step_start'",
         ),
         (
+            ["--grpo.mismatch_max_ratio=1"],
+            r"mismatch_max_ratio must be above 1, or 0 \(off\), got 1",
+        ),
+        (["--grpo.mismatch_max_k3=-1"], r"mismatch_max_k3 must be above 0, or 0 \(off\), got -1"),
+        (
+            ["--grpo.mismatch_normalize", "--grpo.mismatch_correction=none"],
+            r"mismatch_normalize needs grpo\.mismatch_correction = 'truncate' or 'mask'",
+        ),
+        (
+            ["--grpo.mismatch_normalize", "--grpo.old_policy=sampling"],
+            r"mismatch_normalize needs grpo\.old_policy = 'step_start'",
+        ),
+        (
+            ["--grpo.mismatch_normalize", "--rollout.stream"],
+            r"rollout\.stream and grpo\.mismatch_normalize = true cannot be combined",
+        ),
+        (
+            ["--optimizer.muon_momentum=0.9"],
+            r"optimizer\.muon_momentum needs optimizer\.name = 'Muon', got 0\.9",
+        ),
+        (
+            ["--optimizer.name=Muon", "--optimizer.muon_adjust_lr=original"],
+            r"optimizer\.muon_lr must be set with optimizer\.muon_adjust_lr = 'original'",
+        ),
+        (
+            ["--optimizer.name=Muon", "--optimizer.early_step_in_backward"],
+            r"early_step_in_backward cannot be combined with optimizer\.name = 'Muon'",
+        ),
+        (
             ["--grpo.filter_zero_advantage", "--grpo.kl_coef=0.1", "--grpo.kl_in=reward"],
             r"filter_zero_advantage .*grpo\.kl_coef above 0 \(0\.1\) and grpo\.kl_in = 'reward'",
         ),

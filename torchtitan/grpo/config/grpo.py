@@ -37,12 +37,13 @@ class GRPO:
     (``num_minibatches * num_epochs``) and ``old_policy = "step_start"``, the trainer computes the
     log-probabilities of the old policy in a forward pass before the first of them."""
 
-    advantage: Literal["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"] = (
-        "group_norm"
-    )
+    advantage: Literal[
+        "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl"
+    ] = "group_norm"
     """How rewards become advantages. ``group_norm`` (GRPO) subtracts the mean of the group and
     divides by its standard deviation. ``group_mean`` (Dr.GRPO) subtracts the mean only.
-    ``leave_one_out`` (RLOO) subtracts the mean of the group's other rollouts. ``batch_norm``
+    ``leave_one_out`` (RLOO) subtracts the mean of the group's other rollouts, and
+    ``leave_one_out_norm`` also divides by the standard deviation of the group. ``batch_norm``
     (REINFORCE++-baseline) subtracts the mean of the group and divides by the standard deviation
     of the whole batch. ``max_rl`` (MaxRL) subtracts the mean of the group and divides by it, for
     rewards that are at least 0."""
@@ -156,6 +157,37 @@ class GRPO:
     """Leave out each sequence that has a trained token whose importance ratio is below this. 1e-4
     finds tokens that the trainer's policy would hardly ever sample."""
 
+    mismatch_max_k1: Annotated[float, above(0).or_value(0, "off")] = 0.0
+    """Leave out each sequence whose log importance ratio, averaged over its trained tokens, is
+    farther from 0 than this, in nats for each token. Like the other ``mismatch_max_...``, it can be
+    combined with every ``mismatch_correction``; the bounds compare with the current policy where
+    ``old_policy = "sampling"``."""
+
+    mismatch_max_k3: Annotated[float, above(0).or_value(0, "off")] = 0.0
+    """Leave out each sequence whose ``k3`` estimate of the KL divergence between sampling and
+    training, averaged over its trained tokens, is above this, in nats for each token. Unlike
+    that of ``mismatch_max_k1``, differences of opposite sign do not cancel."""
+
+    mismatch_max_tv: Annotated[float, above(0).or_value(0, "off")] = 0.0
+    """Leave out each sequence whose estimate of the total variation distance between sampling and
+    training, half the mean of |importance ratio - 1| over its trained tokens, is above this."""
+
+    mismatch_max_ratio: Annotated[float, above(1).or_value(0, "off")] = 0.0
+    """Leave out each sequence that has a trained token whose importance ratio is above this, or
+    below 1 divided by this."""
+
+    mismatch_normalize: bool = False
+    """Divide the weights of ``mismatch_correction`` by their mean over the trained tokens that are
+    kept, of all ranks, so that they change the size of an optimizer step no more. The trainer then
+    computes the log-probabilities of the old policy in a forward pass of its own. Cannot be combined
+    with ``rollout.stream``."""
+
+    off_policy_mask_threshold: Annotated[float, above(0).or_value(0, "off")] = 0.0
+    """Leave out each sequence with a negative advantage that the current policy hardly writes any
+    more: the mean over its trained tokens of the log-probability at sampling time minus that under
+    the current policy is above this, in nats for each token (DeepSeek-V3.2). TRL recommends to
+    begin with 0.5."""
+
     kl_coef: Annotated[float, at_least(0)] = 0.0
     """Weight of the KL penalty against the reference model. With 0 no reference model is
     built."""
@@ -168,9 +200,10 @@ class GRPO:
 
     kl_importance: bool = False
     """Multiply the KL estimate of each token in the loss by the ratio of the policy to the old policy
-    (``old_policy``). With ``kl_estimator = "k3"`` or ``"k1"``, its expected gradient is then that of
-    the KL divergence, for tokens that an older policy drew, too. Used with
-    ``kl_in = "loss"``."""
+    (``old_policy``). Its expected gradient is then that of the KL divergence, for tokens that an
+    older policy drew, too; not with ``kl_estimator = "abs"``, which is no KL. The ratio has a
+    gradient with ``k1`` and ``k3``, and none with those that have the right gradient
+    themselves. Used with ``kl_in = "loss"``."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: as a term of the loss, or subtracted from the reward of each

@@ -20,6 +20,7 @@ from torchtitan.grpo.config_checks.lora import check_lora
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
 from torchtitan.grpo.config_checks.observe import check_observe
+from torchtitan.grpo.config_checks.optimizer import check_optimizer
 from torchtitan.grpo.config_checks.prompts import check_prompts
 from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
 from torchtitan.grpo.config_checks.rules import ConfigError
@@ -48,6 +49,7 @@ def validate(config: JobConfig) -> None:
         check_refused,
         check_ranges,
         check_losses,
+        check_optimizer,
         check_lengths,
         check_data,
         check_filters,

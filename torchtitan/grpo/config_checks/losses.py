@@ -100,13 +100,15 @@ _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
         ("ref_model_path", "ref_model_ema", "ref_model_offload", "kl_in", "kl_estimator"),
     ),
     (
-        lambda grpo: grpo.advantage in ("group_norm", "batch_norm"),
-        "grpo.advantage = 'group_norm' or 'batch_norm', which divide by a standard deviation",
+        lambda grpo: grpo.advantage in ("group_norm", "leave_one_out_norm", "batch_norm"),
+        "grpo.advantage = 'group_norm', 'leave_one_out_norm' or 'batch_norm', which divide by a "
+        "standard deviation",
         ("advantage_std",),
     ),
     (
-        lambda grpo: grpo.advantage in ("group_norm", "batch_norm", "max_rl"),
-        "grpo.advantage = 'group_norm', 'batch_norm' or 'max_rl', which divide by a number",
+        lambda grpo: grpo.advantage in ("group_norm", "leave_one_out_norm", "batch_norm", "max_rl"),
+        "grpo.advantage = 'group_norm', 'leave_one_out_norm', 'batch_norm' or 'max_rl', which divide "
+        "by a number",
         ("advantage_eps",),
     ),
     (
@@ -123,12 +125,18 @@ _READ_WITH: tuple[tuple[_Holds, str, tuple[str, ...]], ...] = (
     (
         lambda grpo: grpo.old_policy == "step_start",
         "grpo.old_policy = 'step_start'",
-        ("mismatch_level", "importance_cap", "importance_floor", "mismatch_veto"),
+        (
+            "mismatch_level",
+            "importance_cap",
+            "importance_floor",
+            "mismatch_veto",
+            "mismatch_normalize",
+        ),
     ),
     (
         lambda grpo: grpo.mismatch_correction != "none",
         "grpo.mismatch_correction = 'truncate' or 'mask'",
-        ("importance_cap", "importance_floor"),
+        ("importance_cap", "importance_floor", "mismatch_normalize"),
     ),
     (lambda grpo: grpo.ptx_path is not None, "grpo.ptx_path", ("ptx_coef", "ptx_per_step")),
 )

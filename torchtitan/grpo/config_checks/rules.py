@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import JobConfig, Optimizer
 
 
 def require(holds: bool, message: str) -> None:
@@ -35,6 +35,7 @@ _Table = TypeVar(
     grpo_config.SFT,
     grpo_config.Teacher,
     grpo_config.WeightSync,
+    Optimizer,
 )
 
 

@@ -29,6 +29,7 @@ def check_stream(config: JobConfig) -> None:
             grpo.advantage_length_power > 0
         ),
         "grpo.ptx_path": grpo.ptx_path is not None,
+        "grpo.mismatch_normalize = true": grpo.mismatch_normalize,
         "prompts.single_rank_load = false": not config.prompts.single_rank_load,
     }
     for setting, is_set in needs_all.items():

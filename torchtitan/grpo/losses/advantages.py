@@ -15,7 +15,9 @@ import numpy as np
 
 from torchtitan.grpo.losses.reward_shaping import require_finite
 
-AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "batch_norm", "max_rl"]
+AdvantageKind = Literal[
+    "group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm", "max_rl"
+]
 
 
 def compute_advantages(
@@ -32,11 +34,12 @@ def compute_advantages(
 
     With ``mean`` and ``std`` of the sample's group, and N samples in the group::
 
-        group_norm      (r - mean) / (std + eps)
-        group_mean      r - mean
-        leave_one_out   r - mean of the other N - 1  =  N / (N - 1) * (r - mean)
-        batch_norm      (r - mean) / (std of all r - mean in the batch + eps)
-        max_rl          (r - mean) / (mean + eps)
+        group_norm           (r - mean) / (std + eps)
+        group_mean           r - mean
+        leave_one_out        r - mean of the other N - 1  =  N / (N - 1) * (r - mean)
+        leave_one_out_norm   (r - mean of the other N - 1) / (std + eps)
+        batch_norm           (r - mean) / (std of all r - mean in the batch + eps)
+        max_rl               (r - mean) / (mean + eps)
 
     GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783),
     RLOO (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline
@@ -83,14 +86,17 @@ def _compared(
 ) -> np.ndarray:
     """Returns the advantages before they are scaled by length."""
     centred, member_of, sizes = _centred(rewards, group_ids)
+    squares = np.bincount(member_of, centred**2, len(sizes))
     match kind:
         case "group_norm":
-            sums_of_squares = np.bincount(member_of, centred**2, len(sizes))
-            return centred / (_deviation(sums_of_squares, sizes, std)[member_of] + eps)
+            return centred / (_deviation(squares, sizes, std)[member_of] + eps)
         case "group_mean":
             return centred
         case "leave_one_out":
             return centred * (sizes / np.maximum(sizes - 1, 1))[member_of]
+        case "leave_one_out_norm":
+            from_others = _compared(rewards, group_ids, "leave_one_out", std, eps)
+            return from_others / (_deviation(squares, sizes, std)[member_of] + eps)
         case "batch_norm":
             deviation = _deviation((centred**2).sum(), np.array(len(rewards)), std)
             return centred / (deviation + eps)
@@ -105,9 +111,8 @@ def _compared(
             return centred / (means[member_of] + eps)
         case _:
             raise ValueError(
-                "grpo.advantage must be group_norm, group_mean, leave_one_out, batch_norm or "
-                "max_rl, "
-                f"got {kind!r}."
+                "grpo.advantage must be group_norm, group_mean, leave_one_out, leave_one_out_norm, "
+                f"batch_norm or max_rl, got {kind!r}."
             )
 
 

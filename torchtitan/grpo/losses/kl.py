@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND
+from torchtitan.grpo.losses.ratios import LOG_RATIO_BOUND, ratio
 
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]
 
@@ -66,6 +66,26 @@ def kl_estimate(
     raise ValueError(
         f"grpo.kl_estimator must be k1, k2, k3, abs, k1_straight or k3_straight, got {estimator!r}."
     )
+
+
+def importance(log_ratio: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
+    """Returns the factor of ``grpo.kl_importance`` for tokens that an older policy drew.
+
+    DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) multiplies ``k3`` by the ratio and differentiates
+    the product. This is right for estimators whose value is the KL divergence and whose own gradient
+    is not: the gradient of the ratio completes it. ``k2``, ``k1_straight`` and ``k3_straight`` have
+    the right gradient themselves, and need no more than to be weighted: with the ratio's gradient
+    on top, the straight ones would regularise twice as much.
+
+    Args:
+        log_ratio: [...] float, the policy's logprobs minus those of the policy that drew the tokens.
+        estimator: ``grpo.kl_estimator``.
+
+    Returns:
+        The ratio, with a gradient for ``k1``, ``k3`` and ``abs`` alone.
+    """
+    has_own_gradient = estimator in ("k2", "k1_straight", "k3_straight")
+    return ratio(log_ratio.detach() if has_own_gradient else log_ratio)
 
 
 def _straight_through(

@@ -9,7 +9,7 @@ each token is weighted by the ratio of the two probabilities, which is bounded.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,12 +28,15 @@ class MismatchWeights:
     """Weights of the policy loss, and which tokens the correction changed; all detached.
 
     Attributes:
-        weights: [rows, seq] float, 0 where not trained, masked or vetoed.
+        weights: [rows, seq] float, 0 where not trained, masked, vetoed, rejected or off-policy.
         ratios: [rows, seq] float, from which the effective sample size is computed: the
             weights, or the uncorrected ratios if there is no correction.
         capped: [rows, seq] bool, trained tokens whose ratio was clamped to a bound.
-        masked: [rows, seq] bool, trained tokens that the bounds or the veto left out.
+        masked: [rows, seq] bool, all trained tokens that are left out, for whatever reason.
         vetoed: [rows, seq] bool, trained tokens of sequences that the veto left out.
+        rejected: [rows, seq] bool, trained tokens of sequences that a bound of `rejection.py` left
+            out.
+        off_policy: [rows, seq] bool, trained tokens of sequences that off-policy masking left out.
     """
 
     weights: torch.Tensor
@@ -41,6 +44,25 @@ class MismatchWeights:
     capped: torch.Tensor
     masked: torch.Tensor
     vetoed: torch.Tensor
+    rejected: torch.Tensor
+    off_policy: torch.Tensor
+
+    def without(self, *, rejected: torch.Tensor, off_policy: torch.Tensor) -> "MismatchWeights":
+        """Returns the weights with 0 at the given tokens of whole sequences, [rows, seq] bool."""
+        gone = rejected | off_policy
+        return replace(
+            self,
+            weights=torch.where(gone, 0.0, self.weights),
+            ratios=torch.where(gone, 0.0, self.ratios),
+            capped=self.capped & ~gone,
+            masked=self.masked | gone,
+            rejected=self.rejected | rejected,
+            off_policy=self.off_policy | off_policy,
+        )
+
+    def divided_by(self, mean: torch.Tensor) -> "MismatchWeights":
+        """Returns the weights divided by a scalar [], their mean over a whole optimizer step."""
+        return replace(self, weights=self.weights / mean, ratios=self.ratios / mean)
 
 
 def mismatch_ratio(
@@ -131,6 +153,8 @@ def mismatch_weights(
         capped=capped & ~vetoed,
         masked=masked,
         vetoed=vetoed,
+        rejected=torch.zeros_like(loss_mask),
+        off_policy=torch.zeros_like(loss_mask),
     )
 
 
@@ -169,8 +193,11 @@ def mismatch_metrics(
         sequence_ids: [rows, seq] int64.
     """
     num_tokens = loss_mask.sum()
-    trained = sequence_sums(loss_mask.to(old_logprobs.dtype), sequence_ids)
-    vetoed = sequence_sums(mismatch.vetoed.to(old_logprobs.dtype), sequence_ids)
+
+    def num_sequences(tokens: torch.Tensor) -> torch.Tensor:
+        return (sequence_sums(tokens.to(old_logprobs.dtype), sequence_ids) > 0).sum()
+
+    num_trained = num_sequences(loss_mask)
     # In float64: the ratio of a sequence may be so large that its square is not exact.
     ratios = mismatch.ratios.double()
     effective_size = (ratios.sum(), ratios.square().sum(), num_tokens)
@@ -180,5 +207,9 @@ def mismatch_metrics(
         "mismatch/effective_sample_size": Metric("effective_size", effective_size),
         "mismatch/capped_fraction": mean_metric(mismatch.capped.sum(), num_tokens),
         "mismatch/masked_fraction": mean_metric(mismatch.masked.sum(), num_tokens),
-        "mismatch/vetoed_fraction": mean_metric((vetoed > 0).sum(), (trained > 0).sum()),
+        "mismatch/vetoed_fraction": mean_metric(num_sequences(mismatch.vetoed), num_trained),
+        "mismatch/rejected_fraction": mean_metric(num_sequences(mismatch.rejected), num_trained),
+        "mismatch/off_policy_fraction": mean_metric(
+            num_sequences(mismatch.off_policy), num_trained
+        ),
     }

@@ -12,6 +12,10 @@
 Only the policy loss is multiplied by the mismatch weight: the KL penalty and the entropy bonus also
 apply to tokens that the correction leaves out. A token that is left out still counts in the
 denominator of the aggregation, which is part of ``loss_weight``.
+
+With ``grpo.mismatch_normalize`` the mismatch weights are divided by their mean over the tokens of the
+whole optimizer step that are kept. The mean is over all microbatches and ranks, so it is computed
+before the first of them (:func:`weight_sums`).
 """
 
 from collections.abc import Mapping
@@ -20,7 +24,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from torchtitan.grpo.config import GRPO
-from torchtitan.grpo.losses.kl import kl_estimate
+from torchtitan.grpo.losses.kl import importance, kl_estimate
 from torchtitan.grpo.losses.loss_metrics import (
     Metric,
     MetricTotals,
@@ -33,7 +37,11 @@ from torchtitan.grpo.losses.loss_metrics import (
 from torchtitan.grpo.losses.mismatch import MismatchWeights, mismatch_metrics, mismatch_weights
 from torchtitan.grpo.losses.policy_function import example_inputs, policy_function
 from torchtitan.grpo.losses.policy_terms import CLIPPED, DUAL_CLIPPED, PolicyInputs, PolicyTerm
-from torchtitan.grpo.losses.ratios import ratio
+from torchtitan.grpo.losses.rejection import (
+    RejectionBounds,
+    off_policy_sequences,
+    rejected_sequences,
+)
 from torchtitan.grpo.losses.supervised import negative_log_likelihood
 
 
@@ -71,7 +79,9 @@ class LossInputs:
     sequence_ids: torch.Tensor
 
 
-def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str, Metric]]:
+def objective(
+    inputs: LossInputs, config: GRPO, mean_weight: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Computes the loss of a microbatch, to be summed over microbatches and ranks.
 
     Rows without a trained or mixed-in token give a loss of 0 with gradients of 0. The function
@@ -80,6 +90,8 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str,
     Args:
         inputs: The microbatch.
         config: ``[grpo]``.
+        mean_weight: Scalar [], what the mismatch weights are divided by: their mean over the
+            optimizer step (:func:`weight_sums`). None divides by nothing.
 
     Returns:
         The loss, a scalar [], and the metrics of the microbatch by name.
@@ -90,7 +102,7 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str,
     _check(inputs, config)
     clean = _without_untrained(inputs)
     policy_inputs = _policy_inputs(clean, config)
-    mismatch = _mismatch(clean, config)
+    mismatch = _mismatch(clean, config, mean_weight)
     function = policy_function(config.policy_loss)
     term = function(policy_inputs, config, **config.policy_loss_options)
     token_losses = torch.where(clean.loss_mask, term.token_losses, 0.0)
@@ -101,11 +113,9 @@ def objective(inputs: LossInputs, config: GRPO) -> tuple[torch.Tensor, dict[str,
     if clean.ref_logprobs is not None:
         reference_kl = kl_estimate(clean.logprobs, clean.ref_logprobs, config.kl_estimator)
         if config.kl_in == "loss":
-            penalty = reference_kl
-            if config.kl_importance:
-                # Of DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556); the ratio has a gradient.
-                penalty = reference_kl * ratio(clean.logprobs - policy_inputs.old_logprobs)
-            loss = loss + config.kl_coef * (clean.loss_weights * penalty).sum()
+            log_ratio = clean.logprobs - policy_inputs.old_logprobs
+            weights = importance(log_ratio, config.kl_estimator) if config.kl_importance else 1.0
+            loss = loss + config.kl_coef * (clean.loss_weights * weights * reference_kl).sum()
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
     own = {
@@ -221,7 +231,82 @@ def _proximal(clean: LossInputs, config: GRPO) -> torch.Tensor:
     return clean.logprobs.detach() if config.old_policy == "sampling" else clean.old_logprobs
 
 
-def _mismatch(clean: LossInputs, config: GRPO) -> MismatchWeights:
+def weight_sums(
+    old_logprobs: torch.Tensor,
+    generator_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    config: GRPO,
+) -> torch.Tensor:
+    """Returns what the mean of the mismatch weights is made of, for ``grpo.mismatch_normalize``.
+
+    The mean is over the trained tokens that are kept: a token that is left out neither learns nor
+    makes the others learn more. Sequences that off-policy masking will leave out count, because it
+    depends on the policy of later optimizer steps.
+
+    Args:
+        old_logprobs: [rows, seq] float, of the policy before the batch's first optimizer step.
+        generator_logprobs: [rows, seq] float, recorded at sampling time.
+        loss_mask: [rows, seq] bool.
+        sequence_ids: [rows, seq] int64.
+        config: ``[grpo]``.
+
+    Returns:
+        [2] float64, the sum of the weights and the number of tokens that are kept. The sums of
+        microbatches and ranks can be added.
+    """
+    nothing = torch.zeros_like(old_logprobs)
+    clean = _without_untrained(
+        LossInputs(
+            logprobs=old_logprobs,
+            entropy=nothing,
+            old_logprobs=old_logprobs,
+            generator_logprobs=generator_logprobs,
+            ref_logprobs=None,
+            advantages=nothing,
+            loss_mask=loss_mask,
+            loss_weights=nothing,
+            ptx_weights=nothing,
+            sequence_ids=sequence_ids,
+        )
+    )
+    mismatch = _corrected(clean, config)
+    kept = loss_mask & ~mismatch.masked
+    return torch.stack([mismatch.weights.double().sum(), kept.double().sum()])
+
+
+def _mismatch(clean: LossInputs, config: GRPO, mean_weight: torch.Tensor | None) -> MismatchWeights:
+    mismatch = _corrected(clean, config)
+    if mean_weight is not None:
+        mismatch = mismatch.divided_by(mean_weight)
+    off_policy = off_policy_sequences(
+        clean.logprobs.detach(),
+        clean.generator_logprobs,
+        clean.advantages,
+        clean.loss_mask,
+        clean.sequence_ids,
+        config.off_policy_mask_threshold,
+    )
+    return mismatch.without(rejected=torch.zeros_like(off_policy), off_policy=off_policy)
+
+
+def _corrected(clean: LossInputs, config: GRPO) -> MismatchWeights:
+    """Returns the mismatch weights of all rules that compare with the proximal policy."""
+    proximal = _proximal(clean, config)
+    bounds = RejectionBounds(
+        k1=config.mismatch_max_k1,
+        k3=config.mismatch_max_k3,
+        tv=config.mismatch_max_tv,
+        ratio=config.mismatch_max_ratio,
+    )
+    rejected = rejected_sequences(
+        proximal, clean.generator_logprobs, clean.loss_mask, clean.sequence_ids, bounds
+    )
+    nowhere = torch.zeros_like(rejected)
+    return _weights(clean, config).without(rejected=rejected, off_policy=nowhere)
+
+
+def _weights(clean: LossInputs, config: GRPO) -> MismatchWeights:
     # If the ratio is against the sampling-time policy itself, it is the whole correction.
     on_sampling = config.old_policy == "sampling"
     return mismatch_weights(

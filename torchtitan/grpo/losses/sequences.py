@@ -48,3 +48,17 @@ def sequence_means(
     """
     counts = sequence_sums(loss_mask.to(values.dtype), sequence_ids)
     return spread(sequence_sums(values, sequence_ids) / counts.clamp(min=1.0), sequence_ids)
+
+
+def sequence_maxima(values: torch.Tensor, sequence_ids: torch.Tensor) -> torch.Tensor:
+    """Returns, at each token, the largest of its sequence's values.
+
+    Args:
+        values: [rows, seq] float, at least 0, and 0 where not trained.
+        sequence_ids: [rows, seq] int64.
+
+    Returns:
+        [rows, seq] by token.
+    """
+    largest = torch.zeros_like(values).scatter_reduce(1, sequence_ids, values, "amax")
+    return spread(largest, sequence_ids)

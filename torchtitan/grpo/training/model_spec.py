@@ -33,6 +33,7 @@ from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
+from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.training.runner import ModelRunner, WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineForwardRunner, PipelineRunner, StageLoss
@@ -52,6 +53,7 @@ def hf_train_spec(
         pipelining_fn=_pipeline,
         model_args={config.model.flavor: model.model_args},
         build_loss_fn=lambda *_, **__: StageLoss(),  # pyright: ignore
+        build_optimizers_fn=build_optimizers,  # pyright: ignore[reportArgumentType]
         build_lr_schedulers_fn=partial(build_lr_schedulers, num_steps=schedule_steps),
         # Rollouts are the data, and their text is never tokenized again.
         build_dataloader_fn=None,

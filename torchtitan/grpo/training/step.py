@@ -25,6 +25,7 @@ from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
 from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.runner import ForwardRunner
+from torchtitan.grpo.training.weight_mean import WeightMean
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,14 @@ class ScoredRows:
             output.
         ref_logprobs: [rows, seq] float32, logprobs under the reference. None without a
             reference, or if this rank does not see the output.
+        mean_weight: Scalar [], what the mismatch weights are divided by. None without
+            ``grpo.mismatch_normalize``.
     """
 
     rows: TrainRows
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
+    mean_weight: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,19 @@ class Minibatch:
         old: Gives the logprobs under the policy before the batch's first optimizer step, which must
             not be taken before it is finished. None if that is the current policy.
         ref: Gives the logprobs under the reference; None without a reference.
+        weight_mean: Gives what the mismatch weights are divided by; None if by nothing.
     """
 
     rows: TrainRows
     old: ForwardJob | None
     ref: ForwardJob | None
+    weight_mean: WeightMean | None
 
     def scored(self) -> ScoredRows:
-        """Finishes both passes. Collective over the ranks of the models."""
-        return ScoredRows(self.rows, _logprobs(self.old), _logprobs(self.ref))
+        """Finishes both passes. Collective over all ranks."""
+        old = _logprobs(self.old)
+        mean = None if self.weight_mean is None else self.weight_mean.of(self.rows, old)
+        return ScoredRows(self.rows, old, _logprobs(self.ref), mean)
 
 
 class MinibatchLoss:
@@ -103,7 +111,7 @@ class MinibatchLoss:
             ptx_weights=rows.ptx_weights,
             sequence_ids=rows.sequence_ids,
         )
-        loss, self._metrics[which.start] = objective(inputs, self.config)
+        loss, self._metrics[which.start] = objective(inputs, self.config, self.scored.mean_weight)
         return self.scale * loss
 
     def add_metrics(self, totals: MetricTotals) -> None:
@@ -134,7 +142,8 @@ def score(
     Args:
         batch: What this rank trains on.
         policy: The model that is trained. If a batch has one optimizer step, the current policy
-            is the proximal policy, and no forward pass is needed.
+            is the proximal policy, and no forward pass is needed unless ``grpo.mismatch_normalize``
+            needs all weights before the first gradient.
         reference: The reference model, or None without a KL penalty.
         config: ``[grpo]``.
         device: Training device.
@@ -146,7 +155,11 @@ def score(
         Each minibatch, with its advantages and with forward passes of which those that can wait
         have not begun.
     """
-    needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
+    is_normalized = config.mismatch_normalize
+    needs_proximal = config.old_policy == "step_start" and (
+        num_updates(config) > 1 or is_normalized
+    )
+    weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
     minibatches = [rows.to(device) for rows in batch.minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
@@ -168,7 +181,7 @@ def score(
         baselines = _teacher_baselines(minibatches, batch.samples, feed, is_counted=is_counted)
         advantages = advantages + teacher_coef * baselines
     return [
-        Minibatch(_with_advantages(rows, advantages, teacher_coef), old_job, ref_job)
+        Minibatch(_with_advantages(rows, advantages, teacher_coef), old_job, ref_job, weight_mean)
         for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
     ]
 

@@ -5,6 +5,7 @@ formulas down, in float64. What it shares with the implementation is the names o
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -15,7 +16,12 @@ import torch
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.aggregation import token_weights
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
-from torchtitan.grpo.losses.objective import LossInputs, batch_loss_metrics, metric_reductions
+from torchtitan.grpo.losses.objective import (
+    LossInputs,
+    batch_loss_metrics,
+    metric_reductions,
+    weight_sums,
+)
 
 MAX_NEW_TOKENS = 7
 
@@ -116,7 +122,7 @@ def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float
     mode = "none" if on_sampling else config.mismatch_correction
     outside = [r < low or r > high for r in ratios]
     vetoed = not on_sampling and min(tokens) < config.mismatch_veto
-    counts = {"capped": 0, "masked": 0, "vetoed": int(vetoed)}
+    counts = {"capped": 0, "masked": 0, "vetoed": int(vetoed), "rejected": 0, "off_policy": 0}
     if mode == "truncate":
         ratios = [min(max(r, low), high) for r in ratios]
         counts["capped"] = sum(outside)
@@ -125,6 +131,20 @@ def _mismatch(sequence: Sequence, config: GRPO) -> tuple[list[float], list[float
         counts["masked"] = sum(outside)
     weights = [1.0] * n if mode == "none" else ratios
     if vetoed:
+        ratios, weights = [0.0] * n, [0.0] * n
+        counts |= {"capped": 0, "masked": n}
+    divergences = {
+        "k1": abs(sum(math.log(r) for r in tokens)) / n,
+        "k3": sum(r - 1 - math.log(r) for r in tokens) / n,
+        "tv": sum(abs(r - 1) for r in tokens) / n / 2,
+        "ratio": max(max(r, 1 / r) for r in tokens),
+    }
+    bounds = {name: getattr(config, f"mismatch_max_{name}") for name in divergences}
+    counts["rejected"] = int(any(bounds[k] and v > bounds[k] for k, v in divergences.items()))
+    threshold = config.off_policy_mask_threshold
+    lost = sum(sequence.generator - sequence.logprobs.detach()).item() / n
+    counts["off_policy"] = int(threshold > 0 and sequence.advantage < 0 and lost > threshold)
+    if counts["rejected"] or counts["off_policy"]:
         ratios, weights = [0.0] * n, [0.0] * n
         counts |= {"capped": 0, "masked": n}
     return weights, ratios, counts
@@ -181,7 +201,7 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
     rollouts = [s for s in sequences if not s.is_ptx]
     ptx = [s for s in sequences if s.is_ptx]
     policy, kl, entropy, ratios = [], [], [], []
-    counts = dict.fromkeys(("clipped", "dual_clipped", "capped", "masked", "vetoed"), 0)
+    counts: Counter[str] = Counter()
     mismatch_kl = approx_kl = nll = reference_kl = 0.0
     for s in rollouts:
         weights, observed, mismatch_counts = _mismatch(s, config)
@@ -190,7 +210,10 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
         base = s.generator if config.old_policy == "sampling" else s.old
         penalty = _kl(s.logprobs, s.ref, config.kl_estimator)
         reference_kl += penalty.sum().item()
-        kl.append(list(penalty * torch.exp(s.logprobs - base) if config.kl_importance else penalty))
+        importance = torch.exp(s.logprobs - base)
+        if config.kl_estimator in ("k2", "k1_straight", "k3_straight"):
+            importance = importance.detach()
+        kl.append(list(penalty * importance if config.kl_importance else penalty))
         entropy.append(list(s.entropy))
         ratios += observed
         for name, count in (mismatch_counts | {"clipped": clipped}).items():
@@ -223,6 +246,8 @@ def reference(sequences: list[Sequence], config: GRPO) -> tuple[torch.Tensor, di
         "mismatch/capped_fraction": counts["capped"] / n,
         "mismatch/masked_fraction": counts["masked"] / n,
         "mismatch/vetoed_fraction": counts["vetoed"] / len(rollouts),
+        "mismatch/rejected_fraction": counts["rejected"] / len(rollouts),
+        "mismatch/off_policy_fraction": counts["off_policy"] / len(rollouts),
         "policy/nll": nll / n,
         "policy/approx_kl": approx_kl / n,
         "policy/entropy": sum(x.item() for e in entropy for x in e) / n,
@@ -316,6 +341,17 @@ def row_slice(inputs: LossInputs, begin: int, end: int) -> LossInputs:
     return LossInputs(**{name: value[begin:end] for name, value in vars(inputs).items()})
 
 
+def mean_weight(config: GRPO, microbatches: list[LossInputs]) -> torch.Tensor | None:
+    """What the mismatch weights of the microbatches are divided by, as the trainer finds it."""
+    if not config.mismatch_normalize:
+        return None
+    total, num_kept = sum(
+        weight_sums(x.old_logprobs, x.generator_logprobs, x.loss_mask, x.sequence_ids, config)
+        for x in microbatches
+    )
+    return total / num_kept if total > 0 else torch.ones(())
+
+
 def metrics_of(config: GRPO, *microbatches: dict[str, Metric]) -> dict[str, float]:
     """The metrics of a batch of one optimizer step, from those of its microbatches."""
     totals = MetricTotals(metric_reductions(config))
@@ -338,4 +374,5 @@ def lab() -> SimpleNamespace:
         row_slice=row_slice,
         gradients=gradients,
         metrics_of=metrics_of,
+        mean_weight=mean_weight,
     )

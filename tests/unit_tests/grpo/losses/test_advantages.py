@@ -50,6 +50,17 @@ def advantages(rewards=REWARDS, groups=GROUPS, lengths=None, **settings):
         ({"kind": "group_mean"}, [-1, -1, 1, -1, 2]),
         # Less the mean of the others: 1 - 3, 0 - 1.5, 3 - 1, 0 - 1.5, 3 - 0.
         ({"kind": "leave_one_out"}, [-2, -1.5, 2, -1.5, 3]),
+        # The same over the deviations of the groups, sqrt(2) and sqrt(3).
+        (
+            {"kind": "leave_one_out_norm"},
+            [-2 / math.sqrt(2), -1.5 / math.sqrt(3), 2 / math.sqrt(2), -1.5 / math.sqrt(3),
+             3 / math.sqrt(3)],
+        ),
+        (
+            {"kind": "leave_one_out_norm", "std": "population", "eps": 1.0},
+            [-2 / 2, -1.5 / (math.sqrt(2) + 1), 2 / 2, -1.5 / (math.sqrt(2) + 1),
+             3 / (math.sqrt(2) + 1)],
+        ),
         # Squares of the centred rewards sum to 1 + 1 + 1 + 1 + 4 = 8: over 4, and over 5.
         ({"kind": "batch_norm"}, np.array([-1, -1, 1, -1, 2]) / math.sqrt(2)),
         (

@@ -120,6 +120,8 @@ def test_the_names_that_users_see():
         "mismatch/capped_fraction",
         "mismatch/masked_fraction",
         "mismatch/vetoed_fraction",
+        "mismatch/rejected_fraction",
+        "mismatch/off_policy_fraction",
         "policy/nll",
         "policy/approx_kl",
         "policy/entropy",

@@ -22,6 +22,12 @@ CONFIGS = st.builds(
     importance_cap=st.sampled_from([1.2, 2.0]),
     importance_floor=st.sampled_from([0.0, 0.7]),
     mismatch_veto=st.sampled_from([0.0, 0.5]),
+    mismatch_max_k1=st.sampled_from([0.0, 0.4]),
+    mismatch_max_k3=st.sampled_from([0.0, 0.3]),
+    mismatch_max_tv=st.sampled_from([0.0, 0.3]),
+    mismatch_max_ratio=st.sampled_from([0.0, 3.0]),
+    mismatch_normalize=st.booleans(),
+    off_policy_mask_threshold=st.sampled_from([0.0, 0.2]),
     kl_coef=st.sampled_from([0.0, 0.1]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3", "abs", "k1_straight", "k3_straight"]),
     kl_importance=st.booleans(),
@@ -61,8 +67,10 @@ def test_no_layout_changes_loss_gradients_or_metrics(lab, config, layout, seed):
             junk=0.0 if plain else float("nan"),
         )
         loss, of_parts = torch.zeros((), dtype=torch.float64), []
-        for begin, end in [(0, 1)] if plain else microbatches:
-            part, part_metrics = objective(lab.row_slice(inputs, begin, end), config)
+        parts = [lab.row_slice(inputs, *ends) for ends in ([(0, 1)] if plain else microbatches)]
+        mean_weight = lab.mean_weight(config, parts)
+        for part in parts:
+            part, part_metrics = objective(part, config, mean_weight)
             loss = loss + part
             of_parts.append(part_metrics)
         loss.backward()
@@ -76,7 +84,9 @@ def test_no_layout_changes_loss_gradients_or_metrics(lab, config, layout, seed):
 
 ADVANTAGES = st.fixed_dictionaries(
     {
-        "kind": st.sampled_from(["group_norm", "group_mean", "leave_one_out", "batch_norm"]),
+        "kind": st.sampled_from(
+            ["group_norm", "group_mean", "leave_one_out", "leave_one_out_norm", "batch_norm"]
+        ),
         "std": st.sampled_from(["sample", "population"]),
         "eps": st.just(1e-4),
         "length_power": st.sampled_from([0.0, 0.5, 1.0]),

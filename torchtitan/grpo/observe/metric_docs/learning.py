@@ -99,13 +99,25 @@ MISMATCH = Section(
         ),
         Metric(
             "mismatch/masked_fraction", "fraction",
-            "Trained tokens left out because their weight is outside of the allowed range.", "below 0.05",
+            "Trained tokens left out, for whatever reason: those of the following rows, and those whose "
+            "weight is outside of the range of `grpo.mismatch_correction = \"mask\"`.", "below 0.05",
             "As above.",
         ),
         Metric(
             "mismatch/vetoed_fraction", "fraction",
             "Sequences left out because one token is too unlikely (`grpo.mismatch_veto`).", "near 0",
             "As above.",
+        ),
+        Metric(
+            "mismatch/rejected_fraction", "fraction",
+            "Sequences left out because they are too far from the sampling-time policy (`grpo.mismatch_max_k1`, "
+            "`grpo.mismatch_max_k3`, `grpo.mismatch_max_tv`, `grpo.mismatch_max_ratio`).", "below 0.05",
+            "As above; or raise the bound, which may be too low for the servers' precision.",
+        ),
+        Metric(
+            "mismatch/off_policy_fraction", "fraction",
+            "Sequences with a negative advantage left out because the policy hardly writes them any more "
+            "(`grpo.off_policy_mask_threshold`).", "below 0.05", "As above.",
         ),
     ),
 )  # fmt: skip

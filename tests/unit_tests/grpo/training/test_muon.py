@@ -1,0 +1,86 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Muon in one process: against torch's, against singular values, and for batches of matrices."""
+
+import pytest
+import torch
+
+from torchtitan.grpo.training.muon import Muon, adjusted_rate, newton_schulz
+
+SHAPES = [(12, 12), (24, 8), (8, 24), (7, 5)]
+
+
+def steps(optimizer: torch.optim.Optimizer, parameters, num_steps: int = 4) -> None:
+    torch.manual_seed(1)
+    for _ in range(num_steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+
+
+def parameters_of(shapes) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_in_one_process_it_is_torchs_bit_for_bit(kind, nesterov):
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    mine, theirs = parameters_of(SHAPES), parameters_of(SHAPES)
+    steps(Muon(mine, **settings, ns_steps=4, adjust_lr_fn=kind), mine)
+    steps(torch.optim.Muon(theirs, **settings, ns_steps=4, adjust_lr_fn=kind), theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_iteration_keeps_directions_and_makes_singular_values_equal(shape):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    result = newton_schulz(matrix, 5)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.mT @ result @ vh.mT
+    torch.testing.assert_close(inner, inner.diagonal().diag(), atol=1e-9, rtol=0)
+    large = s / s.norm() > 0.05  # small ones need more iterations
+    assert (inner.diagonal()[large] > 0.5).all()
+    assert (inner.diagonal() < 1.5).all()
+
+
+def test_each_matrix_of_a_batch_is_a_matrix_of_its_own():
+    torch.manual_seed(0)
+    batch = torch.randn(5, 8, 6, dtype=torch.float64)
+    together = newton_schulz(batch, 5)
+    for matrix, result in zip(batch, together, strict=True):
+        torch.testing.assert_close(newton_schulz(matrix, 5), result)
+    (whole,) = parameters_of([(5, 8, 6)])
+    parts = [torch.nn.Parameter(matrix.detach().clone()) for matrix in whole]
+    settings = {"lr": 0.1, "weight_decay": 0.1, "dtype": torch.float32}
+    steps(Muon([whole], **settings), [whole])
+    torch.manual_seed(1)
+    optimizer = Muon(parts, **settings)
+    for _ in range(4):
+        for part, gradient in zip(parts, torch.randn(5, 8, 6), strict=True):
+            part.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close(torch.stack(list(parts)), whole.data)
+
+
+def test_the_rate_depends_on_the_shape_as_torch_says():
+    assert adjusted_rate(1.0, "original", torch.Size([16, 4])) == 2.0
+    assert adjusted_rate(1.0, "original", torch.Size([3, 4, 16])) == 1.0
+    assert adjusted_rate(1.0, "match_rms_adamw", torch.Size([3, 4, 25])) == pytest.approx(1.0)
+
+
+def test_a_gradient_of_zero_moves_nothing():
+    (matrix,) = parameters_of([(4, 6)])
+    before = matrix.detach().clone()
+    matrix.grad = torch.zeros_like(matrix)
+    Muon([matrix], lr=0.1).step()
+    assert torch.equal(matrix, before)
+
+
+def test_what_is_no_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"got a parameter of shape \(3,\)"):
+        Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)

@@ -1,0 +1,176 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Muon for sharded matrices, with the same numbers as in one process.
+
+Muon (https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by the nearest
+orthogonal one, which a Newton-Schulz iteration approximates. The iteration needs the whole matrix.
+Each rank therefore gathers the momentum of one matrix after the other, computes the same
+iteration as all others, and keeps the part of the result that belongs to its shard.
+
+`torch.optim.Muon` is the same in one process, bit for bit. It is not used itself, because with a
+``DTensor`` it communicates in each step of the iteration (15 all-gathers or 11 all-reduces for a
+matrix, in torch 2.13), adds partial products of shards in bfloat16, so that numbers depend on the
+layout, and refuses the three-dimensional weights of experts.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+AdjustRate = Literal["original", "match_rms_adamw"]
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial, from the Muon post: its slope at 0 is as large as possible."""
+
+EPS = 1e-7
+"""Smallest norm that a matrix is divided by."""
+
+
+def newton_schulz(matrices: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Returns approximately ``U V^T`` of each matrix ``U S V^T``, in the dtype of the input.
+
+    The singular values of the result lie between about 0.5 and 1.5.
+
+    Args:
+        matrices: [..., rows, columns] float, at most one dim of a batch.
+        num_steps: Number of iterations.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def adjusted_rate(rate: float, kind: AdjustRate, shape: torch.Size) -> float:
+    """Returns the learning rate of a matrix [..., rows, columns].
+
+    ``original`` multiplies it by ``sqrt(max(1, rows / columns))``. ``match_rms_adamw`` multiplies by
+    ``0.2 sqrt(max(rows, columns))``, after which an update is about as large as AdamW's
+    (https://arxiv.org/abs/2502.16982).
+    """
+    rows, columns = shape[-2:]
+    if kind == "original":
+        return rate * max(1.0, rows / columns) ** 0.5
+    return rate * 0.2 * max(rows, columns) ** 0.5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for parameters of two dims, and of three as batches of matrices.
+
+    Args:
+        params: The parameters, plain or sharded. All ranks of a mesh step the same ones.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay, scaled by ``lr`` without its adjustment.
+        momentum: Decay of the momentum.
+        nesterov: Whether the update looks one step ahead.
+        ns_steps: Iterations of :func:`newton_schulz`.
+        adjust_lr_fn: See :func:`adjusted_rate`.
+        dtype: Dtype of the iteration, and of what is gathered for it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustRate = "match_rms_adamw",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+        self._dtype = dtype
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.ndim not in (2, 3):
+                raise ValueError(
+                    "Muon trains matrices and batches of them, got a parameter of shape "
+                    f"{tuple(parameter.shape)}. Give it to AdamW."
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Takes one step. Collective over the ranks of the parameters' meshes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        gradient = _placed_as(parameter.grad, parameter)
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        update = orthogonalized(update.to(self._dtype), group["ns_steps"]).to(parameter.dtype)
+        rate = float(group["lr"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        adjusted = adjusted_rate(rate, group["adjust_lr_fn"], parameter.shape)
+        parameter.add_(update, alpha=-adjusted)
+
+
+def orthogonalized(update: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Returns :func:`newton_schulz` of whole matrices, sharded as they were.
+
+    Ranks that hold different experts of a batch compute different matrices. All others compute the
+    same ones.
+
+    Args:
+        update: [rows, columns] or [experts, rows, columns], plain or sharded.
+        num_steps: Number of iterations.
+    """
+    if not isinstance(update, DTensor):
+        return newton_schulz(update, num_steps)
+    mesh, placements = update.device_mesh, update.placements
+    whole = [p if _splits_batch(p, update.ndim) else Replicate() for p in placements]
+    gathered = update.redistribute(placements=whole)
+    result = newton_schulz(gathered.to_local(), num_steps)
+    back = DTensor.from_local(
+        result.contiguous(),
+        mesh,
+        whole,
+        run_check=False,
+        shape=update.shape,
+        stride=update.stride(),
+    )
+    return back.redistribute(placements=placements)  # each rank cuts out its part
+
+
+def _splits_batch(placement: Any, ndim: int) -> bool:
+    """Whether a placement gives whole matrices of a batch to different ranks."""
+    # Includes the strided shards of FSDP over experts, which are no subclass in every torch.
+    return ndim == 3 and getattr(placement, "dim", None) == 0 and not placement.is_partial()
+
+
+def _placed_as(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    assert gradient is not None
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)

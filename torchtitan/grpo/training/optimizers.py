@@ -1,0 +1,121 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Builds the optimizers of ``[optimizer]``: upstream's, or Muon with AdamW for what is no matrix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torchtitan.components.optimizer import (
+    OptimizersContainer,
+    build_optimizers_with_moe_load_balancing,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+
+from torchtitan.grpo.job_config import Optimizer
+from torchtitan.grpo.training.muon import Muon
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    config: Optimizer,
+    dims: ParallelDims,
+    ft_manager: Any = None,
+) -> OptimizersContainer:
+    """Returns the optimizers of a model, or of this rank's stages of it.
+
+    Args:
+        model_parts: The model, or its stages.
+        config: ``[optimizer]``.
+        dims: Parallel dimensions of the run.
+        ft_manager: Upstream's, which is not enabled here.
+    """
+    if config.name == "Muon":
+        return MuonContainer(model_parts, config)
+    return build_optimizers_with_moe_load_balancing(
+        model_parts, config, dims, ft_manager=ft_manager
+    )
+
+
+class MuonContainer(OptimizersContainer):
+    """Holds for each model part AdamW, and Muon if the part has hidden matrices.
+
+    AdamW comes first, so that the learning rate that is logged is ``optimizer.lr``. A checkpoint holds
+    the states under the parameters' names, and can be loaded under another layout.
+
+    Args:
+        model_parts: The model, or this rank's stages of it.
+        config: ``[optimizer]``.
+    """
+
+    def __init__(self, model_parts: Sequence[nn.Module], config: Optimizer) -> None:
+        self.model_parts = list(model_parts)
+        self._of_part: list[tuple[torch.optim.Optimizer, ...]] = []
+        for part in self.model_parts:
+            matrices, others = split_parameters(part)
+            built = [_adamw(others, config)] if others else []
+            built += [_muon(matrices, config)] if matrices else []
+            self._of_part.append(tuple(built))
+        self.optimizers = [optimizer for some in self._of_part for optimizer in some]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._post_init([p for group in groups for p in group["params"]], {"lr": config.lr})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of all parameters by their names."""
+        found: dict[str, Any] = {}
+        for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
+            found |= get_optimizer_state_dict(part, optimizers, options=_FLAT)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the states of this rank's parameters."""
+        for part, optimizers in zip(self.model_parts, self._of_part, strict=True):
+            set_optimizer_state_dict(part, optimizers, state_dict, options=_FLAT)
+
+
+def split_parameters(part: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the matrices inside of blocks, batches of experts included, and all other parameters.
+
+    The others are embedding and output layer, whose rows belong to tokens, norms and biases.
+    """
+    matrices, others = [], []
+    for name, parameter in part.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = name.startswith("layers.") and parameter.ndim >= 2
+            (matrices if is_matrix else others).append(parameter)
+    return matrices, others
+
+
+def _adamw(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+
+
+def _muon(parameters: list[nn.Parameter], config: Optimizer) -> Muon:
+    return Muon(
+        parameters,
+        lr=config.muon_lr or config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        ns_steps=config.muon_ns_steps,
+        adjust_lr_fn=config.muon_adjust_lr,
+        dtype=TORCH_DTYPE_MAP[config.muon_dtype],
+    )
