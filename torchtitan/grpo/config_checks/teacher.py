@@ -43,6 +43,12 @@ def check_teacher(config: JobConfig) -> None:
             "its own for the divergence to be one.",
         )
     require(
+        rollout.earlier_turns == "as_written",
+        'teacher.urls needs rollout.earlier_turns = "as_written", got '
+        f"{rollout.earlier_turns!r}: a teacher reads an episode from its beginning, and not what the "
+        "chat template made of earlier turns later on.",
+    )
+    require(
         not grpo.filter_zero_advantage,
         "grpo.filter_zero_advantage cannot be used with teacher.urls: groups with equal rewards would be "
         "left out, although the teacher's part differs. Set grpo.filter_zero_advantage = false.",

@@ -3,6 +3,8 @@
 
 """Adapters that cannot work are refused, with the keys to change."""
 
+import sys
+
 import pytest
 
 from torchtitan.grpo.config_checks import ConfigError, check_model
@@ -37,7 +39,11 @@ LORA = [*LIVE, "--lora.rank=4"]
         ),
         (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], "initial_load_model_only"),
         (
-            ["--lora.push=adapters", "--inference.kind=sglang", "--inference.python=python"],
+            [
+                "--lora.push=adapters",
+                "--inference.kind=sglang",
+                f"--inference.python={sys.executable}",
+            ],
             "got 'sglang'",
         ),
         (["--lora.push=adapters", "--weight_sync.delta"], "weight_sync.delta = True"),

@@ -28,6 +28,10 @@ def test_a_teacher_needs_no_reward_and_no_group():
         (["--rollout.top_p=0.9"], r"teacher\.urls needs rollout\.top_p = 1, got 0\.9"),
         (["--teacher.coef=0"], r"teacher\.coef must be above 0 without reward\.functions"),
         (["--grpo.filter_zero_advantage"], r"filter_zero_advantage cannot be used with teacher"),
+        (
+            ["--rollout.earlier_turns", "as_templated"],
+            r"teacher.urls needs rollout.earlier_turns",
+        ),
         (["--rollout.dynamic_sampling"], r"dynamic_sampling .* needs reward\.functions"),
         (
             ["--inference.no-launch", "--inference.urls=http://127.0.0.1:9000"],
