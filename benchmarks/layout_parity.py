@@ -240,8 +240,12 @@ ALSO_BY_DEFAULT = {
     ),
 }  # fmt: skip
 
-# Under --quick, the layouts of a model that is split where llama3 is, but for what it has besides.
-QUICK = {"qwen3": ("one process", "TP x2", "CP x2", "FSDP2 x2, PP x2, ZBVZeroBubble")}
+# Under --quick, the layouts of models that have something besides what llama3 has: norms of queries and
+# keys, and embeddings that are tied across two ranks, or across two stages of one.
+QUICK = {
+    "qwen3": ("one process", "TP x2", "CP x2", "FSDP2 x2, PP x2, ZBVZeroBubble"),
+    "qwen2": ("one process", "PP x2, 1F1B", "PP x2, ZBVZeroBubble"),
+}
 
 
 def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layout]:

@@ -70,7 +70,9 @@ def _start(*runs) -> None:
         run.start()
 
 
-@pytest.mark.parametrize("moment", ["building", "starting servers"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("building", marks=pytest.mark.long), "starting servers"]
+)
 def test_a_signal_before_the_first_step_ends_the_run(make_run, moment):
     cases = {
         make_run(*SMALL, "--observe.log_level=info", name="interrupted", torchrun=True): _interrupt,
@@ -138,7 +140,10 @@ def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     assert reasons.isdisjoint({"failed", "unscored"}), reasons
 
 
-@pytest.mark.parametrize("names", [("rollout", "server"), ("rank", "agent")])
+# In the short suite test_recovery.py kills ranks, and test_left_behind.py an agent.
+@pytest.mark.parametrize(
+    "names", [("rollout", "server"), pytest.param(("rank", "agent"), marks=pytest.mark.long)]
+)
 def test_the_end_of_any_process_is_the_end_of_the_run(make_run, names):
     once = ("--inference.max_restarts=0", "--rollout.max_process_restarts=0")
     runs = {name: make_run(*SMALL, *once, name=name, torchrun=True) for name in names}

@@ -23,7 +23,7 @@ class _Agent(LocalElasticAgent):
     """An agent that restarts no ranks once one of its ranks was stopped by a guard."""
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         statuses = {failure.exitcode for failure in result.failures.values()}
         if result.state is WorkerState.FAILED and STOPPED_BY_GUARD in statuses:
             self._remaining_restarts = 0

@@ -9,6 +9,7 @@ The names are random. Whoever starts such a program notes them while it runs, se
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,12 +19,20 @@ _DELETED = " (deleted)"
 
 
 def note_held(session: int, folder: Path) -> None:
-    """Notes in ``folder`` the files that the processes of a session hold now, beside earlier ones."""
+    """Notes in ``folder`` the files that the processes of a session hold now, beside earlier ones.
+
+    Semaphores of Python that nobody holds and that are younger than the session are noted as well: vLLM
+    and SGLang leave some that they hold no longer. If one is another program's, it is not needed either.
+    """
     held: set[str] = set()
+    of_anybody: set[str] = set()
     for pid in _processes():
         with contextlib.suppress(OSError):
+            names = _held_by(pid)
+            of_anybody |= names
             if os.getsid(pid) == session:
-                held |= _held_by(pid)
+                held |= names
+    held |= _semaphores_since(session) - of_anybody
     noted = _noted(folder)
     if held - noted:
         with contextlib.suppress(OSError):  # a full disk costs the note, not the run
@@ -43,6 +52,17 @@ def remove_noted(folder: Path) -> None:
             file = _FOLDER / name
             if file.lstat().st_uid == os.getuid():
                 file.unlink()
+
+
+def _semaphores_since(session: int) -> set[str]:
+    """Returns this user's semaphores of Python that were made after a session's first process."""
+    with contextlib.suppress(OSError, IndexError):
+        ticks = int(Path(f"/proc/{session}/stat").read_text().rpartition(")")[2].split()[19])
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        begin = booted + ticks / os.sysconf("SC_CLK_TCK")
+        files = [(file, file.lstat()) for file in _FOLDER.glob("sem.mp-*")]
+        return {f.name for f, s in files if s.st_uid == os.getuid() and s.st_ctime >= begin}
+    return set()
 
 
 def _noted(folder: Path) -> set[str]:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan.grpo.resume.checkpoint_files import (
     CheckpointWriter,
+    clear_folder,
     damaged_files,
     is_whole,
     quick_problem,
@@ -159,3 +160,23 @@ def test_an_empty_folder_of_checkpoints_is_removed_with_what_was_interrupted(tmp
     (tmp_path / "checkpoint/step-2").mkdir(parents=True)
     assert remove_incomplete(tmp_path / "checkpoint") == [tmp_path / "checkpoint/step-2"]
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_file_that_has_more_bytes_than_were_written_is_a_problem_at_once(tmp_path: Path):
+    path = save(tmp_path, 4)
+    assert quick_problem(path) is None
+    with (path / "__0_0.distcp").open("ab") as file:
+        file.write(b"x")
+    assert (quick_problem(path) or "").startswith("__0_0.distcp has ")
+
+
+def test_a_folder_is_no_whole_checkpoint_from_the_first_moment_of_its_removal(
+    tmp_path: Path, monkeypatch
+):
+    path, removed = save(tmp_path, 4), []
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda self, **options: (removed.append(self.name), unlink(self, **options))
+    )
+    clear_folder(path)
+    assert removed[0] == ".metadata" and "__0_0.distcp" in removed

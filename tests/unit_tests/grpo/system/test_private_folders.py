@@ -4,8 +4,11 @@
 """Folders of processes that were killed are removed by whoever makes the next one."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,19 +59,26 @@ def test_a_path_is_short_enough_for_sockets(tmp_path: Path, monkeypatch):
         folder.rmdir()
 
 
-def test_a_number_that_another_process_has_now_does_not_keep_a_folder(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = tmp_path / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"  # 0.17 s after the boot
+@pytest.fixture
+def temporary(monkeypatch) -> Iterator[Path]:
+    """A folder for temporary files whose path leaves room for Unix sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="p-", dir="/tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_number_that_another_process_has_now_does_not_keep_a_folder(temporary: Path):
+    left = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"  # 0.17 s after the boot
     left.mkdir()
-    make_private_folder("ranks")
+    assert make_private_folder("ranks").parent == temporary
     assert not left.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user_stays(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    other = tmp_path / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"
+def test_a_folder_of_another_user_stays(temporary: Path):
+    other = temporary / f"torchtitan-grpo-rollout-{os.getpid()}-17-abc"
     other.mkdir()
     os.chown(other, 12345, 12345)
-    make_private_folder("ranks")
+    assert make_private_folder("ranks").parent == temporary
     assert other.exists()

@@ -3,9 +3,11 @@
 
 """Shared memory that a killed program left is removed, and that of others is not."""
 
+import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +76,24 @@ def test_tracked_memory_of_a_killed_program_is_removed_with_its_session(start):
     assert memory.exists()
     stop_children([child], grace_seconds=0.0)
     assert not memory.exists(), "its tracker had the time to remove it"
+
+
+def test_a_semaphore_that_nobody_holds_belongs_to_the_session_in_whose_time_it_was_made(
+    tmp_path: Path, start
+):
+    older, younger = (
+        Path(f"/dev/shm/sem.mp-{name}-{os.getpid()}") for name in ("older", "younger")
+    )
+    older.touch()
+    time.sleep(0.1)
+    try:
+        child, _ = start(HOLDER)
+        younger.touch()
+        note_held(child.pid, tmp_path)
+        child.kill()
+        child.wait(30)
+        remove_noted(tmp_path)
+        assert older.exists() and not younger.exists()
+    finally:
+        older.unlink()
+        younger.unlink(missing_ok=True)
