@@ -16,6 +16,7 @@ LIVE = [
     "--training.seq_len=32",
     "--rollout.max_new_tokens=8",
 ]
+BY_URL = ["--inference.no-launch", "--inference.urls=http://127.0.0.1:1"]
 LORA = [*LIVE, "--lora.rank=4"]
 
 
@@ -27,9 +28,16 @@ LORA = [*LIVE, "--lora.rank=4"]
         (["--lora.target_modules", "q_proj", "q_proj"], "name each layer once"),
         (["--grpo.kl_coef=0.1", "--grpo.ref_model_path=other"], "ref_model_path.*'other'"),
         (["--grpo.kl_coef=0.1", "--grpo.ref_model_ema=0.9"], "ref_model_ema"),
-        (["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"], "last_save_in_hf must be false"),
+        (
+            [
+                "--checkpoint.enable",
+                "--checkpoint.last_save_in_hf",
+                "--checkpoint.last_save_model_only",
+            ],
+            "last_save_in_hf must be false",
+        ),
         (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], "initial_load_model_only"),
-        (["--lora.push=adapters", "--inference.kind=sglang", "--inference.python=python"], "got 'sglang'"),
+        (["--lora.push=adapters", "--inference.kind=sglang", *BY_URL], "got 'sglang'"),
         (["--lora.push=adapters", "--weight_sync.delta"], "weight_sync.delta = True"),
     ],
 )
