@@ -17,6 +17,7 @@ from torchtitan.grpo.models.shards import local_block, local_tensor
 from torchtitan.grpo.pipeline.deferred_stage import DeferredStage
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.training.base_reference import base_reference
+from torchtitan.grpo.training.forward_job import ForwardJob
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.runner import WholeModelRunner
 from torchtitan.grpo.training.stage_runner import PipelineRunner, StageLoss
@@ -46,6 +47,40 @@ def gradient_errors(
     return errors
 
 
+def num_copies_of(layout: dict[str, Any]) -> int:
+    """Every data-parallel rank had all rows, and gradients are summed."""
+    return layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
+
+
+def base_in_gaps(
+    built: Built, runner: Any, reference: Any, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The base's logprobs, of rows that wait for gaps, and what that pass did to gradients.
+
+    Each sequence occurs twice, in a row of its own: few microbatches leave no gap.
+    """
+    numbers = [[i] for i in range(len(arguments["sequences"]))]
+    rows = rows_of(arguments | {"rows": numbers * 2})
+    before = [p.grad for p in adapters_of(built.parts).values()]
+    for parameter in adapters_of(built.parts).values():
+        parameter.grad = None
+    job = ForwardJob(reference, rows)
+    runner.forward_backward(
+        rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum(), [job]
+    )
+    num_rows = rows.num_rows - (0 if job.is_done else job.waiting.num_rows)
+    logprobs = job.logprobs()
+    after = [p.grad for p in adapters_of(built.parts).values()]
+    pairs = [(local_tensor(a), local_tensor(b)) for a, b in zip(before, after, strict=True)]
+    return {
+        "num_rows": num_rows,
+        "logprobs": None if logprobs is None else logprobs[rows.loss_mask].tolist(),
+        "gradient_error": max(
+            float((2 * a - b).norm() / (2 * a).norm().clip(1e-9)) for a, b in pairs
+        ),
+    }
+
+
 def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[str, Any]:
     rows, layout = rows_of(arguments), dict(layout)
     lora = arguments["lora"] | {"base_dtype": layout.pop("base_dtype", "training")}
@@ -69,7 +104,9 @@ def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[st
         rows, lambda output, part: (output[..., 0] * rows.select(part).loss_mask).sum()
     )
     norm = GradientClipper(built.parts, built.dims, 1e9).clip()
-    num_copies = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
+    errors = gradient_errors(built, load_file(arguments["gradients"]), num_copies_of(layout))
+    in_gaps = base_in_gaps(built, runner, reference, arguments) if stages else None
+    num_copies = num_copies_of(layout)
     merged = dict(full_hf_tensors(built.parts, built.adapter, torch.float32))
     folder = Path(arguments["folder"]) / name
     export_peft(
@@ -80,7 +117,8 @@ def run(arguments: dict[str, Any], name: str, layout: dict[str, Any]) -> dict[st
     return {
         "base": None if base is None else base[..., 0][rows.loss_mask].tolist(),
         "logprobs": None if logprobs is None else logprobs[..., 0][rows.loss_mask].tolist(),
-        "gradient_errors": gradient_errors(built, load_file(arguments["gradients"]), num_copies),
+        "gradient_errors": errors,
+        "in_gaps": in_gaps,
         "norm": float(norm) / num_copies,
         "begun": begun,
         "dtypes": [sorted(frozen), sorted(trained)],

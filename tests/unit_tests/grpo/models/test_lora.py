@@ -25,6 +25,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2": {"cp": 2},
         "pp2": {"pp": 2, "schedule": "1F1B"},
         "pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble"},
+        "pp2 as measured": {"pp": 2, "schedule": "auto"},
     },
     4: {
         "hsdp2x2": {"dp_replicate": 2, "dp_shard": 2},
@@ -110,8 +111,23 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
             assert result["dtypes"] == [[f"torch.{base_dtype}"], ["torch.float32"]], name
             assert result["norm"] == pytest.approx(norm, rel=1e-5), name
             assert result["merge_error"] < 1e-6, name
-            assert bool(result["num_deferred"]) == is_v, name
+            assert bool(result["num_deferred"]) == is_v or layout.get("schedule") == "auto", name
+        if "pp" in layout:
+            found = [result[name]["in_gaps"] for result in results]
+            assert_scored_in_gaps(found, base, has_gaps=layout["schedule"] == "1F1B")
         assert_written(tmp_path / name, tmp_path / "adapters")
+
+
+def assert_scored_in_gaps(
+    found: list[dict[str, Any]], base: torch.Tensor, *, has_gaps: bool
+) -> None:
+    """The reference runs in gaps of a training pass, with adapters off there alone."""
+    for of_rank in found:
+        assert of_rank["num_rows"] > 0 or not has_gaps
+        assert of_rank["gradient_error"] < 1e-5
+        if of_rank["logprobs"] is not None:
+            errors = torch.tensor(of_rank["logprobs"]) - torch.cat([base, base])
+            assert float(errors.abs().max()) < 1e-5
 
 
 def assert_begun_alike(norms: list[dict[str, float]]) -> None:
