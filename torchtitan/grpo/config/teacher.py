@@ -43,8 +43,8 @@ class Teacher:
     """Maximum time for rating one rollout. After it the rollout is rated again, by any of the
     servers."""
 
-    wait_seconds: Annotated[float, above(0)] = 600.0
-    """Time without any answer of a teacher after which a group that waits for its rating is dropped. It
+    wait_seconds: Annotated[float, at_least(10)] = 600.0
+    """Time, in seconds, without any answer of a teacher after which a group that waits for its rating is dropped. It
     is counted as unrated, and is never trained on without its rating."""
 
     max_unrated_groups: Annotated[int, at_least(1)] = 16
