@@ -14,12 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.advantages import compute_advantages
-from torchtitan.grpo.losses.distillation import group_baselines, sample_sums, with_teacher
+from torchtitan.grpo.losses.distillation import (
+    bounded,
+    group_baselines,
+    sample_sums,
+    with_teacher,
+)
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
@@ -125,7 +130,7 @@ def score(
     feed: Feed,
     *,
     is_counted: bool,
-    teacher_coef: float = 0.0,
+    teacher: Teacher | None = None,
 ) -> list[Minibatch]:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
@@ -140,7 +145,7 @@ def score(
         device: Training device.
         feed: Sums values over ranks.
         is_counted: See :class:`RankRole`.
-        teacher_coef: ``teacher.coef``; 0 without a teacher.
+        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
 
     Returns:
         Each minibatch, with its advantages and with forward passes of which those that can wait
@@ -148,6 +153,12 @@ def score(
     """
     needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
     minibatches = [rows.to(device) for rows in batch.minibatches]
+    teacher_coef = 0.0 if teacher is None else teacher.coef
+    if teacher is not None:
+        minibatches = [
+            replace(rows, teacher_kl=bounded(rows.teacher_kl, teacher.max_divergence))
+            for rows in minibatches
+        ]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
     rewards = batch.samples.rewards
