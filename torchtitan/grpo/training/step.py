@@ -152,13 +152,7 @@ def score(
         have not begun.
     """
     needs_proximal = num_updates(config) > 1 and config.old_policy == "step_start"
-    minibatches = [rows.to(device) for rows in batch.minibatches]
-    teacher_coef = 0.0 if teacher is None else teacher.coef
-    if teacher is not None:
-        minibatches = [
-            replace(rows, teacher_kl=bounded(rows.teacher_kl, teacher.max_divergence))
-            for rows in minibatches
-        ]
+    minibatches = [_bounded(rows.to(device), teacher) for rows in batch.minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
     rewards = batch.samples.rewards
@@ -175,11 +169,11 @@ def score(
         eps=config.advantage_eps,
         length_power=config.advantage_length_power,
     )
-    if teacher_coef > 0:
+    if teacher is not None:
         baselines = _teacher_baselines(minibatches, batch.samples, feed, is_counted=is_counted)
-        advantages = advantages + teacher_coef * baselines
+        advantages = advantages + teacher.coef * baselines
     return [
-        Minibatch(_with_advantages(rows, advantages, teacher_coef), old_job, ref_job)
+        Minibatch(_with_advantages(rows, advantages, teacher), old_job, ref_job)
         for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
     ]
 
@@ -196,9 +190,17 @@ def _teacher_baselines(
     return group_baselines(sums, samples.completion_lengths, samples.group_ids)
 
 
-def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher_coef: float) -> TrainRows:
+def _bounded(rows: TrainRows, teacher: Teacher | None) -> TrainRows:
+    if teacher is None:
+        return rows
+    return replace(rows, teacher_kl=bounded(rows.teacher_kl, teacher.max_divergence))
+
+
+def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher: Teacher | None) -> TrainRows:
     rows = rows.with_advantages(advantages)
-    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher_coef)
+    if teacher is None:
+        return rows
+    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher.coef)
     return replace(rows, advantages=of_tokens)
 
 
