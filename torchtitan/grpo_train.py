@@ -260,7 +260,7 @@ class GRPOTrainer(Trainer):
             device=self.device,
             enter=self.enter,
             await_readers=self._await_readers,
-            teacher_coef=self.config.teacher.coef if self.config.may_be_taught else 0.0,
+            teacher=self.config.teacher if self.config.may_be_taught else None,
         )
 
     def _build_reference(self) -> Reference | BaseReference:

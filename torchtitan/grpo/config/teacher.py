@@ -36,6 +36,12 @@ class Teacher:
     coef: Annotated[float, at_least(0)] = 1.0
     """Weight of the teacher's part of the advantage. Used for replayed rollouts as well."""
 
+    max_divergence: Annotated[float, above(0).or_value(0, "no bound")] = 0.0
+    """Bound of a token's divergence, in nats, in either direction. A teacher that is sure of itself gives a
+    token that it would not write any divergence, 10 nats as well as 30, and such tokens make the
+    gradient noisy. The bound leaves the others' divergence what it is, and the gradient is then no
+    longer exactly that of the reverse KL."""
+
     max_concurrent_requests: Annotated[int, at_least(1)] = 32
     """Maximum number of rollouts that each server rates at once."""
 
@@ -43,8 +49,8 @@ class Teacher:
     """Maximum time for rating one rollout. After it the rollout is rated again, by any of the
     servers."""
 
-    wait_seconds: Annotated[float, above(0)] = 600.0
-    """Time without any answer of a teacher after which a group that waits for its rating is dropped. It
+    wait_seconds: Annotated[float, at_least(10)] = 600.0
+    """Time, in seconds, without any answer of a teacher after which a group that waits for its rating is dropped. It
     is counted as unrated, and is never trained on without its rating."""
 
     max_unrated_groups: Annotated[int, at_least(1)] = 16

@@ -53,6 +53,13 @@ def sampled_reverse_kl(
     return divergence.astype(np.float32)
 
 
+def bounded(teacher_kl: torch.Tensor, max_divergence: float) -> torch.Tensor:
+    """Clamps divergences to ``[-max_divergence, max_divergence]``; 0 bounds nothing."""
+    if max_divergence == 0:
+        return teacher_kl
+    return teacher_kl.clamp(-max_divergence, max_divergence)
+
+
 def sample_sums(
     teacher_kl: torch.Tensor, sample_ids: torch.Tensor, num_samples: int
 ) -> torch.Tensor:

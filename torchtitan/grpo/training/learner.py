@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan.grpo.config.grpo import GRPO
+from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.step_plan import epoch_order
 from torchtitan.grpo.losses.loss_metrics import MetricTotals
@@ -46,7 +46,7 @@ class Learner:
         device: Device of the policy.
         enter: Tells whoever watches the run what this rank does from now on.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
-        teacher_coef: ``teacher.coef``; 0 without a teacher.
+        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
     """
 
     config: GRPO
@@ -60,7 +60,7 @@ class Learner:
     device: torch.device
     enter: Callable[[str], None]
     await_readers: Callable[[], None]
-    teacher_coef: float = 0.0
+    teacher: Teacher | None = None
 
     def learn(self, batch: TrainBatch, step: int) -> Learned | None:
         """Takes the optimizer steps of a batch that arrived whole.
@@ -128,7 +128,7 @@ class Learner:
         self.enter("forward and backward")
         return score(
             batch, self.runner, self.reference, self.config, self.device, self.feed,
-            is_counted=self.role.is_counted, teacher_coef=self.teacher_coef,
+            is_counted=self.role.is_counted, teacher=self.teacher,
         )  # fmt: skip
 
     def _are_rewards_refused(self, step: int, are_equal: bool) -> bool:

@@ -14,12 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
 from torchtitan.grpo.data.rows import TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.advantages import compute_advantages
-from torchtitan.grpo.losses.distillation import group_baselines, sample_sums, with_teacher
+from torchtitan.grpo.losses.distillation import (
+    bounded,
+    group_baselines,
+    sample_sums,
+    with_teacher,
+)
 from torchtitan.grpo.losses.kl import sample_kl_sums
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import LossInputs, objective
@@ -133,7 +138,7 @@ def score(
     feed: Feed,
     *,
     is_counted: bool,
-    teacher_coef: float = 0.0,
+    teacher: Teacher | None = None,
 ) -> list[Minibatch]:
     """Computes advantages, and other policies' logprobs, before a batch's first optimizer step.
 
@@ -149,7 +154,7 @@ def score(
         device: Training device.
         feed: Sums values over ranks.
         is_counted: See :class:`RankRole`.
-        teacher_coef: ``teacher.coef``; 0 without a teacher.
+        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
 
     Returns:
         Each minibatch, with its advantages and with forward passes of which those that can wait
@@ -160,7 +165,7 @@ def score(
         num_updates(config) > 1 or is_normalized
     )
     weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
-    minibatches = [rows.to(device) for rows in batch.minibatches]
+    minibatches = [_bounded(rows.to(device), teacher) for rows in batch.minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
     rewards = batch.samples.rewards
@@ -177,11 +182,11 @@ def score(
         eps=config.advantage_eps,
         length_power=config.advantage_length_power,
     )
-    if teacher_coef > 0:
+    if teacher is not None:
         baselines = _teacher_baselines(minibatches, batch.samples, feed, is_counted=is_counted)
-        advantages = advantages + teacher_coef * baselines
+        advantages = advantages + teacher.coef * baselines
     return [
-        Minibatch(_with_advantages(rows, advantages, teacher_coef), old_job, ref_job, weight_mean)
+        Minibatch(_with_advantages(rows, advantages, teacher), old_job, ref_job, weight_mean)
         for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
     ]
 
@@ -198,9 +203,17 @@ def _teacher_baselines(
     return group_baselines(sums, samples.completion_lengths, samples.group_ids)
 
 
-def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher_coef: float) -> TrainRows:
+def _bounded(rows: TrainRows, teacher: Teacher | None) -> TrainRows:
+    if teacher is None:
+        return rows
+    return replace(rows, teacher_kl=bounded(rows.teacher_kl, teacher.max_divergence))
+
+
+def _with_advantages(rows: TrainRows, advantages: np.ndarray, teacher: Teacher | None) -> TrainRows:
     rows = rows.with_advantages(advantages)
-    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher_coef)
+    if teacher is None:
+        return rows
+    of_tokens = with_teacher(rows.advantages, rows.teacher_kl, coef=teacher.coef)
     return replace(rows, advantages=of_tokens)
 
 

@@ -46,7 +46,7 @@ def test_what_cannot_work_is_refused(more, message):
 
 def test_settings_of_a_teacher_need_one():
     with pytest.raises(ConfigError, match=r"teacher\.wait_seconds needs teacher\.urls"):
-        load_config([*LIVE, "--reward.functions=exact_match", "--teacher.wait_seconds=5"])
+        load_config([*LIVE, "--reward.functions=exact_match", "--teacher.wait_seconds=50"])
 
 
 def test_the_key_is_masked_and_not_taken_from_the_command_line(tmp_path):

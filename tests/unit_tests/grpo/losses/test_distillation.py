@@ -11,6 +11,7 @@ import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.distillation import (
+    bounded,
     group_baselines,
     sample_sums,
     sampled_reverse_kl,
@@ -40,6 +41,12 @@ def test_the_baseline_is_the_mean_over_the_tokens_of_a_group():
     assert group_baselines(sums.numpy(), lengths, groups).tolist() == pytest.approx(
         [7 / 3, 7 / 3, 0]
     )
+
+
+def test_a_bound_holds_in_both_directions():
+    divergence = torch.tensor([[-9.0, 0.5, 20.0]])
+    assert bounded(divergence, 5.0).tolist() == [[-5.0, 0.5, 5.0]]
+    assert torch.equal(bounded(divergence, 0.0), divergence)
 
 
 def test_tokens_that_are_not_trained_count_nothing_whatever_they_hold():

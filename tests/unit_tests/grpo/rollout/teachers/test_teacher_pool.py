@@ -4,6 +4,7 @@
 """Ratings from teachers in this process that are slow, lost, restarted, or others than before."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -131,11 +132,12 @@ def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
 
         teacher.answer = refuse
         ratings = [asyncio.create_task(pool.rate(PROMPT, COMPLETION)) for _ in range(8)]
-        while drops.counts["rating failed"] < 10:  # more than each request once
+        asked = teacher.num_requests
+        while drops.counts["rating failed"] < 4:
             await asyncio.sleep(0.01)
         assert not any(rating.done() for rating in ratings)
-        before = teacher.num_requests
-        assert before < 40, "a teacher that is down is asked by one request at a time"
+        # By one request in each pause, and not by all that wait.
+        assert teacher.num_requests - asked <= 4
         is_down = False
         for rating in ratings:
             assert (await rating).tolist() == [-5.0, -6.0, -7.0]
@@ -205,9 +207,12 @@ def test_a_rating_is_given_up_after_silence_and_never_invented(model):
             await rater.rate([rollout()])
         assert rater.num_waiting == pool.num_waiting == 0
         teacher.answer = teacher.rate
-        (rated,) = await rater.rate([rollout(0.25)])
-        assert rated.teacher_logprobs is not None
-        assert rated.reward == 0.25
+        rater, rated = GroupRater(pool, max_unrated_groups=1000), []
+        while not rated:  # the teacher is left alone for a while first
+            with contextlib.suppress(Unrated):
+                rated = await rater.rate([rollout(0.25)])
+        assert rated[0].teacher_logprobs is not None
+        assert rated[0].reward == 0.25
 
     asyncio.run(run())
 
