@@ -109,7 +109,7 @@ WITH_MUON = "one process, Muon"
 MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of AdamW in the last column
 REJECTION = "one process, rejection"
 REJECTED = {
-    "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.5, "normalize": True, "off_policy": 0.1,
+    "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.9, "normalize": True, "off_policy": 0.3,
     "estimator": "k3_straight", "importance": True,
 }  # fmt: skip
 # Smaller microbatches have no tensors of a size that is moved to the host.

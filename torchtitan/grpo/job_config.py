@@ -62,7 +62,7 @@ class Optimizer(job_config.Optimizer):
     those of pretraining.
     """
 
-    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Optimizer. ``Muon`` trains the matrices inside of blocks with Muon, each expert's as one of its
     own, and embedding, output layer, norms and biases with AdamW. docs/how-to/muon.md tells what it
     costs."""

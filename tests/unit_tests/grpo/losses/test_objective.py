@@ -134,6 +134,21 @@ def test_loss_gradients_and_metrics_are_those_of_the_formulas(lab, name, seed):
     assert metrics == pytest.approx(expected_metrics, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "name", ["max_k3", "mask_max_ratio", "off_policy_mask", "sapo", "kl_importance"]
+)
+def test_gradients_are_finite_differences(lab, name):
+    """Where the loss of a variant is differentiated as a whole, without a stopped gradient."""
+    config = config_of(name)
+    inputs = lab.pack(lab.make_sequences(0), ROWS, ROW_LEN, config)
+    values = {n: v if n == "sequence_ids" else v.detach() for n, v in vars(inputs).items()}
+
+    def loss(logprobs: torch.Tensor) -> torch.Tensor:
+        return objective(LossInputs(**values | {"logprobs": logprobs}), config)[0]
+
+    assert torch.autograd.gradcheck(loss, (values["logprobs"].requires_grad_(),))
+
+
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "default"])
 def test_no_variant_goes_unseen_in_these_sequences(lab, name):
     """Otherwise agreement with the formulas would show nothing."""

@@ -35,7 +35,7 @@ BOUND = 5e-3
             },
         ),
         (
-            "qwen3_moe",
+            "qwen3_mixed",
             4,
             {
                 "fsdp4 ep2": {"dp_shard": 4, "ep": 2},
@@ -45,8 +45,7 @@ BOUND = 5e-3
     ],
 )
 def test_steps_are_those_of_one_process(kind, num_ranks, layouts, make_model, run_ranks, tmp_path):
-    sizes = {} if kind == "qwen3_moe" else {"intermediate_size": 78}
-    _, folder = make_model(kind, num_hidden_layers=4, **sizes)
+    _, folder = make_model(kind, num_hidden_layers=4, intermediate_size=78)
     common = {"model": folder, "seq_len": 12, "sequences": SEQUENCES, "rows": ROWS}
     common |= {"optimizer": SETTINGS, "reference": str(tmp_path)}
     (reference,) = run_ranks("muon_ranks", 1, layouts={}, **common)
