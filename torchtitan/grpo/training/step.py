@@ -168,27 +168,47 @@ def score(
     minibatches = [_bounded(rows.to(device), teacher) for rows in batch.minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
-    rewards = batch.samples.rewards
+    advantages = _advantages(
+        batch.samples, minibatches, ref, config, feed, is_counted=is_counted, teacher=teacher
+    )
+    return [
+        Minibatch(_with_advantages(rows, advantages, teacher), old_job, ref_job, weight_mean)
+        for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
+    ]
+
+
+def _advantages(
+    samples: SampleTable,
+    minibatches: Sequence[TrainRows],
+    ref: Sequence[ForwardJob | None],
+    config: GRPO,
+    feed: Feed,
+    *,
+    is_counted: bool,
+    teacher: Teacher | None,
+) -> np.ndarray:
+    """Returns the advantage of each sample of the batch; see :func:`score` for the arguments.
+
+    That of a single token, which a teacher's rating gives, is added by :func:`_with_advantages`.
+    """
+    rewards = samples.rewards
     if config.kl_coef > 0 and config.kl_in == "reward":
         ref_logprobs = [_logprobs(job) for job in ref]
-        sums = _reference_kl(minibatches, ref_logprobs, len(batch.samples), config, is_counted)
+        sums = _reference_kl(minibatches, ref_logprobs, len(samples), config, is_counted)
         rewards = rewards - config.kl_coef * feed.all_reduce_sum(sums).numpy()
     advantages = compute_advantages(
         rewards,
-        batch.samples.group_ids,
-        batch.samples.completion_lengths,
+        samples.group_ids,
+        samples.completion_lengths,
         kind=config.advantage,
         std=config.advantage_std,
         eps=config.advantage_eps,
         length_power=config.advantage_length_power,
     )
     if teacher is not None:
-        baselines = _teacher_baselines(minibatches, batch.samples, feed, is_counted=is_counted)
+        baselines = _teacher_baselines(minibatches, samples, feed, is_counted=is_counted)
         advantages = advantages + teacher.coef * baselines
-    return [
-        Minibatch(_with_advantages(rows, advantages, teacher), old_job, ref_job, weight_mean)
-        for rows, old_job, ref_job in zip(minibatches, old, ref, strict=True)
-    ]
+    return advantages
 
 
 def _teacher_baselines(
