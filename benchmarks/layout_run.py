@@ -53,6 +53,7 @@ class WatchedTrainer(GRPOTrainer):
             self.optimizers = OptimizersContainer(
                 self.model_parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
             )
+            self.learner.optimizers = self.optimizers
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
 
