@@ -13,6 +13,7 @@ because torchtitan does not offer it.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class WatchedTrainer(GRPOTrainer):
             self.optimizers = OptimizersContainer(
                 self.model_parts, torch.optim.SGD, {"lr": SGD_LEARNING_RATE}
             )
-            self.learner.optimizers = self.optimizers
+            self.learner = replace(self.learner, optimizers=self.optimizers)
         step, self.optimizers.step = self.optimizers.step, self._watched_step
         self._optimizer_step = step
 
