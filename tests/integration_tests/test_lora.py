@@ -15,7 +15,7 @@ SMALL = ("--grpo.prompts_per_step=4", "--evaluation.num_prompts=16", "--training
 LORA = ("--lora.rank=8", "--optimizer.lr=5e-3", "--lr_scheduler.warmup_steps=0")
 
 
-@pytest.mark.parametrize("push", ["merged", "adapters"])
+@pytest.mark.parametrize("push", ["adapters", pytest.param("merged", marks=pytest.mark.long)])
 def test_a_run_serves_what_its_adapters_say_and_exports_them(make_run, repository, push):
     run = make_run(
         *SMALL, *LORA, f"--lora.push={push}", "--rollout.max_head_offpolicyness=0",
