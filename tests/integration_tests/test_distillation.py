@@ -16,7 +16,7 @@ from torchtitan.grpo.inference.server_spec import ServerSpec
 
 TAUGHT = (
     "--grpo.prompts_per_step=4", "--evaluation.num_prompts=1", "--training.steps=12",
-    "--optimizer.lr=1e-3",
+    "--optimizer.lr=1e-3", "--prompts.max_prompt_tokens=32",
 )  # fmt: skip
 ALONE = ("--reward.functions", "[]")
 
