@@ -47,6 +47,9 @@ class Counting:
         if self.words and self.number == 1:
             return Observation(text=self.words)
         return Observation(messages=[{"role": "user", "content": f"[{self.number}]"}])
+
+    async def close(self):
+        pass
 """
 TURNS = ["{12}3<eos>", "4<eos>", "{5}6<eos>"]
 

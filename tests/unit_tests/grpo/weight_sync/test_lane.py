@@ -245,7 +245,9 @@ def test_a_held_lane_keeps_its_version_until_it_is_released():
         await asyncio.sleep(10 * lane_module._HELD_SECONDS)
         assert (rig.lane.version, rig.heard.empty()) == (2, True)
         rig.lane.held_from = None
-        assert await rig.hears() == ("version", 3)
+        while (heard := await rig.hears()) == ("version", 2):
+            pass  # told again, as by any idle lane
+        assert heard == ("version", 3)
         assert rig.way.asked == ["join", (1, None), (2, None), (3, None)]
 
     run_rig(body)

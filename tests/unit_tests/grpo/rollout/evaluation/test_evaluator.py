@@ -102,8 +102,14 @@ def test_each_set_has_its_own_sampling_and_figures(codec: TextCodec):
         if request.temperature == 0:
             return answer(codec, "12", 3)
         turn[0] += 1
-        return answer(
-            codec, text if turn[0] % 2 else "9", 3, reason="stop" if turn[0] % 2 else "length"
+        if turn[0] % 2:
+            return answer(codec, text, 3)
+        cut = answer(codec, "9999", 3, reason="length")  # at the longest length, without an end
+        return replace(
+            cut,
+            token_ids=cut.token_ids[:4],
+            logprobs=cut.logprobs[:4],
+            segments=(VersionSegment(3, 0, 4),),
         )
 
     server = Server("http://a", write)

@@ -118,7 +118,7 @@ def test_no_more_are_in_flight_than_allowed(run):
 def test_a_server_with_a_queue_or_full_memory_gets_none(run):
     async def body(dispatcher: Dispatcher, room: SpareRoom, clients: list[Holding]) -> None:
         servers = list(dispatcher.servers.values())
-        servers[0].report(ServerLoad(running=1, waiting=2))
+        servers[0].report(ServerLoad(running=1, waiting=2, kv_use=None))
         servers[1].report(ServerLoad(running=1, waiting=0, kv_use=0.95))
         fill(room, 1)  # the one that is always allowed
         assert {client.url for client in chosen(room)} == {"http://c"}
@@ -139,10 +139,10 @@ def test_waiting_completions_of_an_evaluation_do_not_narrow_the_window_of_rollou
         assert server.window is not None
         fill(room)
         for _ in range(3):
-            server.report(ServerLoad(running=0, waiting=server.num_evaluated))
+            server.report(ServerLoad(running=0, waiting=server.num_evaluated, kv_use=None))
         assert server.window.num_cuts == 0
         for _ in range(3):
-            server.report(ServerLoad(running=0, waiting=server.num_evaluated + 4))
+            server.report(ServerLoad(running=0, waiting=server.num_evaluated + 4, kv_use=None))
         assert server.window.num_cuts == 1
 
     run(body)
