@@ -291,9 +291,10 @@ class GRPOTrainer(Trainer):
             self._export(self.step)
         if self._is_due(self.config.sft.held_out_interval) and not is_last:
             self._measure_held_out()
-        if self.evaluations is not None:
+        # At the end the others do not wait for rank 0 here: `_settle` records what is left.
+        if self.evaluations is not None and not is_last:
             with self.rank_zero.releasing_others():
-                self._continue_evaluating(self.evaluations, is_last=is_last)
+                self._continue_evaluating(self.evaluations)
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
@@ -406,10 +407,10 @@ class GRPOTrainer(Trainer):
             self.enter("evaluating")
             self.evaluations.run(self.step)
 
-    def _continue_evaluating(self, evaluations: Evaluations, *, is_last: bool) -> None:
+    def _continue_evaluating(self, evaluations: Evaluations) -> None:
         """Records an evaluation that has ended, and begins the next one when due."""
         evaluations.collect(self.step)
-        if is_last or self.stop.requested or not evaluations.is_due(self.step):
+        if self.stop.requested or not evaluations.is_due(self.step):
             return
         if evaluations.is_beside_training:
             evaluations.begin(self.step)

@@ -151,6 +151,12 @@ def _check(config: JobConfig, given: argparse.Namespace) -> None:
             f"--model and --checkpoint name different weights, got {given.model} and "
             f"{given.checkpoint}. Give one of them."
         )
+    if given.checkpoint and config.lora.rank:
+        raise ConfigError(
+            f"--checkpoint cannot be used with lora.rank above 0, got {config.lora.rank}: checkpoints "
+            "hold adapters alone. Evaluate an export: --model <job.dump_folder>/hf/step-N (the last "
+            "step is always exported, others with grpo.hf_export_interval)."
+        )
     named = given.model or given.checkpoint
     if named and not config.inference.launch:
         raise ConfigError(

@@ -7,7 +7,7 @@ The names are those of TRL, verl, prime-rl, slime, AReaL, OpenRLHF and the Trans
 last part of a key decides, unless its whole name or its table has an answer of its own.
 """
 
-_NO_LORA = "LoRA is not supported: all parameters are trained. Remove it."
+_LORA = "Adapters are set by the table [lora]."
 _BATCH = (
     "A step trains on grpo.prompts_per_step prompts x grpo.group_size rollouts, and "
     "training.local_batch_size is the number of packed rows in a microbatch. Gradients are "
@@ -329,16 +329,15 @@ OTHER_NAMES: dict[str, str] = {
     "resume_mode": "A run resumes from its own job.dump_folder if checkpoint.enable is set.",
     "random_seed": "debug.seed",
     # Not there.
-    "lora": _NO_LORA,
-    "peft": _NO_LORA,
-    "peft_config": _NO_LORA,
-    "use_peft": _NO_LORA,
-    "lora_r": _NO_LORA,
-    "lora_rank": _NO_LORA,
-    "lora_alpha": _NO_LORA,
-    "lora_dropout": _NO_LORA,
-    "lora_target_modules": _NO_LORA,
-    "target_modules": _NO_LORA,
+    "peft": _LORA,
+    "peft_config": _LORA,
+    "use_peft": _LORA,
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "Adapters have no dropout. Remove it.",
+    "lora_target_modules": "lora.target_modules",
+    "target_modules": "lora.target_modules",
     "load_in_4bit": "Quantized training is not supported: weights are float32 or bfloat16. Remove it.",
     "load_in_8bit": "Quantized training is not supported: weights are float32 or bfloat16. Remove it.",
     "deepspeed": "Sharding is torchtitan's FSDP2; [parallelism] sets its layout. Remove it.",

@@ -53,6 +53,12 @@ def check_teacher(config: JobConfig) -> None:
         "grpo.filter_zero_advantage cannot be used with teacher.urls: groups with equal rewards would be "
         "left out, although the teacher's part differs. Set grpo.filter_zero_advantage = false.",
     )
+    require(
+        grpo.off_policy_mask_threshold == 0,
+        "grpo.off_policy_mask_threshold cannot be used with teacher.urls, got "
+        f"{grpo.off_policy_mask_threshold:g}: it leaves out sequences by the sign of their advantage, and "
+        "with a teacher each token has its own. Set it to 0.",
+    )
     if config.reward.functions:
         return
     require(

@@ -14,7 +14,6 @@ from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import PromptProgress, ServerInfo
 
@@ -89,10 +88,6 @@ class SupervisedSource(StepSource):
 
     def save(self, step: int) -> None:
         """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
-
-    def evaluate(self, version: int) -> EvaluationResult | None:
-        """Returns None, since there is no server that could generate completions."""
-        return None
 
     def served_version(self) -> int:
         """Returns -1, since there is no server."""

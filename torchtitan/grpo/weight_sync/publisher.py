@@ -220,7 +220,8 @@ class WeightPublisher(Publisher):
     def pin(self, version: int | None) -> list[str]:
         for lane in self.lanes:
             lane.held_from = None
-        present = [lane for lane in self.lanes if not lane.is_lost]
+        # A server that is only starting would leave all rollouts to the pinned one.
+        present = [lane for lane in self.lanes if not lane.is_lost and lane.version >= 0]
         if version is None or len(present) < 2:
             return []
         chosen = max(present, key=lambda lane: lane.version)  # it has to wait least

@@ -42,8 +42,8 @@ def test_no_name_hides_a_setting_of_ours():
         ("[grpo]\nloss_type = 'dapo'", "grpo.loss_type", "grpo.aggregation"),
         ("[grpo]\nscale_rewards = false", "grpo.scale_rewards", "group_mean"),
         ("[inference]\nvllm_mode = 'colocate'", "inference.vllm_mode", "inference.launch"),
-        ("[model]\nlora_rank = 8", "model.lora_rank", "LoRA is not supported"),
-        ("[lora]\nrank = 8", "lora", "LoRA is not supported"),
+        ("[model]\nlora_rank = 8", "model.lora_rank", "lora.rank"),
+        ("[peft_config]\nr = 8", "peft_config", "[lora]"),
         ("[rollout]\nn = 8", "rollout.n", "grpo.group_size"),
         ("[actor_rollout_ref.rollout]\nn = 8", "actor_rollout_ref.rollout.n", "grpo.group_size"),
         (

@@ -32,6 +32,10 @@ def test_a_teacher_needs_no_reward_and_no_group():
             ["--rollout.earlier_turns", "as_templated"],
             r"teacher.urls needs rollout.earlier_turns",
         ),
+        (
+            ["--grpo.off_policy_mask_threshold=0.5"],
+            r"off_policy_mask_threshold cannot be used with teacher\.urls, got 0\.5",
+        ),
         (["--rollout.dynamic_sampling"], r"dynamic_sampling .* needs reward\.functions"),
         (
             ["--inference.no-launch", "--inference.urls=http://127.0.0.1:9000"],
