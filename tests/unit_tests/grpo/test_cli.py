@@ -117,3 +117,9 @@ def test_what_needs_no_torch_starts_in_less_than_a_second(arguments, status, sai
     assert "imported torch: False" in result.stdout
     assert "Traceback" not in result.stderr
     assert seconds < MAX_START_SECONDS
+
+
+def test_a_checkpoint_of_adapters_is_not_evaluated(capsys):
+    command = ["evaluate", "train_configs/quickstart_lora.toml", "--checkpoint", "newest"]
+    assert cli.run(command) == 2
+    assert "--checkpoint cannot be used with lora.rank above 0, got 16" in capsys.readouterr().err

@@ -98,3 +98,10 @@ def test_of_several_servers_that_are_there_the_newest_is_pinned_and_a_single_one
     assert publisher.pin(None) == []
     assert [each.held_from for each in lanes] == [None, None, None]
     assert Waiting(lanes[0], lanes[2]).pin(5) == []
+
+
+def test_beside_a_server_that_is_only_starting_none_is_pinned():
+    starting = lane(url="http://b", version=-1, held_from=None)
+    serving = lane(version=3, held_from=None)
+    assert Waiting(serving, starting).pin(5) == []
+    assert serving.held_from is None
