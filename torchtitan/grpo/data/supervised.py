@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.examples import ExampleStream
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.rows import Sample
@@ -66,6 +67,11 @@ class SupervisedSource(StepSource):
     def start(self) -> None:
         """Says how many examples there are; each is read when its step comes."""
         logger.info(f"sft.path: {len(self._examples)} examples in {self.config.sft.path}")
+        if evaluation_sets(self.config.evaluation):
+            logger.info(
+                "[evaluation] is not used with sft.path: there is no server to ask. "
+                "sft.held_out_path measures the loss of held-out examples."
+            )
 
     def next_step(self, version: int, num_ranks: int) -> PlannedPart | None:
         """Plans the next examples; see :meth:`StepSource.next_step`."""
