@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layout_parity import Choice, Layout, add_choice, layouts_of, make_models, record_batch
+from layout_parity import add_choice, make_models, record_batch
+from layouts import Choice, Layout, layouts_of
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 

@@ -29,7 +29,6 @@ if __name__ == "__main__":
 settle_device()
 
 import torch.distributed as dist
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
@@ -43,8 +42,6 @@ from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
-from torchtitan.grpo.models.hf_weights import export_hf
-from torchtitan.grpo.models.peft_format import export_peft
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.metrics_processor import GRPOMetricsProcessor
 from torchtitan.grpo.observe.profiling import profilers
@@ -52,8 +49,8 @@ from torchtitan.grpo.observe.report import RunOutcome
 from torchtitan.grpo.run_folder.start_record import record_start
 from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
-from torchtitan.grpo.training.base_reference import BaseReference, base_reference
 from torchtitan.grpo.training.evaluations import Evaluations
+from torchtitan.grpo.training.exports import export_policy
 from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
 from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
@@ -61,13 +58,12 @@ from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.training.learner import Learner
 from torchtitan.grpo.training.model_spec import (
     build_policy_runner,
-    build_reference,
+    choose_reference,
     register_hf_model,
 )
 from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
-from torchtitan.grpo.training.reference import Reference
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.build import build_publisher
 from torchtitan.grpo.weight_sync.publisher import Publisher, PublisherFailed
@@ -244,7 +240,7 @@ class GRPOTrainer(Trainer):
         return self.learner.learn(batch, self.step + 1)
 
     def _build_learner(self) -> Learner:
-        reference = self._build_reference() if self.config.grpo.kl_coef > 0 else None
+        reference = choose_reference(self, self.runner) if self.config.grpo.kl_coef > 0 else None
         if reference is not None:
             self.checkpointer.states.update(reference.checkpoint_state())
         max_norm = self.config.training.max_norm
@@ -262,11 +258,6 @@ class GRPOTrainer(Trainer):
             await_readers=self._await_readers,
             teacher=self.config.teacher if self.config.may_be_taught else None,
         )
-
-    def _build_reference(self) -> Reference | BaseReference:
-        if self.config.lora.rank:
-            return base_reference(self.runner, self.model_parts, self.config)
-        return build_reference(self)
 
     def _await_readers(self) -> None:
         """Waits until neither a checkpoint nor a push reads the weights on the device."""
@@ -440,18 +431,10 @@ class GRPOTrainer(Trainer):
 
     def _export(self, step: int) -> Path:
         self.enter("exporting the model")
-        target = Path(self.config.job.dump_folder) / "hf" / f"step-{step}"
-        dtype = TORCH_DTYPE_MAP[self.config.checkpoint.export_dtype]
-        source = self.hf_model.path
-        export_hf(
-            self.model_parts, self.sd_adapter, source, target, dtype, is_writer=self.is_rank_zero
-        )
-        if self.config.lora.rank:
-            export_peft(
-                self.model_parts, self.sd_adapter, self.config.lora, str(source),
-                target.parent.parent / "peft" / target.name, dtype, is_writer=self.is_rank_zero,
-            )  # fmt: skip
-        return target
+        return export_policy(
+            self.config, self.model_parts, self.sd_adapter, self.hf_model.path, step,
+            is_writer=self.is_rank_zero,
+        )  # fmt: skip
 
     def _log_step(self, learned: Learned, learning_rate: float) -> None:
         times = self.clock.end_step()

@@ -12,7 +12,7 @@ from torchtitan.grpo.types import ServerKind
 
 @dataclass
 class Teacher:
-    """``[teacher]``: a larger model that rates each token which the trained one samples.
+    """``[teacher]``: a larger or better trained model that rates each token which the trained one samples.
 
     Each trained token gets, besides the advantage of its rollout, the teacher's log-probability minus
     the student's, times ``coef``: the reverse KL divergence, estimated at the sampled token. Without

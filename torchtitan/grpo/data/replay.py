@@ -21,17 +21,17 @@ from torchtitan.grpo.data.record import (
     read_groups,
 )
 from torchtitan.grpo.data.rollout_rows import longest_sequence
-from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
-from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, ServerInfo
+from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup
 
 _KEY = "rollout.replay"
 
 
-class ReplaySource(StepSource):
+class ReplaySource(OfflineSource):
     """Plans the batches of a recorded file; see :class:`StepSource`.
 
     Batch ``k`` of the file (from 0) is what step ``k + 1`` is trained on, so that a resumed
@@ -63,11 +63,10 @@ class ReplaySource(StepSource):
         should_stop: Callable[[], bool],
     ) -> None:
         assert config.rollout.replay is not None
+        super().__init__()
         self.config = config
         self.progress = progress
         self.is_exhausted = False
-        self.link: None = None
-        self.servers: list[ServerInfo] = []
         self._path = config.rollout.replay
         self._vocab_size = model.vocab_size
         self._start_version = start_version
@@ -131,19 +130,6 @@ class ReplaySource(StepSource):
         self.progress = self._batch.progress
         self.samples.write(version + 1, groups, self._planner.advantages)
         return replace(step, metrics=group_metrics(groups) | step.metrics)
-
-    def fetch_address(self, version: int) -> None:
-        """Returns None, since rank 0 has read all rollouts and scatters the rows itself."""
-
-    def save(self, step: int) -> None:
-        """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
-
-    def served_version(self) -> int:
-        """Returns -1, since there is no server."""
-        return -1
-
-    def raise_if_ended(self) -> None:
-        """Does nothing, since no rollout process was started."""
 
     def close(self) -> None:
         self.samples.close()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class StepSource(ABC):
     """Plans the steps of a run, one after another. Exists on rank 0 alone.
 
-    `controller.RolloutController` plans live rollouts, `data/replay.py` plans recorded ones.
+    `controller.RolloutController` plans live rollouts, `data/replay.py` recorded ones, and
+    `data/supervised.py` examples that are given.
     The trainer constructs a source, calls :meth:`start` once, then :meth:`next_step` for each
     part of each step, and :meth:`close` at the end, which must work in any state.
 
@@ -114,3 +115,24 @@ class StepSource(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends child processes and closes files; harmless if nothing was started."""
+
+
+class OfflineSource(StepSource):
+    """A source that has neither servers nor a rollout process: rank 0 reads everything itself."""
+
+    def __init__(self) -> None:
+        self.link = None
+        self.servers = []
+
+    def fetch_address(self, version: int) -> None:
+        """Returns None, since rank 0 scatters the rows itself."""
+
+    def save(self, step: int) -> None:
+        """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
+
+    def served_version(self) -> int:
+        """Returns -1, since there is no server."""
+        return -1
+
+    def raise_if_ended(self) -> None:
+        """Does nothing, since no rollout process was started."""

@@ -12,14 +12,14 @@ from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.data.examples import ExampleStream
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner, open_sample_log
 from torchtitan.grpo.data.rows import Sample
-from torchtitan.grpo.data.step_source import StepSource
+from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import PromptProgress, ServerInfo
+from torchtitan.grpo.types import PromptProgress
 
 
-class SupervisedSource(StepSource):
+class SupervisedSource(OfflineSource):
     """Plans steps of supervised examples; see :class:`StepSource`.
 
     The loss of an example is that of the supervised sequences that GRPO mixes in
@@ -55,10 +55,9 @@ class SupervisedSource(StepSource):
         should_stop: Callable[[], bool],
     ) -> None:
         assert config.sft.path is not None
+        super().__init__()
         self.config = config
         self.progress = progress
-        self.link: None = None
-        self.servers: list[ServerInfo] = []
         self._should_stop = should_stop
         self._planner = StepPlanner(config, model)
         self._examples = open_examples(config, model, config.sft.path, "sft.path", progress)
@@ -88,19 +87,6 @@ class SupervisedSource(StepSource):
             "sft/example_tokens_mean": sum(e.num_tokens for e in examples) / len(examples),
             "sft/too_long_examples": float(self._examples.num_too_long),
         }
-
-    def fetch_address(self, version: int) -> None:
-        """Returns None, since rank 0 has read all examples and scatters the rows itself."""
-
-    def save(self, step: int) -> None:
-        """Does nothing, since no rollouts are in flight that a checkpoint could lack."""
-
-    def served_version(self) -> int:
-        """Returns -1, since there is no server."""
-        return -1
-
-    def raise_if_ended(self) -> None:
-        """Does nothing, since no rollout process was started."""
 
     def close(self) -> None:
         self._examples.close()

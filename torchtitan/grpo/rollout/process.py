@@ -9,7 +9,7 @@ ends, and on an error, which it reports first. The servers and worker processes 
 with it.
 
 Cluster managers send SIGTERM to all processes of a job at once. Rank 0 then writes a last checkpoint,
-to which the rollouts in flight belong. On SIGTERM or SIGINT this process therefore stops to generate,
+to which the rollouts in flight belong. On SIGTERM or SIGINT this process therefore stops generating,
 keeps what there is, and waits for rank 0's stop message, at most ``grpo.stop_timeout_seconds``.
 """
 
@@ -83,12 +83,12 @@ class RolloutProcess:
         self._stop.set()
 
     def stop_with_parent(self) -> None:
-        """Stops to generate now, and shuts down when rank 0 says so, or ends, or has had its time."""
+        """Stops generating now, and shuts down when rank 0 says so, or ends, or has had its time."""
         if os.getppid() != self._parent or not self._generating:
             self.stop()
             return
         logger.warning(
-            "Stopped to generate, on a signal. Rollouts are kept for rank 0's checkpoint."
+            "A signal has stopped the generation. Rollouts are kept for rank 0's checkpoint."
         )
         for task in tuple(self._generating):
             task.cancel()

@@ -32,6 +32,7 @@ from torchtitan.grpo.pipeline.auto import resolve_schedule
 from torchtitan.grpo.pipeline.schedule_builder import build_schedule
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.stages import ends_one_at_a_time
+from torchtitan.grpo.training.base_reference import BaseReference, base_reference
 from torchtitan.grpo.training.lr_schedule import build_lr_schedulers
 from torchtitan.grpo.training.optimizers import build_optimizers
 from torchtitan.grpo.training.reference import Reference
@@ -120,6 +121,19 @@ def build_policy_runner(trainer: Trainer) -> ModelRunner:
         return PipelineRunner(schedule, loss, config)
     rows_at_once = config.training.local_batch_size
     return WholeModelRunner(trainer.model_parts[0], rows_at_once)
+
+
+def choose_reference(trainer: Trainer, policy: ModelRunner) -> Reference | BaseReference:
+    """Returns the model of the KL penalty: with adapters the policy's base, otherwise a frozen copy.
+
+    Args:
+        trainer: Has built the policy.
+        policy: Runs the policy.
+    """
+    config: Any = trainer.job_config
+    if config.lora.rank:
+        return base_reference(policy, trainer.model_parts, config)
+    return build_reference(trainer)
 
 
 def build_reference(trainer: Trainer) -> Reference:

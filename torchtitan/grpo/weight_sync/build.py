@@ -91,18 +91,7 @@ def build_publisher(
     sync = config.weight_sync
     parameters = dict(named_parameters(model_parts))
     on_gpu = device.type == "cuda"
-    selection = ALL_PARAMETERS
-    if config.lora.rank and config.lora.push == "adapters":
-        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
-    plan = agree_on_push(
-        parameters,
-        adapter,
-        wire_dtype(config),
-        sync.bucket_bytes,
-        selection,
-        max_sources=sync.max_sources,
-        contiguous=on_gpu,
-    )
+    plan, adapter = _agree_on_plan(config, parameters, adapter, contiguous=on_gpu)
     transport = make_transport(config, plan, device)
     max_held = _agree_on_held(sync, len(servers))
     if link is not None:  # logged before the memory is allocated
@@ -135,6 +124,29 @@ def build_publisher(
         make_leader=make_leader,
         follow=lambda: serve(hands.served, dist.get_rank(), address),
     )
+
+
+def _agree_on_plan(
+    config: JobConfig,
+    parameters: dict[str, torch.Tensor],
+    adapter: BaseStateDictAdapter,
+    *,
+    contiguous: bool,
+) -> tuple[PushPlan, BaseStateDictAdapter]:
+    """Returns what is pushed, and the adapter under whose names it travels; collective."""
+    selection = ALL_PARAMETERS
+    if config.lora.rank and config.lora.push == "adapters":
+        selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
+    plan = agree_on_push(
+        parameters,
+        adapter,
+        wire_dtype(config),
+        config.weight_sync.bucket_bytes,
+        selection,
+        max_sources=config.weight_sync.max_sources,
+        contiguous=contiguous,
+    )
+    return plan, adapter
 
 
 def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:

@@ -8,6 +8,7 @@ same model: it is asked for fixed tokens at the start, and again whenever it com
 lost.
 """
 
+import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> list[fl
     """
     try:
         facts = await client.describe(1.0)
-        problems = [*_size_problems(facts, needs), *_vocabulary_problems(facts, needs)]
+        # In a thread: a large vocabulary takes about a second, in which no rollout would go on.
+        problems = await asyncio.to_thread(_vocabulary_problems, facts, needs)
+        problems = [*_size_problems(facts, needs), *problems]
         if not problems:
             return await client.prompt_logprobs(needs.probe())
     except RouteError as error:

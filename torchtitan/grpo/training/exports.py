@@ -1,0 +1,50 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Writes the policy into the run's folder, as directories that other programs load."""
+
+from pathlib import Path
+
+import torch.nn as nn
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols import BaseStateDictAdapter
+
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_weights import export_hf
+from torchtitan.grpo.models.peft_format import export_peft
+
+
+def export_policy(
+    config: JobConfig,
+    model_parts: list[nn.Module],
+    adapter: BaseStateDictAdapter,
+    source: Path,
+    step: int,
+    *,
+    is_writer: bool,
+) -> Path:
+    """Exports the model to ``hf/step-N``, and its adapters, if it has some, to ``peft/step-N``.
+
+    Collective over all ranks.
+
+    Args:
+        config: Configuration of the run.
+        model_parts: Parts of the model that this rank holds.
+        adapter: State-dict adapter of the model family.
+        source: Hugging Face directory that the run began with.
+        step: Number of steps that the model has been trained for.
+        is_writer: True on rank 0.
+
+    Returns:
+        The Hugging Face directory.
+    """
+    folder, name = Path(config.job.dump_folder), f"step-{step}"
+    dtype = TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
+    target = folder / "hf" / name
+    export_hf(model_parts, adapter, source, target, dtype, is_writer=is_writer)
+    if config.lora.rank:
+        export_peft(
+            model_parts, adapter, config.lora, str(source), folder / "peft" / name, dtype,
+            is_writer=is_writer,
+        )  # fmt: skip
+    return target
