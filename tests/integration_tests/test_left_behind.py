@@ -148,8 +148,7 @@ def _cases() -> list:
         own = [name for name in (*VICTIMS, *WORKERS) if name.startswith(kind)]
         both = f"{kind} server and rollout process"  # of which nobody is left to end its workers
         for name in (*own, *COMMON, both):
-            is_short = (kind, name) in (("embedded", "launcher"), ("vllm", "vllm server"))
-            marks = [] if is_short else [pytest.mark.long]
+            marks = [] if (kind, name) == ("embedded", "launcher") else [pytest.mark.long]
             if kind != "embedded":
                 marks.append(getattr(pytest.mark, kind))
             cases.append(pytest.param(kind, name, marks=marks, id=f"{kind}-{name}"))

@@ -134,6 +134,7 @@ def test_the_last_rank_that_dies_is_reported_by_the_agent(train):
     run.wait_for_nobody()
 
 
+@pytest.mark.long
 def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve):
     """The server that was there before a rank died serves the ranks that follow. Then it dies too."""
     server = serve()
@@ -192,6 +193,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_message(train, small_disk):
     run.wait_for_nobody()
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(train, small_disk):
     """Then other numbers of ranks and servers, and another layout, go on from what there is."""
     folder = small_disk / "checkpoint"

@@ -102,8 +102,10 @@ def _is_at(run, moment: str) -> bool:
 
 def test_a_stopped_run_resumes_where_it_was(make_run, tmp_path):
     """The first stop is by a signal to all its processes, the second by Ctrl-C while it evaluates."""
-    # In short segments, so that what is generated in part is kept as well.
-    settings = (*SMALL, *CHECKPOINT, "--rollout.segment_tokens=2")
+    # In short segments, so that what is generated in part is kept as well, and with several groups ahead,
+    # so that at any moment some tokens are there, also while a push holds up the server.
+    ahead = "--rollout.max_head_offpolicyness=4"
+    settings = (*SMALL, *CHECKPOINT, "--rollout.segment_tokens=2", ahead)
     first = make_run(*settings, torchrun=True)
     first.start()
     first.wait_for_step(3)

@@ -18,6 +18,7 @@ from pathlib import Path
 SHARED = Path("/mnt")
 """Where each host sees the folder that the hosts share."""
 _TOOLS = ("ip", "unshare", "nsenter", "mount", "ss")
+_REPOSITORY = Path(__file__).resolve().parents[2]
 # The first process of a host. It says when everything is mounted, and then only waits.
 _BOOT = """
 set -e
@@ -25,7 +26,11 @@ hostname "$1"
 ip link set lo up
 mount --make-rprivate /
 mount --bind "$2" /mnt
+mkdir -p /mnt/.repository
+mount --bind "$3" /mnt/.repository
 mount -t tmpfs tmpfs /tmp
+mkdir -p "$3"  # the repository may lie in the folder that was just hidden
+mount --bind /mnt/.repository "$3"
 mount -t tmpfs tmpfs /dev/shm
 echo booted
 exec sleep infinity
@@ -86,7 +91,7 @@ class NetHost:
     def boot(self) -> None:
         """Starts the host's first process."""
         unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
-        boot = ["bash", "-c", _BOOT, "boot", self.name, str(self._shared)]
+        boot = ["bash", "-c", _BOOT, "boot", self.name, str(self._shared), str(_REPOSITORY)]
         self._init = subprocess.Popen(
             ["ip", "netns", "exec", self._space, *unshare, *boot],
             stdout=subprocess.PIPE, text=True,

@@ -2,8 +2,8 @@
 
 import ctypes
 import gc
+from pathlib import Path
 
-import psutil
 import torch.distributed as dist
 from build_model import build
 
@@ -14,14 +14,20 @@ from torchtitan.grpo.weight_sync.memory_plan import memory_of, predict_memory, w
 from torchtitan.grpo.weight_sync.slot_memory import SnapshotSlots
 
 NUM_SERVERS = 2
+ROLLUP = Path("/proc/self/smaps_rollup")
 
 
-def proportional_bytes() -> int:
-    """Returns this process's memory, with shared pages divided among those who map them."""
+def held_bytes() -> int:
+    """Returns the data that this process holds, with shared memory divided among those who map it.
+
+    Pages of files, such as libraries, are left out: this process's part of them rises whenever
+    any other process on the machine that maps them ends.
+    """
     dist.barrier()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory that would be used again does not count
-    found = psutil.Process().memory_full_info().pss
+    rollup = dict(line.split(":") for line in ROLLUP.read_text().splitlines()[1:])
+    found = 1024 * sum(int(rollup[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
     dist.barrier()
     return found
 
@@ -52,9 +58,9 @@ def main(arguments):
         config, shapes, built.adapter, NUM_SERVERS, num_ranks=dist.get_world_size(), on_gpu=on_gpu
     )
     held = max_alive(sync, NUM_SERVERS)
-    before = proportional_bytes()
+    before = held_bytes()
     slots = SnapshotSlots(plan, sync.num_slots + held)
-    counted = proportional_bytes() - before
+    counted = held_bytes() - before
     assert len(slots.shards) == predicted.num_slots
     return {
         "counted": counted,

@@ -20,7 +20,7 @@ NUM_LINEARS = 7
         # Every second product is saved.
         ({"ac": "selective op"}, 2, 3),
         ({"ac": "full", "dp_shard": 2, "precision": "bfloat16"}, 4, NUM_LINEARS - 1),
-        ({"tp": 2}, 4, 0),
+        pytest.param({"tp": 2}, 4, 0, marks=pytest.mark.long),
         ({"schedule": "InterleavedZeroBubble"}, 2, 0),
         pytest.param({"schedule": "VHalf"}, 2, 0, marks=pytest.mark.long),
     ],

@@ -5,6 +5,7 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,14 @@ def program(load: Any, timeout_seconds: float = 20.0) -> WorkerProgram[Said]:
 
 
 def has_ended(pid: int) -> bool:
-    """Waits for the end of a process that was killed; the kernel may take a moment."""
-    try:
-        psutil.Process(pid).wait(timeout=30)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.TimeoutExpired:
-        return not is_running(pid)
-    return True
+    """Waits for the end of a process that was killed; the kernel may take a moment.
+
+    A zombie has ended: its parent, which may be another process, need not have asked for its status.
+    """
+    deadline = time.monotonic() + 30
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
 
 
 def is_running(pid: int) -> bool:
