@@ -239,7 +239,9 @@ class Launch:
         try:
             return self._watch()
         finally:
-            self._stop([*self.trainers, *self.servers])
+            # One after the other: the rollouts that trainers save beside a checkpoint come from servers.
+            self._stop(self.trainers)
+            self._stop(self.servers)
 
     def _reserve(self) -> None:
         """Reserves room: a machine for each training node, and any place for each server."""

@@ -42,6 +42,11 @@ _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
 # Begins the names of the folders with the sockets and the configuration.
 _FOLDER = "rollout"
+_LIMITS: dict[type, str] = {  # the settings that bound the waits for answers
+    link_messages.Ready: "inference.startup_timeout_seconds and a minute",
+    link_messages.Batch: "rollout.batch_timeout_seconds",
+    link_messages.EvaluationDone: "evaluation.timeout_seconds",
+}
 
 
 class RolloutFailed(RuntimeError):
@@ -380,14 +385,14 @@ class RolloutLink:
             waited = time.monotonic() - began
             if self._progress.is_stuck and reminders.is_due(waited):
                 self._announce(
-                    f"Waiting since {waited:.0f} s (at most {timeout_seconds:g} s) for the rollout "
-                    f"process to {what}: {self._progress.message}"
+                    f"Waiting since {waited:.0f} s (at most {timeout_seconds:g} s, {_LIMITS[kind]}) "
+                    f"for the rollout process to {what}: {self._progress.message}"
                 )
             if waited > timeout_seconds:
                 state = self._progress.message or "it has not reported what it waits for"
                 raise RolloutFailed(
-                    f"The rollout process did not {what} within {timeout_seconds:g} s: {state}. "
-                    f"Its log is {self._log}."
+                    f"The rollout process did not {what} within {timeout_seconds:g} s "
+                    f"({_LIMITS[kind]}): {state}. Its log is {self._log}."
                 )
 
     def _receive(self, wait_milliseconds: int = _POLL_MILLISECONDS) -> bool:

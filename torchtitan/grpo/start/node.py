@@ -30,6 +30,7 @@ from torchtitan.grpo.weight_wire.routes import source_address
 _PORT = 29400  # torchrun's own default
 _JOIN_SECONDS = 900.0
 _CLOSE_SECONDS = 10.0
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
 
 
@@ -224,6 +225,7 @@ def run_node(options: NodeOptions) -> int:
     os.environ[LAUNCH_VARIABLE] = launch_command(options)
     stop_seconds = read_config(words).grpo.stop_timeout_seconds
     place = find_place(options)
+    import_torch_quietly()
 
     import torch
 
@@ -233,6 +235,20 @@ def run_node(options: NodeOptions) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")  # "=": not as a prefix
     return _run_ranks(options, place, num_ranks, words, stop_seconds)
+
+
+def import_torch_quietly() -> None:
+    """Imports torch without the warnings of its sockets, in this process alone.
+
+    The node of the endpoint may end first, in order or not. Torch's store would then print pages of
+    function addresses on every other node; what matters of it, :func:`_run_ranks` says.
+    """
+    given = os.environ.get(_CPP_LOG_LEVEL)
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
+    import torch  # noqa: F401  # reads the level as it is loaded
+
+    if given is None:
+        del os.environ[_CPP_LOG_LEVEL]  # ranks inherit this environment
 
 
 def launch_command(options: NodeOptions) -> str:
@@ -296,10 +312,10 @@ def _run_ranks(
 def _describe(options: NodeOptions, place: Place, num_ranks: int) -> None:
     host, port = place.endpoint
     low, high = options.num_nodes
-    nodes = f"{low}" if low == high else f"{low} to {high}"
+    nodes = "1 node" if high == 1 else f"{low} nodes" if low == high else f"{low} to {high} nodes"
     say(f"host {socket.gethostname()}, interface {place.interface}, address {place.address}")
     where = "on this node" if place.holds_store else "on another node"
-    say(f"rendezvous at {host}:{port} ({where}), run {options.run_id!r}, {nodes} nodes")
+    say(f"rendezvous at {host}:{port} ({where}), run {options.run_id!r}, {nodes}")
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     say(f"{ranks} on this node, started again at most {options.max_restarts} times")
 

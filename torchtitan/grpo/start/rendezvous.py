@@ -137,8 +137,9 @@ class NodeRendezvous(RendezvousHandler):
         counts = [int(info.store.get(f"num_ranks/{other}")) for other in range(info.world_size)]
         begin, end = sum(counts[:rank]), sum(counts[: rank + 1]) - 1
         here = f"rank {begin} is" if begin == end else f"ranks {begin} to {end} are"
+        nodes = "1 node" if info.world_size == 1 else f"{info.world_size} nodes"
         return (
-            f"round {self._num_rounds}: {info.world_size} nodes with {sum(counts)} ranks, of which "
+            f"round {self._num_rounds}: {nodes} with {sum(counts)} ranks, of which "
             f"{here} here; rank 0 is at {address}"
         )
 

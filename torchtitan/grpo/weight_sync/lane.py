@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torchtitan.grpo.attestation import Attestation, AttestationFailed, ServerAttestation
 from torchtitan.grpo.config import WeightSync
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.weight_sync.first_join import FirstJoin
 from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
 from torchtitan.grpo.weight_sync.transports.interface import (
@@ -108,6 +109,7 @@ class Lane:
         self._server = versions.add_server()
         self._first_join = FirstJoin(self.url, is_initial=is_initial)
         self._lost_at: float | None = None
+        self._reminders = Reminders()
 
     @property
     def version(self) -> int:
@@ -257,15 +259,23 @@ class Lane:
 
     def _lose(self, error: BaseException, pause: float) -> None:
         reason = str(error) or type(error).__name__
-        what = f"Lost {self.url} while {self.state.value}"
-        if self._lost_at is not None:
-            what = f"{self.url} has not joined again"
+        if self._lost_at is None:
+            self._lost_at, self._reminders = time.monotonic(), Reminders()
+            logger.warning(
+                "Lost %s while %s: %s It is tried again in %g s.",
+                self.url, self.state.value, reason, pause,
+            )  # fmt: skip
         else:
-            self._lost_at = time.monotonic()
+            # A server may be gone for days: the same reason is not told at each try.
+            seconds = time.monotonic() - self._lost_at
+            if self._reminders.is_due(seconds) or reason != self.last_error:
+                logger.warning(
+                    "%s has not joined again since %.0f s: %s It is tried every %g s.",
+                    self.url, seconds, reason, pause,
+                )  # fmt: skip
         self.num_failures += 1
         self.is_blocked, self.last_error = False, reason
         self._server.lose()
-        logger.warning("%s: %s It is tried again in %g s.", what, reason, pause)
         self._listeners.on_lost(self.url, reason)
         is_mismatch = isinstance(error, VersionMismatch)
         self._take(LaneEvent.VERSION_MISMATCH if is_mismatch else LaneEvent.FAILED)

@@ -383,21 +383,26 @@ def test_a_server_that_has_taken_weights_before_may_refuse_them_later():
     run_rig(body, is_initial=True)
 
 
-def test_a_loss_is_told_with_the_next_try_and_ends_with_a_line_of_its_own(caplog):
+def test_a_loss_is_told_once_for_each_reason_and_ends_with_a_line_of_its_own(caplog):
     async def body(rig: LaneRig) -> None:
         await rig.versions.begin(1)
         assert await rig.hears() == ("version", 1)
         rig.way.error = RouteError("no connection")
         await rig.versions.begin(2)
-        for _ in range(2):
+        for _ in range(4):
             assert (await rig.hears())[0] == "lost"
+        rig.way.error = RouteError("another model")
+        while await rig.hears() != ("lost", "another model"):
+            pass
         rig.way.error = None
         while (await rig.hears())[0] == "lost":
             pass
 
     with caplog.at_level(logging.WARNING):
         run_rig(body)
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "Lost http://a while syncing: no connection It is tried again in 0.01 s."
-    assert all(line.startswith("http://a has not joined again: no conn") for line in said[1:-1])
-    assert said[-1] == "http://a has joined again, 0 s after it was lost."
+    lost, other, joined = [record.getMessage() for record in caplog.records]
+    assert lost == "Lost http://a while syncing: no connection It is tried again in 0.01 s."
+    assert other.startswith(
+        "http://a has not joined again since 0 s: another model It is tried every"
+    )
+    assert joined == "http://a has joined again, 0 s after it was lost."

@@ -17,11 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
-    MALFORMED,
     UPDATING_LABEL,
-    as_object,
-    checked_generation,
-    checked_prompt_logprobs,
     joined_group,
     max_answer_bytes,
     version_or_none,
@@ -39,10 +35,18 @@ from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.model_cards import card_of, smallest
 from torchtitan.grpo.inference.vllm.examine import (
     ALL_OPTIONS,
-    GENERATE_ROUTE,
     NO_ROOM,
     WRONG_LOGPROBS,
     examine,
+)
+from torchtitan.grpo.inference.vllm.generation import (
+    GENERATE_ROUTE,
+    REQUEST_ID_PREFIX,
+    generate_body,
+    parse_generation,
+    parse_logprobs,
+    parse_prompt_logprobs,
+    prompt_logprobs_body,
 )
 from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
 from torchtitan.grpo.inference.vllm.load import parse_metrics
@@ -52,8 +56,6 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 logger = logging.getLogger(__name__)
 
-# The server prepends this to the id of a request, and aborts by the whole id.
-_REQUEST_ID_PREFIX = "generate-tokens-"
 _PROBE_TOKENS = (0, 1)  # in every vocabulary
 _PROBE_TOLERANCE = 1e-3
 NO_EXTENSION = (
@@ -148,7 +150,7 @@ class VLLMClient(InferenceClient):
                 )
 
     async def abort(self, request_id: str | None) -> None:
-        ids = [] if request_id is None else [_REQUEST_ID_PREFIX + request_id]
+        ids = [] if request_id is None else [REQUEST_ID_PREFIX + request_id]
         await self._http.post("/abort_requests", {"request_ids": ids})
 
     async def _abort_quietly(self, request_id: str) -> None:
@@ -335,15 +337,7 @@ class VLLMClient(InferenceClient):
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         answer = await self._http.post(
             GENERATE_ROUTE,
-            {
-                "token_ids": token_ids,
-                "sampling_params": {
-                    "max_tokens": 1,
-                    "temperature": 1.0,
-                    "prompt_logprobs": 0,  # of the prompt's own tokens alone
-                    "detokenize": False,
-                },
-            },
+            prompt_logprobs_body(token_ids),
             scope="generation",
             timeout_seconds=self._request_timeout_seconds,
         )
@@ -353,100 +347,6 @@ class VLLMClient(InferenceClient):
         if self._logprobs_probe is not None:
             self._logprobs_probe.cancel()
         await self._http.close()
-
-
-def generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Returns the body of a request to :data:`GENERATE_ROUTE`.
-
-    It sets everything that shapes the distribution. Otherwise the server would use the values of
-    the model's ``generation_config.json``.
-    """
-    return {
-        "request_id": request.request_id,
-        "token_ids": request.prompt_ids,
-        "stream": False,
-        "sampling_params": {
-            "max_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": max(request.top_k, 0),
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": list(request.stop_token_ids),
-            "ignore_eos": request.ignore_eos,
-            "seed": request.seed,
-            "logprobs": 0,  # of the sampled token alone
-            "detokenize": False,
-        },
-    }
-
-
-def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
-    """Returns a verified generation from an answer of :data:`GENERATE_ROUTE`.
-
-    Raises:
-        ServerError: If a part of the answer is missing, or its parts contradict each other.
-    """
-    body = as_object(body, source)
-    try:
-        (choice,) = body["choices"]
-        if choice["logprobs"] is None:
-            raise LogprobsError(
-                f"{source}: the answer holds no logprobs of its tokens, got {excerpt(body)}"
-            )
-        return checked_generation(
-            source,
-            request,
-            sent_id=_REQUEST_ID_PREFIX + request.request_id,
-            answered_id=body["request_id"],
-            num_prompt_tokens=body["usage"]["prompt_tokens"],
-            token_ids=choice["token_ids"],
-            logprobs=[(e["logprob"], e["token_id"]) for e in choice["logprobs"]["content"]],
-            num_completion_tokens=body["usage"]["completion_tokens"],
-            finish_reason=choice["finish_reason"],
-            spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]],
-        )
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold request_id, usage, and one choice with token_ids, "
-            f"logprobs, finish reason and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
-
-
-def parse_logprobs(source: str, body: Any) -> list[float]:
-    """Returns the logprobs of the sampled tokens, whatever their versions.
-
-    Raises:
-        ServerError: If the answer does not hold them.
-    """
-    try:
-        (choice,) = body["choices"]
-        return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold one choice with logprobs "
-            f"({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
-
-
-def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
-    """Returns the logprobs of all prompt tokens but the first.
-
-    Raises:
-        ServerError: If the answer is about other tokens, or some are missing.
-    """
-    try:
-        first, *others = body["prompt_logprobs"]
-        entries = [
-            (entry[str(token)]["logprob"], token)
-            for entry, token in zip(others, token_ids[1:], strict=True)
-        ]
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
-            f"({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
-    return checked_prompt_logprobs(source, token_ids, [(first, token_ids[0]), *entries])
 
 
 def _field(body: Any, name: str, source: str) -> Any:

@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, field
 
 from torchtitan.grpo.inference.http import HttpConnection, excerpt
+from torchtitan.grpo.inference.vllm.generation import GENERATE_ROUTE
 from torchtitan.grpo.inference.vllm.launch import GUARD
 
-GENERATE_ROUTE = "/inference/v1/generate"
 NO_ROOM = "no room to stage"
 """Part of the error message of a worker that has no memory for a second copy of the weights."""
 

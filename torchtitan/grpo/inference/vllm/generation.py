@@ -1,0 +1,128 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What vLLM's route for generation takes and answers: token ids, logprobs, and the version of every token."""
+
+from typing import Any
+
+from torchtitan.grpo.inference.answers import (
+    MALFORMED,
+    as_object,
+    checked_generation,
+    checked_prompt_logprobs,
+)
+from torchtitan.grpo.inference.client import LogprobsError, ServerError
+from torchtitan.grpo.inference.http import excerpt
+from torchtitan.grpo.types import GenerateRequest, Generation
+
+GENERATE_ROUTE = "/inference/v1/generate"
+
+REQUEST_ID_PREFIX = "generate-tokens-"
+"""The server prepends this to the id of a request, and aborts by the whole id."""
+
+
+def generate_body(request: GenerateRequest) -> dict[str, Any]:
+    """Returns the body of a request to :data:`GENERATE_ROUTE`.
+
+    It sets everything that shapes the distribution. Otherwise the server would use the values of
+    the model's ``generation_config.json``.
+    """
+    return {
+        "request_id": request.request_id,
+        "token_ids": request.prompt_ids,
+        "stream": False,
+        "sampling_params": {
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": max(request.top_k, 0),
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(request.stop_token_ids),
+            "ignore_eos": request.ignore_eos,
+            "seed": request.seed,
+            "logprobs": 0,  # of the sampled token alone
+            "detokenize": False,
+        },
+    }
+
+
+def prompt_logprobs_body(token_ids: list[int]) -> dict[str, Any]:
+    """Returns the body of a request to :data:`GENERATE_ROUTE` for the logprobs of a prompt."""
+    return {
+        "token_ids": token_ids,
+        "sampling_params": {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,  # of the prompt's own tokens alone
+            "detokenize": False,
+        },
+    }
+
+
+def parse_generation(source: str, request: GenerateRequest, body: Any) -> Generation:
+    """Returns a verified generation from an answer of :data:`GENERATE_ROUTE`.
+
+    Raises:
+        ServerError: If a part of the answer is missing, or its parts contradict each other.
+    """
+    body = as_object(body, source)
+    try:
+        (choice,) = body["choices"]
+        if choice["logprobs"] is None:
+            raise LogprobsError(
+                f"{source}: the answer holds no logprobs of its tokens, got {excerpt(body)}"
+            )
+        return checked_generation(
+            source,
+            request,
+            sent_id=REQUEST_ID_PREFIX + request.request_id,
+            answered_id=body["request_id"],
+            num_prompt_tokens=body["usage"]["prompt_tokens"],
+            token_ids=choice["token_ids"],
+            logprobs=[(e["logprob"], e["token_id"]) for e in choice["logprobs"]["content"]],
+            num_completion_tokens=body["usage"]["completion_tokens"],
+            finish_reason=choice["finish_reason"],
+            spans=[(s["version"], s["start"], s["end"]) for s in choice["weight_versions"]],
+        )
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold request_id, usage, and one choice with token_ids, "
+            f"logprobs, finish reason and weight_versions ({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def parse_logprobs(source: str, body: Any) -> list[float]:
+    """Returns the logprobs of the sampled tokens, whatever their versions.
+
+    Raises:
+        ServerError: If the answer does not hold them.
+    """
+    try:
+        (choice,) = body["choices"]
+        return [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold one choice with logprobs "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+
+
+def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
+    """Returns the logprobs of all prompt tokens but the first.
+
+    Raises:
+        ServerError: If the answer is about other tokens, or some are missing.
+    """
+    try:
+        first, *others = body["prompt_logprobs"]
+        entries = [
+            (entry[str(token)]["logprob"], token)
+            for entry, token in zip(others, token_ids[1:], strict=True)
+        ]
+    except MALFORMED as error:
+        raise ServerError(
+            f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
+            f"({type(error).__name__}: {error}), got {excerpt(body)}"
+        ) from error
+    return checked_prompt_logprobs(source, token_ids, [(first, token_ids[0]), *entries])
