@@ -12,8 +12,10 @@ GSM8K's own form. It takes about five minutes of one core.
 
 The model is briefly taught to continue `Question: ...\\nAnswer:` with a worked answer. Half of
 its lessons end in GSM8K's last line, `#### <number>`, and half stop short of it, so that a
-reward for this line has room to rise. Such a model writes readable sentences of the right
-kind; it cannot reason, and its numbers are seldom right.
+reward for this line has room to rise. With `--last-line-share 0` no lesson has that line: this is
+the base model of `train_configs/gsm8k_sft.toml`, which teaches it by a supervised start with `examples.jsonl`, the
+training rows with plain answers. Such a model writes readable sentences of the right kind; it cannot reason, and its numbers are seldom
+right.
 """
 
 import argparse
@@ -142,6 +144,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         dtype="float32",
     )
     return Qwen3ForCausalLM(config)
+
+
+def examples_of(rows: list[Row]) -> list[Row]:
+    """Returns the rows as `torchtitan-grpo sft` reads them: questions, and plain answers."""
+    return [
+        {"question": row["question"], "completion": f" {plain_answer(row['answer'])}"}
+        for row in rows
+    ]
 
 
 def short_rows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, lessons: Lessons) -> list[Row]:
@@ -273,6 +283,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--heldout-rows", type=int, default=128)
     parser.add_argument("--steps", type=int, default=Lessons.num_steps)
+    parser.add_argument(
+        "--last-line-share",
+        type=float,
+        default=Lessons.with_last_line,
+        help="share of the lessons that end in the line #### <number>",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="another number, other bytes")
     return parser.parse_args(arguments)
@@ -284,7 +300,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
-    lessons = Lessons(num_steps=options.steps)
+    lessons = Lessons(num_steps=options.steps, with_last_line=options.last_line_share)
 
     rows = read_rows(options.train)
     tokenizer = train_tokenizer(rows)
@@ -299,6 +315,8 @@ def main(arguments: list[str]) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     write_jsonl(options.output / "train.jsonl", train)
     write_jsonl(options.output / "heldout.jsonl", heldout)
+    write_jsonl(options.output / "examples.jsonl", examples_of(train))
+    write_jsonl(options.output / "heldout_examples.jsonl", examples_of(heldout))
 
     model = build_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(train)} rows to learn from", flush=True)

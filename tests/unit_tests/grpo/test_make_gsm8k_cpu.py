@@ -5,6 +5,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +57,12 @@ def test_a_file_in_gsm8k_form_becomes_a_model_and_two_disjoint_prompt_files(
     )
     assert (len(train), len(heldout)) == (40, 8)
     assert not train & heldout
+    examples = [json.loads(line) for line in (output / "examples.jsonl").read_text().splitlines()]
+    assert {example["question"] for example in examples} == train
+    for example in examples:
+        assert re.fullmatch(
+            r" She has (\d+)\+(\d+) = (\d+) apples.\n#### \3", example["completion"]
+        )
 
 
 def test_half_of_the_lessons_lack_the_last_line_and_none_has_annotations(
