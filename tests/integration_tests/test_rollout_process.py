@@ -124,7 +124,8 @@ def test_batch_that_does_not_come_is_an_error_that_says_what_is_lacking(
     # No server was attested, so there will be no batch.
     assert link.next_batch(0, BATCH_SECONDS, should_stop=lambda: True) is None
     with pytest.raises(
-        RolloutFailed, match=r"within 10 s: batch 0: 0 of 3 .* 0 of 1 servers ready"
+        RolloutFailed,
+        match=r"within 10 s \(rollout.batch_timeout_seconds\): batch 0: 0 of 3 .* 0 of 1 servers ready",
     ):
         link.next_batch(0, 10.0)
 
