@@ -221,6 +221,8 @@ class RolloutLink:
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
         """Requests an evaluation of the held-out prompts. Does not wait for it.
 
+        One that is still running is given up, and its result is dropped.
+
         Args:
             version: Oldest policy version that may generate a completion.
             pinned: URLs of servers that alone generate them; empty for all servers.

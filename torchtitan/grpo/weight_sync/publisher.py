@@ -111,7 +111,8 @@ class Publisher(ABC):
         """Leaves one of several servers at the first version that it gets from ``version`` on.
 
         The other servers go on taking new versions, and a server that is alone is not pinned: it
-        has to take them. Called on the leader.
+        has to take them. For the same reason a pin ends by itself when the last other server is
+        lost; :meth:`pinned` tells. Called on the leader.
 
         Args:
             version: Policy version. ``None`` lets every server take new versions again.
@@ -119,6 +120,10 @@ class Publisher(ABC):
         Returns:
             The URL of the server, or nothing if none is pinned.
         """
+        return []
+
+    def pinned(self) -> list[str]:
+        """Returns the URL of the server that is pinned now, or nothing if none is."""
         return []
 
     @abstractmethod
@@ -218,15 +223,18 @@ class WeightPublisher(Publisher):
                 self._changed.wait(_POLL_SECONDS)
 
     def pin(self, version: int | None) -> list[str]:
-        for lane in self.lanes:
-            lane.held_from = None
-        # A server that is only starting would leave all rollouts to the pinned one.
-        present = [lane for lane in self.lanes if not lane.is_lost and lane.version >= 0]
-        if version is None or len(present) < 2:
-            return []
-        chosen = max(present, key=lambda lane: lane.version)  # it has to wait least
-        chosen.held_from = version
-        return [chosen.url]
+        with self._changed:  # a server that is lost from now on is found by `_release_last`
+            for lane in self.lanes:
+                lane.held_from = None
+            present = [lane for lane in self.lanes if _takes_versions(lane)]
+            if version is None or len(present) < 2:
+                return []
+            chosen = max(present, key=lambda lane: lane.version)  # it has to wait least
+            chosen.held_from = version
+            return [chosen.url]
+
+    def pinned(self) -> list[str]:
+        return [lane.url for lane in self.lanes if lane.held_from is not None]
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -337,7 +345,23 @@ class WeightPublisher(Publisher):
 
     def _notify(self) -> None:
         with self._changed:
+            self._release_last()
             self._changed.notify_all()
+
+    def _release_last(self) -> None:
+        """Ends a pin if no other server can take new versions: rollouts would wait for one."""
+        lanes = self.lanes
+        if not any(_takes_versions(lane) for lane in lanes if lane.held_from is None):
+            for lane in lanes:
+                lane.held_from = None
+
+
+def _takes_versions(lane: Lane) -> bool:
+    """Returns whether a server serves and will be brought newer versions.
+
+    A server that is only starting would leave all rollouts to the pinned one.
+    """
+    return lane.version >= 0 and not lane.is_blocked
 
 
 def lane_metrics(lane: Lane, published: int) -> dict[str, float]:

@@ -100,6 +100,28 @@ def test_of_several_servers_that_are_there_the_newest_is_pinned_and_a_single_one
     assert Waiting(lanes[0], lanes[2]).pin(5) == []
 
 
+def test_a_pinned_server_takes_new_versions_when_it_is_the_last_that_can():
+    lanes = [lane(url=f"http://{name}", held_from=None) for name in "abc"]
+    publisher = Waiting(*lanes)
+    assert publisher.pin(3) == publisher.pinned() == ["http://a"]
+    lanes[1].version, lanes[1].is_lost = -1, True
+    publisher._notify()  # as after each change of a lane
+    assert publisher.pinned() == ["http://a"]
+    lanes[2].is_blocked = True
+    publisher._notify()
+    assert publisher.pinned() == []
+    assert [each.held_from for each in lanes] == [None, None, None]
+
+
+def test_a_pinned_server_takes_new_versions_when_the_others_have_left_the_run():
+    pinned, other = lane(held_from=None), lane(url="http://b", held_from=None)
+    publisher = Waiting(pinned, other)
+    assert publisher.pin(3) == ["http://a"]
+    publisher._lanes = [pinned]
+    publisher._notify()
+    assert pinned.held_from is None
+
+
 def test_beside_a_server_that_is_only_starting_none_is_pinned():
     starting = lane(url="http://b", version=-1, held_from=None)
     serving = lane(version=3, held_from=None)
