@@ -135,7 +135,7 @@ class Evaluations:
             self.num_begun_again += 1
             logger.warning(
                 "The server that was left at the weights of an evaluation takes new ones again, "
-                "because all other servers are lost. The evaluation is begun again with newer "
+                "because no other server takes any. The evaluation is begun again with newer "
                 "weights (evaluation/begun_again)."
             )
 
