@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torchtitan.grpo.system.shared_memory import sees_all_processes
+
 PATIENCE_SECONDS = 120.0
 # Between the kill and the end of the last process. A run of its own needs some seconds.
 LONGEST_SECONDS = 90.0
@@ -176,5 +178,9 @@ def test_nothing_stays_of_a_run_of_which_a_process_was_killed(
     print(f"nobody is left after {time.monotonic() - begin:.1f} s")
     print("left at first:", _files(temporary), _files(shared))
     _next_start(shared, temporary, repository)
-    assert _files(shared) == [], "shared memory must be gone"
+    left = _files(shared)
+    if not sees_all_processes():
+        # In a container they are left, since another container's process might hold them.
+        left = [name for name in left if not name.startswith("sem.mp-")]
+    assert left == [], "shared memory must be gone"
     assert list(temporary.iterdir()) == [], "temporary files must be gone"

@@ -79,6 +79,7 @@ def test_held_out_prompts_are_scored_greedily_and_alike_each_time(
     assert link.next_batch(0, BATCH_SECONDS, should_stop=lambda: True) is None
     serve_version(link, server.url, 0)
     results = []
+    link.request_evaluation(1)  # which no server serves: the next request gives it up
     for _ in range(2):
         link.request_evaluation(0)
         results.append(link.wait_evaluation(BATCH_SECONDS))

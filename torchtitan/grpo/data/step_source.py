@@ -80,6 +80,8 @@ class StepSource(ABC):
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
         """Requests an evaluation of the held-out prompts under ``version``, without waiting.
 
+        One that is still running is given up.
+
         Args:
             version: Oldest policy version that may generate a completion.
             pinned: URLs of servers that alone generate them; empty for all servers.

@@ -11,7 +11,7 @@ each of them.
 import json
 import netrc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,21 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self._is_chat = samples[0]["is_chat"]
         _warn(self._equal_rewards.update(metrics, self._is_chat))
 
-    def log_evaluation(self, step: int, result: EvaluationResult, num_left_out: int = 0) -> None:
+    def log_evaluation(
+        self, step: int, result: EvaluationResult, counts: Mapping[str, int]
+    ) -> None:
         """Records an evaluation, on rank 0.
 
         Args:
             step: Steps that the run has taken. The evaluated version may be older.
             result: The evaluation.
-            num_left_out: Evaluations of this process that were due while another one was running.
+            counts: What evaluations of this process met, by the metric's name without
+                ``evaluation/``.
         """
         if self._progress is None or self.evaluations is None or self.evaluated is None:
             return
-        metrics = evaluation_metrics(result) | {"evaluation/left_out": float(num_left_out)}
+        metrics = evaluation_metrics(result)
+        metrics |= {f"evaluation/{name}": float(count) for name, count in counts.items()}
         self.evaluations.add({"step": result.version, **metrics, "num_prompts": result.num_prompts})
         for record in sample_records(result):
             self.evaluated.add(record)

@@ -21,8 +21,7 @@ class AwaitedEvaluation:
         self._num_requests = 0
 
     def make_request(self, version: int, pinned: Sequence[str]) -> Evaluate:
-        """Returns a new request, which is awaited from now on."""
-        assert self.request is None, "evaluations are requested one after another"
+        """Returns a new request, which alone is awaited from now on."""
         self._num_requests += 1
         self.request = Evaluate(self._num_requests, version, list(pinned))
         return self.request
@@ -30,7 +29,8 @@ class AwaitedEvaluation:
     def take_from(self, answers: list[tuple[Answer, list[bytes]]]) -> EvaluationResult | None:
         """Removes the answers to evaluations from a list; returns the result that was awaited.
 
-        A request that was renewed after the process was killed may be answered twice.
+        A request that was renewed after the process was killed may be answered twice, and one that
+        was given up may be answered nevertheless.
         """
         found = [answer for answer, _ in answers if isinstance(answer, EvaluationDone)]
         answers[:] = [each for each in answers if not isinstance(each[0], EvaluationDone)]

@@ -9,7 +9,6 @@ The code is synchronous: it uses neither asyncio nor torch.
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -28,7 +27,7 @@ from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
-from torchtitan.grpo.system.private_folders import make_private_folder
+from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.types import ServerInfo
 
@@ -226,6 +225,8 @@ class RolloutLink:
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> None:
         """Requests an evaluation of the held-out prompts. Does not wait for it.
 
+        One that is still running is given up, and its result is dropped.
+
         Args:
             version: Oldest policy version that may generate a completion.
             pinned: URLs of servers that alone generate them; empty for all servers.
@@ -335,7 +336,7 @@ class RolloutLink:
             self._notices = None
         self._messages = None
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_private_folder(self._directory)
 
     def _connect(self, kind: int, name: str) -> zmq.Socket:
         # This end connects and the child binds: messages sent before the child is up are then kept.

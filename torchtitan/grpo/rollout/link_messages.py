@@ -28,7 +28,10 @@ class NextBatch(msgspec.Struct, tag=True):
 
 
 class Evaluate(msgspec.Struct, tag=True):
-    """Rank 0 requests an evaluation of ``version``, on the servers ``pinned`` if it names some."""
+    """Rank 0 requests an evaluation of ``version``, on the servers ``pinned`` if it names some.
+
+    An evaluation that is still running is given up.
+    """
 
     request_id: int
     version: int

@@ -73,6 +73,7 @@ class RolloutProcess:
         self._monitor = RolloutMonitor(config, self._announcer.announce)
         self._session: RolloutSession | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
         self._holder: BatchHolder | None = None
         if not config.prompts.single_rank_load:
@@ -145,10 +146,13 @@ class RolloutProcess:
             self._generate(tasks, session.watch_servers(self._tell_servers))
             self._generate(tasks, session.dispatcher.watch_loads())
 
-    def _generate(self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+    def _generate(
+        self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
         task = tasks.create_task(work)
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)
+        return task
 
     async def _report(self, error: BaseException | None) -> int:
         await self._speak_once()
@@ -185,7 +189,10 @@ class RolloutProcess:
             if isinstance(command, link_messages.NextBatch):
                 tasks.create_task(self._send_batch(self._opened(), command))
             elif isinstance(command, link_messages.Evaluate):
-                self._generate(tasks, self._send_evaluation(self._opened(), command))
+                if self._evaluating is not None:
+                    self._evaluating.cancel()  # rank 0 has given it up, if it is still running
+                work = self._send_evaluation(self._opened(), command)
+                self._evaluating = self._generate(tasks, work)
             elif isinstance(command, link_messages.Save):
                 # Taken now, because later changes belong to a later checkpoint.
                 saved = self._opened().producer.save(command.version)

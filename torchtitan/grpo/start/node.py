@@ -10,7 +10,6 @@ rendezvous which ranks are here. The ranks run under torchrun's agent, see `torc
 import argparse
 import os
 import shlex
-import shutil
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from torchtitan.grpo.command_line.launched import LAUNCH_VARIABLE
 from torchtitan.grpo.command_line.light_tables import without_torch
 from torchtitan.grpo.system.interfaces import address_of, interface_of
 from torchtitan.grpo.system.loopback import is_loopback
-from torchtitan.grpo.system.private_folders import make_private_folder
+from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.weight_wire.routes import source_address
 
@@ -306,7 +305,7 @@ def _run_ranks(
         )
         return 1
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_private_folder(folder)
 
 
 def _describe(options: NodeOptions, place: Place, num_ranks: int) -> None:

@@ -10,7 +10,6 @@ bury that message.
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan.grpo.start import local_rendezvous
 from torchtitan.grpo.start.final_status import respecting_guards
-from torchtitan.grpo.system.private_folders import make_private_folder
+from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -67,7 +66,7 @@ def run_ranks(
     try:
         return run_agent(config, arguments, stop_timeout_seconds, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_private_folder(folder)
 
 
 def run_agent(

@@ -4,10 +4,12 @@
 """Temporary folders of a process, which a later one removes if the process was killed.
 
 The name of a folder tells which process made it. Nobody can remove a folder after kill -9, so whoever
-makes the next one removes those whose process is gone.
+makes the next one removes those whose process is gone. A process of another container, whose number
+means nothing here, is known by the lock that it holds on its folder; the kernel ends it with the process.
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -17,6 +19,8 @@ from pathlib import Path
 from torchtitan.grpo.system.shared_memory import remove_noted
 
 _OURS = re.compile(r"torchtitan-grpo-[a-z]+-(\d+)-(\d+)-\w+")
+# Kept open as long as the folders are this process's.
+_locks: dict[Path, int] = {}
 # The path of a Unix socket is limited to 107 bytes on Linux and 103 on macOS.
 _LONGEST_FOLDER = 80
 
@@ -35,13 +39,22 @@ def make_private_folder(purpose: str) -> Path:
     if len(parent) + len(prefix) > _LONGEST_FOLDER - 10:
         parent = "/tmp"
     _remove_left_behind(Path(parent))
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # mode 0700
+    made = Path(tempfile.mkdtemp(prefix=f"new-{prefix}", dir=parent))  # mode 0700
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # a file system without locks: the process number has to do
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    # Nobody finds the folder under its name before it is locked.
+    folder = made.rename(made.with_name(made.name.removeprefix("new-")))
+    _locks[folder] = lock
+    return folder
 
 
 def remove_private_folder(folder: Path) -> None:
     """Removes a folder, and the shared memory that is noted in it and that nobody holds."""
     remove_noted(folder)
     shutil.rmtree(folder, ignore_errors=True)
+    if (lock := _locks.pop(folder, None)) is not None:
+        os.close(lock)
 
 
 def _remove_left_behind(parent: Path) -> None:
@@ -51,8 +64,23 @@ def _remove_left_behind(parent: Path) -> None:
         if match is None or match[2] == "0" or _start_time(int(match[1])) == match[2]:
             continue
         with contextlib.suppress(OSError):
-            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+            is_own = folder.lstat().st_uid == os.getuid() and not folder.is_symlink()
+            if is_own and not _is_locked(folder):
                 remove_private_folder(folder)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Returns whether a living process holds the lock on a folder, which it may hold unseen."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _start_time(pid: int) -> str:

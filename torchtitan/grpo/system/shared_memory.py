@@ -16,6 +16,9 @@ from pathlib import Path
 _FOLDER = Path("/dev/shm")
 _NOTE = "shared_memory"
 _DELETED = " (deleted)"
+# The kernel gives the first PID namespace, whose /proc lists all processes, this inode
+# (PROC_PID_INIT_INO in include/linux/proc_ns.h).
+_ALL_PROCESSES = 0xEFFFFFFC
 
 
 def note_held(session: int, folder: Path) -> None:
@@ -23,6 +26,8 @@ def note_held(session: int, folder: Path) -> None:
 
     Semaphores of Python that nobody holds and that are younger than the session are noted as well: vLLM
     and SGLang leave some that they hold no longer. If one is another program's, it is not needed either.
+    In a container nobody can tell that: others that share the memory may have processes of their own,
+    which are not seen here. Such semaphores are left there then.
     """
     held: set[str] = set()
     of_anybody: set[str] = set()
@@ -32,7 +37,8 @@ def note_held(session: int, folder: Path) -> None:
             of_anybody |= names
             if os.getsid(pid) == session:
                 held |= names
-    held |= _semaphores_since(session) - of_anybody
+    if sees_all_processes():
+        held |= _semaphores_since(session) - of_anybody
     noted = _noted(folder)
     if held - noted:
         with contextlib.suppress(OSError):  # a full disk costs the note, not the run
@@ -52,6 +58,13 @@ def remove_noted(folder: Path) -> None:
             file = _FOLDER / name
             if file.lstat().st_uid == os.getuid():
                 file.unlink()
+
+
+def sees_all_processes() -> bool:
+    """Returns whether /proc lists all processes of this machine: not in a container."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino == _ALL_PROCESSES
+    return False
 
 
 def _semaphores_since(session: int) -> set[str]:

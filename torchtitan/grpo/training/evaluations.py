@@ -5,7 +5,7 @@
 between two steps nobody."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torchtitan.tools.logging import logger
 
@@ -15,8 +15,8 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.weight_sync.publisher import Publisher
 
-Log = Callable[[int, EvaluationResult, int], None]
-"""Records an evaluation: the step of now, the result, and how many were left out so far."""
+Log = Callable[[int, EvaluationResult, Mapping[str, int]], None]
+"""Records an evaluation: the step of now, the result, and the counts of :meth:`Evaluations.counts`."""
 
 
 class Evaluations:
@@ -25,7 +25,8 @@ class Evaluations:
     An evaluation beside training is requested by :meth:`begin` and recorded by the first
     :meth:`collect` that finds its result; neither waits. One server, if there are several, keeps
     the evaluated weights meanwhile (``evaluation.pin``), until the result is there or
-    ``evaluation.timeout_seconds`` have passed.
+    ``evaluation.timeout_seconds`` have passed. If it becomes the last server that can take new
+    weights, it takes them, and the evaluation is begun again with the weights of the next step.
 
     Args:
         config: Configuration of the run.
@@ -35,6 +36,7 @@ class Evaluations:
 
     Attributes:
         num_left_out: Number of evaluations that were due while another one was running.
+        num_begun_again: Number of evaluations that were begun again.
     """
 
     def __init__(
@@ -49,16 +51,26 @@ class Evaluations:
         self._pins = config.evaluation.pin
         self._longest_pin = config.evaluation.timeout_seconds
         self._pinned_at: float | None = None
+        self._must_begin = False  # at the next opportunity, whatever the interval
+        self._was_refused = False
         self.is_beside_training = is_beside
-        self.num_left_out = 0
+        self.num_left_out = self.num_begun_again = 0
 
     def is_due(self, step: int) -> bool:
-        """Returns whether an evaluation belongs between this step and the next one."""
-        return self._is_on and self._interval > 0 and step % self._interval == 0
+        """Returns whether an evaluation belongs between this step and the next one.
+
+        One that was refused, or that :meth:`collect` has given up, is due until it is begun.
+        """
+        is_usual = self._is_on and self._interval > 0 and step % self._interval == 0
+        return is_usual or self._must_begin
+
+    def counts(self) -> dict[str, int]:
+        """Returns what evaluations of this process met, by the name of the metric."""
+        return {"left_out": self.num_left_out, "begun_again": self.num_begun_again}
 
     def begin(self, step: int) -> None:
         """Requests an evaluation beside training, unless one is still running. Never waits."""
-        if self._source.is_evaluating:
+        if self._source.is_evaluating and not self._must_begin:
             self.num_left_out += 1
             if self.num_left_out == 1:
                 logger.warning(
@@ -69,12 +81,21 @@ class Evaluations:
             return
         pinned = self._publisher.pin(step) if self._pins else []
         self._pinned_at = time.monotonic() if pinned else None
-        self._source.request_evaluation(step, pinned)
+        is_refused = not self._source.request_evaluation(step, pinned)
+        if is_refused:
+            self._unpin()
+            if not self._was_refused:
+                logger.warning(
+                    f"The evaluation of step {step} could not be requested, because nothing can "
+                    "generate its completions now. It is requested again after each step."
+                )
+        self._must_begin = self._was_refused = is_refused
 
     def collect(self, step: int) -> None:
         """Records the requested evaluation if its result is there. Never waits."""
         if self._source.is_evaluating:
             self._record(step, self._source.take_evaluation())
+            self._give_up_if_unpinned()
             is_late = self._pinned_at is not None and (
                 time.monotonic() - self._pinned_at > self._longest_pin
             )
@@ -103,7 +124,20 @@ class Evaluations:
     def _record(self, step: int, result: EvaluationResult | None) -> None:
         if result is not None:
             self._unpin()
-            self._log(step, result, self.num_left_out)
+            self._must_begin = False
+            self._log(step, result, self.counts())
+
+    def _give_up_if_unpinned(self) -> None:
+        """Has the evaluation begun again if its server had to take newer weights."""
+        if self._pinned_at is not None and not self._publisher.pinned():
+            self._pinned_at = None
+            self._must_begin = True
+            self.num_begun_again += 1
+            logger.warning(
+                "The server that was left at the weights of an evaluation takes new ones again, "
+                "because no other server takes any. The evaluation is begun again with newer "
+                "weights (evaluation/begun_again)."
+            )
 
     def _unpin(self) -> None:
         if self._pinned_at is not None:

@@ -32,6 +32,7 @@ from torchtitan.grpo.system.priority import yield_to_training
 from torchtitan.grpo.weight_sync.lane import Lane
 from torchtitan.grpo.weight_sync.lane_state import LaneState
 from torchtitan.grpo.weight_sync.leader import Leader
+from torchtitan.grpo.weight_sync.pin import Pin
 from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 
@@ -111,7 +112,8 @@ class Publisher(ABC):
         """Leaves one of several servers at the first version that it gets from ``version`` on.
 
         The other servers go on taking new versions, and a server that is alone is not pinned: it
-        has to take them. Called on the leader.
+        has to take them. For the same reason a pin ends by itself when no other server is left,
+        or none takes them; :meth:`pinned` tells. Called on the leader.
 
         Args:
             version: Policy version. ``None`` lets every server take new versions again.
@@ -119,6 +121,10 @@ class Publisher(ABC):
         Returns:
             The URL of the server, or nothing if none is pinned.
         """
+        return []
+
+    def pinned(self) -> list[str]:
+        """Returns the URL of the server that is pinned now, or nothing if none is."""
         return []
 
     @abstractmethod
@@ -179,6 +185,7 @@ class WeightPublisher(Publisher):
         self._attest_every = attest_every
         self._make_leader, self._follow = make_leader, follow
         self._leader: Leader | None = None
+        self._pin = Pin()
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -218,15 +225,11 @@ class WeightPublisher(Publisher):
                 self._changed.wait(_POLL_SECONDS)
 
     def pin(self, version: int | None) -> list[str]:
-        for lane in self.lanes:
-            lane.held_from = None
-        # A server that is only starting would leave all rollouts to the pinned one.
-        present = [lane for lane in self.lanes if not lane.is_lost and lane.version >= 0]
-        if version is None or len(present) < 2:
-            return []
-        chosen = max(present, key=lambda lane: lane.version)  # it has to wait least
-        chosen.held_from = version
-        return [chosen.url]
+        return self._pin.set(self.lanes, version)
+
+    def pinned(self) -> list[str]:
+        url = self._pin.url
+        return [url] if url is not None else []
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -324,7 +327,18 @@ class WeightPublisher(Publisher):
     async def _lead(self) -> None:
         assert self._make_leader is not None
         leader = self._leader = self._make_leader(self._notify)
-        await leader.run(self._closing.is_set)
+        watching = asyncio.create_task(self._watch_pin(), name="pin")
+        try:
+            await leader.run(self._closing.is_set)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch_pin(self) -> None:
+        assert isinstance(self.slots, SlotTable), "only rank 0 pins servers"
+        while True:
+            self._pin.yield_if_needed(self.lanes, self.slots.published)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _serve(self) -> None:
         serving = asyncio.create_task(self._follow(), name="agent")

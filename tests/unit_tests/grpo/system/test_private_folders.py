@@ -18,16 +18,17 @@ from torchtitan.grpo.system.private_folders import make_private_folder
 MAKE = (
     "import sys; from torchtitan.grpo.system.private_folders import make_private_folder as make; "
 )
+OTHER_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+HOLD = MAKE + (
+    "import tempfile; tempfile.tempdir = sys.argv[1]; print(make('rollout'), flush=True); sys.stdin.read()"
+)
+MAKE_ONE = MAKE + "import tempfile; tempfile.tempdir = sys.argv[1]; make('ranks')"
 
 
 def test_a_folder_of_a_killed_process_is_removed_and_others_stay(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = (
-        MAKE
-        + "import tempfile; tempfile.tempdir = sys.argv[1]; print(make('rollout'), flush=True); sys.stdin.read()"
-    )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert child.stdout is not None and child.stdin is not None
@@ -82,3 +83,31 @@ def test_a_folder_of_another_user_stays(temporary: Path):
     os.chown(other, 12345, 12345)
     assert make_private_folder("ranks").parent == temporary
     assert other.exists()
+
+
+def needs_namespaces() -> None:
+    if subprocess.run([*OTHER_CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("NOT TESTED: processes of another container, because PID namespaces may not be made here")  # fmt: skip
+
+
+@pytest.mark.parametrize("is_owner_apart", [True, False])
+def test_a_folder_of_a_living_process_of_another_container_stays(
+    temporary: Path, is_owner_apart: bool
+):
+    needs_namespaces()
+    here, apart = [sys.executable, "-c"], [*OTHER_CONTAINER, sys.executable, "-c"]
+    of_owner, of_other = (apart, here) if is_owner_apart else (here, apart)
+    with subprocess.Popen(
+        [*of_owner, HOLD, str(temporary)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        subprocess.run([*of_other, MAKE_ONE, str(temporary)], check=True, timeout=60)
+        assert folder.is_dir(), "its process lives, though it is not seen"
+        owner.kill()
+    # The kernel has ended the lock by the time that the last process of the namespace is gone.
+    for _ in range(20):
+        subprocess.run([*of_other, MAKE_ONE, str(temporary)], check=True, timeout=60)
+        if not folder.exists():
+            break
+    assert not folder.exists()

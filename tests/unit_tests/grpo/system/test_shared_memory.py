@@ -3,6 +3,7 @@
 
 """Shared memory that a killed program left is removed, and that of others is not."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.grpo.system import shared_memory
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.shared_memory import note_held, remove_noted
 
@@ -81,6 +83,8 @@ def test_tracked_memory_of_a_killed_program_is_removed_with_its_session(start):
 def test_a_semaphore_that_nobody_holds_belongs_to_the_session_in_whose_time_it_was_made(
     tmp_path: Path, start
 ):
+    if not shared_memory.sees_all_processes():
+        pytest.skip("NOT TESTED: semaphores that nobody holds, which are left where this is a container")  # fmt: skip
     older, younger = (
         Path(f"/dev/shm/sem.mp-{name}-{os.getpid()}") for name in ("older", "younger")
     )
@@ -97,3 +101,37 @@ def test_a_semaphore_that_nobody_holds_belongs_to_the_session_in_whose_time_it_w
     finally:
         older.unlink()
         younger.unlink(missing_ok=True)
+
+
+# In another container: starts a session, waits for a word, then cleans up as after that session.
+CLEANER = textwrap.dedent("""
+    import subprocess, sys
+    from pathlib import Path
+    from torchtitan.grpo.system.shared_memory import note_held, remove_noted
+    folder = Path(sys.argv[1])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("started", flush=True)
+    sys.stdin.readline()
+    note_held(child.pid, folder)
+    child.kill()
+    child.wait()
+    remove_noted(folder)
+""")
+
+
+def test_a_semaphore_of_a_living_process_of_another_container_stays(tmp_path: Path):
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("NOT TESTED: processes of another container, because PID namespaces may not be made here")  # fmt: skip
+    with subprocess.Popen(
+        [*apart, sys.executable, "-c", CLEANER, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as cleaner:  # fmt: skip
+        assert cleaner.stdout is not None
+        assert cleaner.stdout.readline() == "started\n"
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        file = Path("/dev/shm", f"sem.{semaphore._semlock.name.removeprefix('/')}")  # pyright: ignore
+        assert file.exists()
+        cleaner.communicate("go\n", timeout=60)
+    assert cleaner.returncode == 0
+    assert file.exists(), "this process holds it, though it is not seen there"

@@ -3,7 +3,7 @@
 
 """When a run evaluates, which server keeps its weights meanwhile, and that no step waits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,10 +40,12 @@ class Source:
         self.requests: list[tuple[int, list[str]]] = []
         self.result: EvaluationResult | None = None
         self.is_evaluating = False
+        self.is_refusing = False
         self.num_waits = 0
 
     def request_evaluation(self, version: int, pinned: Sequence[str] = ()) -> bool:
-        assert not self.is_evaluating
+        if self.is_refusing:
+            return False
         self.is_evaluating = True
         self.requests.append((version, list(pinned)))
         return True
@@ -64,22 +66,26 @@ class Pins:
 
     def __init__(self) -> None:
         self.calls: list[int | None] = []
+        self.is_alone = False
 
     def pin(self, version: int | None) -> list[str]:
         self.calls.append(version)
-        return [] if version is None else ["http://b"]
+        return self.pinned()
+
+    def pinned(self) -> list[str]:
+        is_none = self.is_alone or not self.calls or self.calls[-1] is None
+        return [] if is_none else ["http://b"]
 
 
 def make(*arguments: str) -> tuple[Evaluations, Source, Pins, list[tuple[int, int, int]]]:
     source: Any = Source()
     pins: Any = Pins()
     logged: list[tuple[int, int, int]] = []
-    evaluations = Evaluations(
-        config(*arguments),
-        source,
-        pins,
-        lambda step, result, left_out: logged.append((step, result.version, left_out)),
-    )
+
+    def log(step: int, result: EvaluationResult, counts: Mapping[str, int]) -> None:
+        logged.append((step, result.version, counts["left_out"]))
+
+    evaluations = Evaluations(config(*arguments), source, pins, log)
     return evaluations, source, pins, logged
 
 
@@ -123,6 +129,52 @@ def test_a_server_is_not_kept_for_ever(monkeypatch):
     evaluations.collect(5)
     assert pins.calls == [2, None]
     assert source.is_evaluating
+
+
+def test_an_evaluation_whose_server_had_to_take_new_weights_is_begun_again(caplog):
+    evaluations, source, pins, logged = make()
+    evaluations.begin(2)
+    pins.is_alone = True
+    evaluations.collect(3)
+    assert "because no other server takes any" in caplog.text
+    assert evaluations.is_due(3) and source.is_evaluating
+    evaluations.begin(3)  # takes the place of the first one
+    assert source.requests == [(2, ["http://b"]), (3, [])]
+    assert not evaluations.is_due(3)
+    evaluations.collect(4)
+    evaluations.begin(4)  # the usual one
+    assert evaluations.counts() == {"left_out": 1, "begun_again": 1}
+    source.result = replace(RESULT, version=3)
+    evaluations.collect(5)
+    assert logged == [(5, 3, 1)]
+
+
+def test_a_result_that_is_there_is_recorded_although_its_server_had_to_take_new_weights():
+    evaluations, source, pins, logged = make()
+    evaluations.begin(2)
+    pins.is_alone = True
+    source.result = replace(RESULT, version=2)
+    evaluations.collect(3)
+    assert logged == [(3, 2, 0)]
+    assert not evaluations.is_due(3)
+    assert evaluations.counts()["begun_again"] == 0
+
+
+def test_a_refused_evaluation_keeps_no_server_and_is_requested_again_after_each_step(caplog):
+    evaluations, source, pins, _ = make()
+    source.is_refusing = True
+    evaluations.begin(2)
+    assert pins.calls == [2, None]
+    evaluations.collect(3)
+    assert evaluations.is_due(3)
+    evaluations.begin(3)
+    assert caplog.text.count("could not be requested") == 1
+    source.is_refusing = False
+    evaluations.collect(4)
+    evaluations.begin(4)
+    assert source.requests == [(4, ["http://b"])]
+    assert not evaluations.is_due(5)
+    assert evaluations.num_left_out == 0
 
 
 def test_no_server_is_kept_unless_asked_for():

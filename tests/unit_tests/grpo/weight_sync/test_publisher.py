@@ -84,24 +84,3 @@ def test_the_training_thread_fences_and_tells_of_a_slot_only_as_its_copy_is_star
     assert calls == ["fence", f"copy into {slot}"]
     assert slots.take_newest(0) == (slot, 7)
     assert slots.published == 7
-
-
-def test_of_several_servers_that_are_there_the_newest_is_pinned_and_a_single_one_never():
-    lanes = [
-        lane(version=3, held_from=None),
-        lane(url="http://b", version=4, held_from=None),
-        lane(url="http://c", version=-1, is_lost=True, held_from=None),
-    ]
-    publisher = Waiting(*lanes)
-    assert publisher.pin(5) == ["http://b"]
-    assert [each.held_from for each in lanes] == [None, 5, None]
-    assert publisher.pin(None) == []
-    assert [each.held_from for each in lanes] == [None, None, None]
-    assert Waiting(lanes[0], lanes[2]).pin(5) == []
-
-
-def test_beside_a_server_that_is_only_starting_none_is_pinned():
-    starting = lane(url="http://b", version=-1, held_from=None)
-    serving = lane(version=3, held_from=None)
-    assert Waiting(serving, starting).pin(5) == []
-    assert serving.held_from is None

@@ -48,6 +48,12 @@ EVALUATION = Section(
             "With a second server, `evaluation.pin` keeps it at 0. With one, evaluate less, so that it ends within a step.",
         ),
         Metric("evaluation/left_out", "evaluations", "Evaluations of this process that were due while another one was running.", "0", _FEWER),
+        Metric(
+            "evaluation/begun_again", "evaluations",
+            "Evaluations of this process that were begun again with newer weights, because their server, which `evaluation.pin` "
+            "had left at older ones, was the last that could take new weights.",
+            "0", "Find out why servers are lost: `weight_sync/failures`, and the servers' logs.",
+        ),
         Metric("num_prompts", "prompts", "Held-out prompts of all sets that received a score.", "all of them", "`rollout_process.log` has the reasons."),
     ),
 )  # fmt: skip
