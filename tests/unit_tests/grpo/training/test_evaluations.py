@@ -136,7 +136,7 @@ def test_an_evaluation_whose_server_had_to_take_new_weights_is_begun_again(caplo
     evaluations.begin(2)
     pins.is_alone = True
     evaluations.collect(3)
-    assert "because all other servers are lost" in caplog.text
+    assert "all others were lost" in caplog.text
     assert evaluations.is_due(3) and source.is_evaluating
     evaluations.begin(3)  # takes the place of the first one
     assert source.requests == [(2, ["http://b"]), (3, [])]
