@@ -26,7 +26,8 @@ class Evaluations:
     :meth:`collect` that finds its result; neither waits. One server, if there are several, keeps
     the evaluated weights meanwhile (``evaluation.pin``), until the result is there or
     ``evaluation.timeout_seconds`` have passed. If it becomes the last server that can take new
-    weights, it takes them, and the evaluation is begun again with the weights of the next step.
+    weights, it takes them, and :meth:`begin` begins the evaluation again with newer weights after
+    the step; likewise if the server leaves the run.
 
     Args:
         config: Configuration of the run.
@@ -128,15 +129,15 @@ class Evaluations:
             self._log(step, result, self.counts())
 
     def _give_up_if_unpinned(self) -> None:
-        """Has the evaluation begun again if its server had to take newer weights."""
+        """Has the evaluation begun again if no server is left at its weights any more."""
         if self._pinned_at is not None and not self._publisher.pinned():
             self._pinned_at = None
             self._must_begin = True
             self.num_begun_again += 1
             logger.warning(
-                "The server that was left at the weights of an evaluation takes new ones again, "
-                "because no other server takes any. The evaluation is begun again with newer "
-                "weights (evaluation/begun_again)."
+                "No server is left at the weights of the evaluation that is running: it takes new "
+                "weights again, because no other server takes any, or it has left the run. The "
+                "evaluation is begun again with newer weights (evaluation/begun_again)."
             )
 
     def _unpin(self) -> None:

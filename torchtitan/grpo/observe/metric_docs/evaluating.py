@@ -51,7 +51,7 @@ EVALUATION = Section(
         Metric(
             "evaluation/begun_again", "evaluations",
             "Evaluations of this process that were begun again with newer weights, because their server, which `evaluation.pin` "
-            "had left at older ones, was the last that could take new weights.",
+            "had left at older ones, was the last that could take new weights, or left the run.",
             "0", "Find out why servers are lost: `weight_sync/failures`, and the servers' logs.",
         ),
         Metric("num_prompts", "prompts", "Held-out prompts of all sets that received a score.", "all of them", "`rollout_process.log` has the reasons."),
