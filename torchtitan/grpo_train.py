@@ -7,8 +7,8 @@
         --job.config_file X.toml
 
 Rank 0 takes groups of rollouts from the rollout process, plans the step and scatters the
-rows. All ranks compute the loss and step the optimizer. The new weights travel to the servers
-in the background while the next step runs.
+rows. All ranks compute the loss and step the optimizer. The new weights are pushed to the
+servers in the background while the next step runs.
 """
 
 # ruff: noqa: E402  (the device must be settled before torchtitan's modules read it)
@@ -71,15 +71,15 @@ from torchtitan.grpo.weight_sync.unpublished import Unpublished
 
 
 class GRPOTrainer(Trainer):
-    """Torchtitan's Trainer, learning from rollouts.
+    """Extends torchtitan's Trainer so that it learns from rollouts.
 
-    Model construction, layouts, optimizer, scheduler and checkpoints are upstream's.
+    Upstream provides model construction, layouts, optimizer, scheduler and checkpoints.
 
     Args:
         job_config: The configuration, already validated.
         hf_model: The model that is trained.
         stop: Set when the process receives SIGINT or SIGTERM.
-        watch: Knows when another rank is lost, and tells the others what this one does.
+        watch: Detects lost ranks, and sends the phase of this rank to the others.
     """
 
     metrics_processor: GRPOMetricsProcessor
@@ -114,7 +114,7 @@ class GRPOTrainer(Trainer):
         self.learner = self._build_learner()
 
     def init_distributed(self) -> ParallelDims:
-        """Finds the other ranks, and the checkpoint before the model is built."""
+        """Connects the ranks, and finds the checkpoint before the model is built."""
         dims = super().init_distributed()
         self.watch.start()
         self.begins = checkpoint.find_start(self.config, self.hf_model)
@@ -122,12 +122,12 @@ class GRPOTrainer(Trainer):
         return dims
 
     def enter(self, phase: str) -> None:
-        """Says what this rank does from now on, to other ranks and to whoever watches the run."""
+        """Reports the new phase of this rank to the other ranks and to the monitor."""
         self.watch.board.enter(phase)
         self.metrics_processor.monitor.pulse.enter(phase)
 
     def train(self) -> None:
-        """Runs everything: start, steps and end."""
+        """Runs the whole training: the start, all steps and the end."""
         self._load_weights()
         self.first_step = self.step
         self._start()
@@ -266,7 +266,7 @@ class GRPOTrainer(Trainer):
             self.publisher.fence()
 
     def _publish(self, slot: int) -> None:
-        """Hands the current weights to the background; rates the probe with them when due."""
+        """Starts a push of the current weights, and scores the probe with them when it is due."""
         self.enter("publishing weights")
         self.publisher.publish(self.step, slot)
         if self.publisher.is_attested(self.step):
