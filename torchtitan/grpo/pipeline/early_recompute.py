@@ -78,7 +78,7 @@ class EarlyRecompute:
         self._marks.clear()
 
     def _mark(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Marks the block's first input. A recomputation marks it too, and nobody reads that."""
+        """Marks the block's first input. A recomputation marks it too, but that mark is not used."""
         if not torch.is_grad_enabled():
             return None
         marks = [] if self._marking is None else self._marking

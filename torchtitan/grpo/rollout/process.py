@@ -138,7 +138,7 @@ class RolloutProcess:
             await self._send(link_messages.Ready(session.servers, endpoint, session.warnings))
             if self._holder is not None:
                 tasks.create_task(self._holder.run())
-            # Not earlier: a slow start-up delays nobody.
+            # Not earlier, because a slow start-up does not delay other work.
             spare_collections()
             tasks.create_task(self._lag.run())
             tasks.create_task(self._hear_notices(session))

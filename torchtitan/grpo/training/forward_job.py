@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Forward passes of which the results are needed later."""
+"""Forward passes whose results are needed later."""
 
 import torch
 

@@ -44,7 +44,7 @@ class Learner:
         feed: Combines numbers of all ranks.
         role: Which rows this rank has, and whether its metrics count.
         device: Device of the policy.
-        enter: Tells whoever watches the run what this rank does from now on.
+        enter: Reports the new phase of this rank to the other ranks and to the monitor.
         await_readers: Returns once nothing reads the weights that the optimizer overwrites.
         teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
     """

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps the optimizer's settings of a resumed run from being replaced by its checkpoint's."""
+"""Keeps a resumed run's optimizer settings when its checkpoint is loaded."""
 
 from typing import Any
 
@@ -25,11 +25,11 @@ def settings_of(optimizers: OptimizersContainer) -> Groups:
 def renew_settings(
     optimizers: OptimizersContainer, schedulers: LRSchedulersContainer, settings: Groups
 ) -> tuple[float, float]:
-    """Puts the settings of this run back over those that a checkpoint brought.
+    """Restores the settings of this run after a checkpoint has replaced them.
 
     Loading a checkpoint replaces the learning rate, the betas, epsilon, and the weight decay of
-    each group, and the schedulers' base rates. What it must bring are the moments, and how many
-    steps the schedulers have taken.
+    each group, and the schedulers' base rates. Only the moments and the numbers of steps that the
+    schedulers have taken should come from the checkpoint.
 
     Args:
         optimizers: The optimizers, after loading.

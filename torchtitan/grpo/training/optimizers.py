@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Builds the optimizers of ``[optimizer]``: upstream's, or Muon with AdamW for what is no matrix."""
+"""Builds the optimizers of ``[optimizer]``: upstream's, or Muon for matrices and AdamW for the rest."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -85,7 +85,7 @@ class Agent:
 
     @operation
     async def drop(self, version: int) -> None:
-        """Returns when nobody reads the version any more and its buffers are free."""
+        """Returns when the version is no longer read and its buffers are free."""
         if self._pool is None:
             return
         self._pool.drop(version)

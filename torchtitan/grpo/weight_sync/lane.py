@@ -40,7 +40,7 @@ _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
 
 
 class VersionMismatch(ServerError):
-    """The server does not serve what was pushed to it."""
+    """The server does not serve the weights that were pushed to it."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Lane:
         await self._client.close()
 
     async def _next_version(self) -> int | None:
-        """Waits for a version to bring; returns ``None`` if there is none for some seconds."""
+        """Waits for a version to push; returns ``None`` if there is none for some seconds."""
         if not self._is_held():
             newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
             return None if self._is_held() else newer
@@ -166,7 +166,7 @@ class Lane:
         return self.held_from is not None and self.version >= self.held_from
 
     async def _bring(self, version: int) -> None:
-        """Brings one version to the server: joins if necessary, pushes, attests, confirms."""
+        """Pushes one version to the server: joins if necessary, pushes, attests, confirms."""
         if self.state is LaneState.JOINING:
             await self._connection.join()
             await self._attestation.observe()

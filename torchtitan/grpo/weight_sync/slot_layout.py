@@ -115,7 +115,7 @@ class PushPlan:
         return sum(source.num_bytes for source in self.sources)
 
     def names_from(self, rank: int) -> list[str]:
-        """Returns the parameters of which a rank contributes a part."""
+        """Returns the parameters to which a rank contributes a part."""
         return [
             assembly.name
             for layout in self.layouts.values()

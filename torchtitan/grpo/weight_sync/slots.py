@@ -97,7 +97,7 @@ class Slots:
     def take_newest(self) -> tuple[Self, int] | None:
         """Makes the filled slot with the newest version SENDING; ``None`` if none is filled.
 
-        Slots with older versions that wait are freed, since nobody needs them any more.
+        Waiting slots with older versions are freed, because they are no longer needed.
         """
         waiting = self._in_state(SlotState.PENDING)
         if not waiting:

@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.0005
 
 
 def _nobody() -> None:
-    """Does nothing, since nobody waits."""
+    """Does nothing, because no thread waits."""
 
 
 class Snapshots:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The record of which version is where; rank 0 keeps it for the whole run.
+"""Records where each version is; rank 0 keeps this record for the whole run.
 
     published -> taken -> begun (the newest) -> sent by lanes -> dropped by the source ranks
     in a slot    slot SENDING                   slot HELD or FREE     slot FREE

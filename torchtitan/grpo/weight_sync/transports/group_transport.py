@@ -66,7 +66,7 @@ class GroupSender(Sender):
         super().__init__(rank, pool)
         self._settings = settings
         self._ends: dict[str, GroupEnd] = {}
-        # Deltas take long to encode and wait for nobody.
+        # Deltas take long to encode, and encoding them waits for no other process.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="weight-encode")
 
     @operation
@@ -101,7 +101,7 @@ class GroupSender(Sender):
 
     @operation
     async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
-        """Makes a group with a server, which nobody has joined yet.
+        """Makes a group with a server, which no process has joined yet.
 
         A former group with the same server is taken down first.
         """
@@ -356,7 +356,7 @@ class GroupConnection(Connection):
     async def _beside(self, ours, theirs) -> None:
         """Runs this side's part of a collective and the request for the server's together.
 
-        Raises the first failure: when the server refuses, this side would wait in vain.
+        Raises the first failure, because this side would otherwise wait for a server that refuses.
         Neither may outlast the timeout by more than the control request's own.
         """
         tasks = own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
