@@ -11,7 +11,11 @@ import torch
 from hf_reference import ROWS, SEQUENCES, reference
 from safetensors.torch import load_file, save_file
 
-LORA = {"rank": 3, "alpha": 5.0}
+LORA = {
+    "rank": 3,
+    "alpha": 5.0,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "fsdp2 ep2": {"dp_shard": 2, "ep": 2, "base_dtype": "bfloat16"},
@@ -28,9 +32,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_adapters_of_attention_and_dense_layers_are_pefts(
-    num_ranks, make_model, run_ranks, tmp_path
-):
+def test_adapters_of_attention_are_pefts(num_ranks, make_model, run_ranks, tmp_path):
     model, folder = make_model("qwen3_mixed", intermediate_size=78)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,13 +40,9 @@ def test_adapters_of_attention_and_dense_layers_are_pefts(
     model.save_pretrained(folder)
     base, _ = reference(model)
     model.zero_grad()
-    attention, dense = (
-        ("q_proj", "k_proj", "v_proj", "o_proj"),
-        ("gate_proj", "up_proj", "down_proj"),
-    )
     config = peft.LoraConfig(
         r=LORA["rank"], lora_alpha=LORA["alpha"], task_type="CAUSAL_LM",
-        target_modules=[*attention, *dense],
+        target_modules=LORA["target_modules"],
     )  # fmt: skip
     adapted = peft.get_peft_model(model, config)
     torch.manual_seed(3)
@@ -55,7 +53,7 @@ def test_adapters_of_attention_and_dense_layers_are_pefts(
     adapted.save_pretrained(tmp_path / "adapters")
     logprobs, gradients = reference(adapted)
     gradients = {k.replace(".default", ""): g for k, g in gradients.items()}
-    num_adapters = 3 * len(attention) + 1 * len(dense)  # one of the three layers has no experts
+    num_adapters = 3 * len(LORA["target_modules"])  # in each layer, with experts or without
     assert len(gradients) == 2 * num_adapters
     save_file(gradients, tmp_path / "gradients.safetensors")
     save_file({"model.norm.weight": model.model.norm.weight}, tmp_path / "merged.safetensors")
