@@ -1,5 +1,6 @@
 """Whole runs with low-rank adapters: what they train, push, save and export."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resumed_run_goes_on_with_them(m
     [
         pytest.param("vllm", "adapters", marks=pytest.mark.vllm),
         pytest.param("vllm", "merged", marks=[pytest.mark.vllm, pytest.mark.long]),
+        pytest.param("sglang", "adapters", marks=[pytest.mark.sglang, pytest.mark.long]),
         pytest.param("sglang", "merged", marks=[pytest.mark.sglang, pytest.mark.long]),
     ],
 )
@@ -88,3 +90,9 @@ def test_a_real_server_serves_the_adapters(
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert f"verified: {server} serves what the trainer has" in result.stdout
+    metrics = repository / f"outputs/verify-cpu-{server}-{model.name}/metrics.jsonl"
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert last["weight_sync/attested"] == last["weight_sync/pushes"] > 0
+    print(f"{server}: a push of {push} has {last['weight_sync/push_bytes']:.0f} bytes")
+    whole = sum(t.nbytes for t in load_file(model / "model.safetensors").values())
+    assert (last["weight_sync/push_bytes"] < whole / 4) == (push == "adapters")

@@ -18,6 +18,8 @@ def reference(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     torch.cat(logprobs).sum().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         stem, _, kind = name.rpartition(".experts.")
         if not stem:
             gradients[name] = parameter.grad

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _READ_WITH = (
     (lambda lora: lora.rank > 0, "lora.rank above 0", ("alpha", "target_modules", "base_dtype", "push")),
 )  # fmt: skip
-_ADAPTER_SERVERS = ("vllm", "embedded")
 
 
 def check_lora(config: JobConfig) -> None:
@@ -62,11 +61,6 @@ def _check_adapter_push(config: JobConfig) -> None:
     sync = config.weight_sync
     if config.lora.push == "merged":
         return
-    require(
-        config.inference.kind in _ADAPTER_SERVERS,
-        f"lora.push = 'adapters' needs inference.kind = 'vllm' or 'embedded', got "
-        f"{config.inference.kind!r}. Set lora.push = 'merged', which serves the same policy.",
-    )
     for key, value, allowed in (
         ("transport", sync.transport, sync.transport != "disk"),
         ("delta", sync.delta, not sync.delta),
@@ -108,7 +102,8 @@ def model_lora_problems(config: JobConfig, model: "HFModel") -> Iterator[str]:
     if in_feed_forward and not dense:
         yield (
             f"lora.target_modules must not name {', '.join(sorted(in_feed_forward))} for a model whose "
-            f"every layer has experts ({model.path}): experts get no adapters. Name layers of attention."
+            f"every layer has experts ({model.path}): the experts of a layer are one tensor and not linear "
+            "layers, and get no adapters. Name layers of attention."
         )
     has_attention = len(in_feed_forward) < len(lora.target_modules)
     if config.parallelism.pipeline_parallel_degree > 1:

@@ -109,6 +109,16 @@ class BaseWeights:
                     f"{name} must fit {target} of shape {[size_out, size_in]}, got {list(shape)}."
                 )
 
+    def require_pairs(self, factors: Mapping[str, torch.Tensor]) -> None:
+        """Refuses adapters of which one factor has not arrived.
+
+        Raises:
+            ValueError: If an adapter lacks one of its factors.
+        """
+        for target in dict.fromkeys(_target(name) for name in factors):
+            if not all(name in factors for name in _factors_of(target)):
+                raise ValueError(f"The adapter of {target} must have both of its factors.")
+
     @torch.no_grad()
     def adapted(
         self, factors: Mapping[str, torch.Tensor], scale: float
@@ -120,12 +130,9 @@ class BaseWeights:
         Raises:
             ValueError: If an adapter lacks one of its factors.
         """
+        self.require_pairs(factors)
         for target in dict.fromkeys(_target(name) for name in factors):
-            stem = PEFT_PREFIX + target.removesuffix(".weight")
-            pair = [factors.get(stem + factor) for factor in FACTORS]
-            rows, columns = pair
-            if rows is None or columns is None:
-                raise ValueError(f"The adapter of {target} must have both of its factors.")
+            rows, columns = (factors[name] for name in _factors_of(target))
             weight = self._read(target).to(rows.dtype, copy=True)
             yield target, weight.addmm_(columns.cpu(), rows.cpu(), alpha=scale)
 
@@ -146,3 +153,8 @@ class BaseWeights:
 
 def _target(name: str) -> str:
     return target_of(name).removeprefix(PEFT_PREFIX)
+
+
+def _factors_of(target: str) -> list[str]:
+    stem = PEFT_PREFIX + target.removesuffix(".weight")
+    return [stem + factor for factor in FACTORS]

@@ -16,7 +16,6 @@ LIVE = [
     "--training.seq_len=32",
     "--rollout.max_new_tokens=8",
 ]
-BY_URL = ["--inference.no-launch", "--inference.urls=http://127.0.0.1:1"]
 LORA = [*LIVE, "--lora.rank=4"]
 
 
@@ -37,7 +36,6 @@ LORA = [*LIVE, "--lora.rank=4"]
             "last_save_in_hf must be false",
         ),
         (["--checkpoint.enable", "--checkpoint.initial_load_path=x"], "initial_load_model_only"),
-        (["--lora.push=adapters", "--inference.kind=sglang", *BY_URL], "got 'sglang'"),
         (["--lora.push=adapters", "--weight_sync.delta"], "weight_sync.delta = True"),
     ],
 )

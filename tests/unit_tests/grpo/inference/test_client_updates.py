@@ -16,6 +16,8 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
 from torchtitan.grpo.inference.kinds import KINDS, make_client
+from torchtitan.grpo.inference.sglang.adapter_formats import RECEIVE_ROUTE
+from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote, note_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
 GROUP = WeightGroupInfo("127.0.0.1", 1, 1, 2, "group", "gloo", 5.0, deltas=True)
@@ -272,6 +274,49 @@ def test_a_delta_is_not_sent_to_sglang() -> None:
         with pytest.raises(ServerError, match="cannot apply deltas"):
             await client.receive_bucket(delta, group_name="group", last=True, version=7)
         assert "/update_weights_from_distributed" not in server.log
+
+    with_client("sglang", test)
+
+
+def test_sglang_is_asked_once_a_group_whether_it_adds_adapters_and_is_told_which_bucket_it_is() -> (
+    None
+):
+    async def test(client: InferenceClient, server: RecordingServer) -> None:
+        await client.join_weight_group(GROUP)
+        with pytest.raises(ServerError, match=r"serve_sglang.sh .* lora.push = 'merged'"):
+            await receive_adapters(client)
+        assert TAKE_OFF not in server.log, "the old weights are whole, and stay served"
+        server.answers[RECEIVE_ROUTE] = (200, {"success": True, "message": READY})
+        server.bodies.clear()
+        for _ in range(2):
+            await receive_adapters(client)
+        formats = [body["load_format"] for body in server.bodies if "load_format" in body]
+        assert formats[0] == PROBE and PROBE not in formats[1:]
+        notes = [note_of(load_format) for load_format in formats[1:]]
+        assert notes == 2 * [AdapterNote(0, False, 0.5, "base"), AdapterNote(1, True, 0.5, "base")]
+        await client.join_weight_group(GROUP)  # perhaps another server with the same address
+        await receive_adapters(client)
+        assert [body.get("load_format") for body in server.bodies].count(PROBE) == 2
+
+    async def receive_adapters(client: InferenceClient) -> None:
+        await client.begin_update()
+        for i, module in enumerate("ab"):
+            name = f"base_model.model.{module}.lora_A.weight"
+            bucket = BucketSpec((name,), ("float32",), ((2, 2),), lora_scale=0.5, lora_base="base")
+            await client.receive_bucket(bucket, group_name="group", last=i == 1, version=7)
+
+    with_client("sglang", test)
+
+
+def test_adapters_of_weights_that_sglang_does_not_have_are_refused() -> None:
+    async def test(client: InferenceClient, server: RecordingServer) -> None:
+        await client.join_weight_group(GROUP)
+        name = "base_model.model.typo.lora_A.weight"
+        bucket = BucketSpec((name,), ("float32",), ((2, 2),), lora_scale=0.5, lora_base="base")
+        await client.begin_update()
+        with pytest.raises(ServerError, match=r"no parameters named \['typo.weight'\]"):
+            await client.receive_bucket(bucket, group_name="group", last=True, version=7)
+        assert RECEIVE_ROUTE not in server.log
 
     with_client("sglang", test)
 

@@ -32,10 +32,12 @@ from torchtitan.grpo.inference.client import (
 from torchtitan.grpo.inference.http import HttpConnection, RouteError, excerpt
 from torchtitan.grpo.inference.identify import require_kind
 from torchtitan.grpo.inference.model_cards import card_of, first_architecture, smallest
+from torchtitan.grpo.inference.sglang.adapter_formats import RECEIVE_ROUTE, LoadFormats
 from torchtitan.grpo.inference.sglang.group_facts import facts_of_server
 from torchtitan.grpo.inference.sglang.load import parse_loads
-from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
+from torchtitan.grpo.inference.sglang.parameter_names import checksum_names, unknown_names
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
+from torchtitan.grpo.weight_wire.adapter_names import PEFT_PREFIX, target_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -74,6 +76,7 @@ class SGLangClient(InferenceClient):
         self._has_sessions: bool | None = None
         self._parameter_names: frozenset[str] | None = None
         self._update_marked = False
+        self._load_formats = LoadFormats(http)
         self._was_ready = False
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -198,6 +201,7 @@ class SGLangClient(InferenceClient):
             timeout_seconds=info.timeout_seconds,
         )
         self._groups[info.group_name] = info
+        self._load_formats.joined()
 
     async def leave_weight_groups(self) -> None:
         # Only the groups of this client have known names. The groups of a trainer that has ended
@@ -211,6 +215,7 @@ class SGLangClient(InferenceClient):
 
     async def begin_update(self) -> None:
         self._update_marked = False
+        self._load_formats.begin()
         if await self._needs_session():
             await self._close_session()
             await self._http.post("/begin_weight_update", {"selector": "target"})
@@ -238,15 +243,16 @@ class SGLangClient(InferenceClient):
         # would be taken for those of another one with the same size.
         async with self._one_bucket:
             await self._refuse_unknown_names(bucket, group)
+            load_format = await self._load_formats.of(bucket, is_last=last)
             await self._mark_updating()
             await self._http.post(
-                "/update_weights_from_distributed",
+                RECEIVE_ROUTE,
                 {
                     "names": list(bucket.names),
                     "dtypes": list(bucket.dtypes),
                     "shapes": [list(shape) for shape in bucket.shapes],
                     "group_name": group.group_name,
-                    "load_format": "flattened_bucket",
+                    "load_format": load_format,
                     "abort_all_requests": False,
                     "flush_cache": last,
                     "weight_version": str(version) if last else None,
@@ -269,7 +275,9 @@ class SGLangClient(InferenceClient):
             )
             self._parameter_names = checksum_names(answer.body)
         if self._parameter_names:
-            unknown = unknown_names(bucket.names, self._parameter_names)
+            # Of adapters, the weights to which they belong.
+            names = [target_of(name).removeprefix(PEFT_PREFIX) for name in bucket.names]
+            unknown = unknown_names(names, self._parameter_names)
             if unknown:
                 raise ServerError(
                     f"{self.url} has no parameters named {unknown[:4]} ({len(unknown)} of "
@@ -411,13 +419,6 @@ def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[
             f"{len(token_ids)} tokens sent ({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
     return checked_prompt_logprobs(source, token_ids, entries)
-
-
-def checksum_names(body: Any) -> frozenset[str]:
-    """Returns the parameter names of all ranks in an answer of ``/weights_checker``."""
-    ranks = body.get("ranks") if isinstance(body, dict) else None
-    named = (rank.get("checksums", ()) for rank in ranks or () if isinstance(rank, dict))
-    return frozenset(name for names in named for name in names)
 
 
 def release_number(version: Any) -> tuple[int, int, int] | None:

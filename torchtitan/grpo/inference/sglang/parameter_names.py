@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Collection, Iterable
+from typing import Any
 
 # Pattern of a checkpoint name, and the names of the fused parameters that may hold the weights.
 _FUSED = (
@@ -26,6 +27,13 @@ def unknown_names(names: Iterable[str], held: Collection[str]) -> list[str]:
         ['typo.weight']
     """
     return [name for name in names if not any(alias in held for alias in _aliases(name))]
+
+
+def checksum_names(body: Any) -> frozenset[str]:
+    """Returns the parameter names of all ranks in an answer of ``/weights_checker``."""
+    ranks = body.get("ranks") if isinstance(body, dict) else None
+    named = (rank.get("checksums", ()) for rank in ranks or () if isinstance(rank, dict))
+    return frozenset(name for names in named for name in names)
 
 
 def _aliases(name: str) -> Iterable[str]:

@@ -12,8 +12,11 @@ What it adds:
   it knows in its log and in ``/server_info``. Its requests to itself at the start get their key here.
 - A meeting point of its workers in memory. By default it is a store that listens on all interfaces.
 - On a CPU, stand-ins for two modules that SGLang imports there and never calls, and that do not load
-  beside a CPU build of torch. The scheduler's process needs them as well, and has them, because a
-  spawned process imports the main file again.
+  beside a CPU build of torch.
+- The hooks of `adapter_updates.py`, with which the schedulers add low-rank adapters to their weights.
+
+The schedulers' processes have what they need of this, because a spawned process imports the main file
+again.
 """
 
 import os
@@ -154,6 +157,14 @@ class _KeyedRequests:
         return {**options, "headers": headers}
 
 
+def hook_adapters() -> None:
+    """Lets a scheduler add adapters that arrive alone to its weights."""
+    runpy.run_path(str(_LIGHT_START))["install_bare_package"]()
+    from torchtitan.grpo.inference.sglang.adapter_updates import register_hooks
+
+    register_hooks()
+
+
 def _load_plugins() -> None:
     """Loads SGLang's plugins, which must come before its server, in releases that have plugins."""
     try:
@@ -188,6 +199,9 @@ def main() -> None:
 
 if option(sys.argv[1:], "--device") == "cpu":
     install_stand_ins()
+
+if __name__ == "__mp_main__":  # a spawned process, perhaps a scheduler
+    hook_adapters()
 
 if __name__ == "__main__":
     main()

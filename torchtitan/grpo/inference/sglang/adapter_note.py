@@ -1,0 +1,55 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a client tells an SGLang server about a bucket of adapters.
+
+SGLang's route for weights has no field for it. A note therefore stands in place of the name of a
+load format, which SGLang's own code hands to the scheduler as it is.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+_PREFIX = "torchtitan_grpo.adapters:"
+PROBE = f"{_PREFIX}probe"
+"""In place of a note: asks whether the server understands notes. Nothing is received."""
+READY = "torchtitan_grpo adds adapters to the base weights here."
+"""Message with which a server that understands notes answers :data:`PROBE`."""
+
+
+@dataclass(frozen=True)
+class AdapterNote:
+    """Describes a bucket of adapters beyond names, dtypes and shapes.
+
+    Attributes:
+        index: Number of the bucket in its version, from 0.
+        is_last: Whether the version is whole with this bucket.
+        lora_scale: As in :class:`BucketSpec`.
+        lora_base: As in :class:`BucketSpec`.
+    """
+
+    index: int
+    is_last: bool
+    lora_scale: float
+    lora_base: str
+
+    def as_load_format(self) -> str:
+        """Returns the text that stands in place of a load format."""
+        return _PREFIX + json.dumps(asdict(self))
+
+
+def note_of(load_format: str | None) -> AdapterNote | None:
+    """Returns the note that a load format holds, or ``None`` if it is a load format of SGLang's.
+
+    Raises:
+        ValueError: If the text begins as a note and is none.
+    """
+    if load_format is None or not load_format.startswith(_PREFIX):
+        return None
+    try:
+        return AdapterNote(**json.loads(load_format.removeprefix(_PREFIX)))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(
+            f"load_format must hold a note of this release of torchtitan-grpo ({error}), got "
+            f"{load_format[:200]!r}. Install the same release beside trainer and server."
+        ) from error

@@ -1,0 +1,145 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+# SGLang has an environment of its own, which the type checker does not see.
+# pyright: reportMissingImports=false
+
+"""Lets an SGLang server add low-rank adapters that arrive alone to its base weights.
+
+The adapters come through SGLang's own route and process group, like whole weights. Two hooks of
+SGLang's plugin framework in the scheduler's process make the difference: the first keeps the factors
+of a version until all have arrived, and then gives SGLang the weights of the directory with the
+adapters added, which SGLang loads as it loads any others. Requests in flight, the cache, versions and
+attestation are therefore those of whole weights.
+
+All weights of the directory are loaded, also those without adapters. A server that had the weights of
+another run before would otherwise serve a mixture.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from torchtitan.grpo.inference.sglang.adapter_note import PROBE, READY, AdapterNote, note_of
+from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
+from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def register_hooks() -> None:
+    """Registers the hooks, which SGLang applies when its process loads plugins.
+
+    A release without the plugin framework is left as it is, and one without the methods says in its
+    log that a hook could not be applied. The client finds out, because nobody answers its probe.
+    """
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError:
+        return
+    received = ReceivedAdapters()
+    HookRegistry.register(
+        f"{_UPDATER}.receive_weights_from_distributed", received.receive, HookType.AROUND
+    )
+    HookRegistry.register(f"{_UPDATER}.load_weights_from_distributed", load, HookType.AROUND)
+
+
+class Probed(list[tuple[str, torch.Tensor]]):
+    """Stands for the weights of a probe, which are none."""
+
+
+def load(original: Callable[..., Any], updater: Any, weights: NamedTensors) -> Any:
+    """Answers a probe; loads everything else as SGLang does."""
+    return (True, READY) if isinstance(weights, Probed) else original(updater, weights)
+
+
+class AdaptedWeights:
+    """All weights of a directory with adapters added, computed anew in each pass over them.
+
+    Only one weight at a time is in memory beside the model.
+    """
+
+    def __init__(
+        self, base: BaseWeights, factors: dict[str, torch.Tensor], lora_scale: float
+    ) -> None:
+        self._base, self._factors, self._lora_scale = base, factors, lora_scale
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._base.all_with(self._factors, self._lora_scale)
+
+
+class ReceivedAdapters:
+    """Holds the factors of one version until all of its buckets have arrived."""
+
+    def __init__(self) -> None:
+        self._base: tuple[str, BaseWeights] | None = None
+        self._factors: dict[str, torch.Tensor] = {}
+        self._num_buckets = 0
+
+    def receive(
+        self,
+        original: Callable[..., NamedTensors],
+        updater: Any,
+        *,
+        load_format: str | None = None,
+        **described: Any,
+    ) -> NamedTensors:
+        """Receives one bucket; returns what SGLang is to load.
+
+        Args:
+            original: SGLang's method, which receives a bucket and returns its tensors.
+            updater: The object of the method.
+            load_format: A note about a bucket of adapters, or a load format of SGLang's.
+            described: The other arguments of the method: names, dtypes, shapes and group.
+
+        Returns:
+            Nothing for a bucket of adapters that is not the last. For the last, all weights of the
+            directory with the adapters added. For a bucket of whole weights, its tensors.
+
+        Raises:
+            ValueError: If the adapters do not belong to the weights of the directory, or a bucket is
+                missing. Nothing was loaded then.
+        """
+        if load_format == PROBE:
+            return Probed()
+        note = note_of(load_format)
+        if note is None:
+            return original(updater, load_format=load_format, **described)
+        base = self._base_in(updater.model_config.model_path)
+        base.check(_bucket(note, described))
+        if note.index == 0:
+            self._factors, self._num_buckets = {}, 0
+        if note.index != self._num_buckets:
+            self._factors = {}
+            raise ValueError(
+                f"Bucket {self._num_buckets} of the adapters must come next, got bucket {note.index}."
+            )
+        # In the order of the broadcasts, so only what was received is counted.
+        self._factors.update(original(updater, load_format="flattened_bucket", **described))
+        self._num_buckets += 1
+        if not note.is_last:
+            return []
+        factors, self._factors = self._factors, {}
+        base.require_pairs(factors)
+        return AdaptedWeights(base, factors, note.lora_scale)
+
+    def _base_in(self, folder: str) -> BaseWeights:
+        """Returns the weights of the directory that the model was loaded from last."""
+        if self._base is None or self._base[0] != folder:
+            self._base = folder, BaseWeights(folder)
+        return self._base[1]
+
+
+def _bucket(note: AdapterNote, described: dict[str, Any]) -> BucketSpec:
+    bucket = BucketSpec(
+        tuple(described["names"]),
+        tuple(described["dtypes"]),
+        tuple(tuple(shape) for shape in described["shapes"]),
+        lora_scale=note.lora_scale,
+        lora_base=note.lora_base,
+    )
+    is_of_adapters(bucket)
+    return bucket
