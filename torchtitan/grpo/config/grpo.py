@@ -65,8 +65,7 @@ class GRPO:
     """Leave out groups in which all rewards are equal: they have no gradient and only dilute the
     mean over tokens. The batch then has fewer groups; ``rollout.dynamic_sampling`` replaces them
     instead. Cannot be combined with a KL penalty in the reward (``kl_in``), which makes the
-    rewards of such a group differ. Replayed groups with a teacher's ratings are kept, unless
-    ``teacher.coef`` is 0."""
+    rewards of such a group differ."""
 
     reward_positive_scale: Annotated[float, at_least(0)] = 1.0
     """Factor by which rewards above 0 are multiplied."""

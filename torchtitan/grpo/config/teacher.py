@@ -50,12 +50,11 @@ class Teacher:
     servers."""
 
     wait_seconds: Annotated[float, at_least(10)] = 600.0
-    """Time, in seconds, without any answer of a teacher after which a group that has waited for its rating that long
-    is dropped. It is counted as unrated, and is never trained on without its rating."""
+    """Time, in seconds, without any answer of a teacher after which a group that waits for its rating is dropped. It
+    is counted as unrated, and is never trained on without its rating."""
 
     max_unrated_groups: Annotated[int, at_least(1)] = 16
-    """The run ends with an error after this many groups in a row got no rating. Groups that still wait for theirs
-    do not count."""
+    """The run ends with an error after this many groups in a row got no rating."""
 
     api_key: str | None = None
     """Key of the servers. None reads the environment variable ``TORCHTITAN_GRPO_TEACHER_KEY``. Keys of

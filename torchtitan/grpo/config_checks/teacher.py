@@ -49,10 +49,9 @@ def check_teacher(config: JobConfig) -> None:
         "chat template made of earlier turns later on.",
     )
     require(
-        not grpo.filter_zero_advantage or teacher.coef == 0,
-        "grpo.filter_zero_advantage cannot be used with teacher.urls: a teacher's part differs among the "
-        "tokens of groups with equal rewards, so that none would be left out. Set "
-        "grpo.filter_zero_advantage = false.",
+        not grpo.filter_zero_advantage,
+        "grpo.filter_zero_advantage cannot be used with teacher.urls: groups with equal rewards would be "
+        "left out, although the teacher's part differs. Set grpo.filter_zero_advantage = false.",
     )
     require(
         grpo.off_policy_mask_threshold == 0,

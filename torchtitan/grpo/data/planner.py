@@ -144,7 +144,6 @@ class StepPlanner:
             cost=self._cost,
             row_bucket=config.prompts.row_bucket,
             ptx=ptx,
-            teacher_coef=config.teacher.coef,
         )
 
 
@@ -152,8 +151,7 @@ def _require_ratings(groups: Sequence[RolloutGroup]) -> None:
     """Refuses rollouts that no teacher has rated, where a teacher is to teach.
 
     Raises:
-        DataError: If there is one. Live rollouts come with their ratings, and a replay checks its
-            file at the start.
+        DataError: If there is one. It is of a replay, since live rollouts come with their ratings.
     """
     for group in groups:
         if any(rollout.teacher_logprobs is None for rollout in group.rollouts):

@@ -17,9 +17,9 @@ from torchtitan.grpo.data.record import (
     BatchRecord,
     GroupRecord,
     RecordReader,
+    RolloutRecord,
     read_groups,
 )
-from torchtitan.grpo.data.recorded_ratings import check_ratings, check_taught_settings
 from torchtitan.grpo.data.rollout_rows import longest_sequence
 from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
@@ -90,14 +90,7 @@ class ReplaySource(OfflineSource):
         for where, batch in self._reader:
             if self._should_stop():
                 return
-            check_batch(
-                batch,
-                where,
-                self._vocab_size,
-                self.config.training.seq_len,
-                need_ratings=bool(self.config.teacher.urls),
-            )
-            check_taught_settings(batch.groups, where, self.config)
+            check_batch(batch, where, self._vocab_size, self.config.training.seq_len)
             num_batches += 1
         if num_batches == 0 or num_batches < self._start_version:
             raise DataError(
@@ -160,17 +153,8 @@ def split_groups(groups: Sequence[RolloutGroup], num_parts: int) -> list[Sequenc
     return [groups[begin : begin + size] for begin in range(0, len(groups), size)]
 
 
-def check_batch(
-    batch: BatchRecord, where: str, vocab_size: int, row_len: int, *, need_ratings: bool = False
-) -> None:
+def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -> None:
     """Refuses a batch that cannot be trained on.
-
-    Args:
-        batch: The batch.
-        where: Key, file and line.
-        vocab_size: Vocabulary size of the model.
-        row_len: ``training.seq_len``.
-        need_ratings: Whether a teacher must have rated every rollout.
 
     Raises:
         DataError: If the batch is invalid. The message names ``where`` (key, file, line), the
@@ -180,9 +164,7 @@ def check_batch(
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
     _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")
     for group in batch.groups:
-        of_group = f"{where}, group {group.group_id}"
-        _check_group(group, of_group, vocab_size, row_len)
-        check_ratings(group, of_group, are_needed=need_ratings)
+        _check_group(group, f"{where}, group {group.group_id}", vocab_size, row_len)
 
 
 def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) -> None:
@@ -207,6 +189,7 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(np.array(rollout.logprobs, dtype=np.float32)).all()
         _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
+        _check_ratings(rollout, here)
         _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
         _check_observed(rollout.observed, len(rollout.completion_ids), here)
 
@@ -219,6 +202,20 @@ def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where:
         f"{where}: new_rows must be ascending places (start, num_context) within the {num_tokens} "
         f"completion tokens, each with tokens before and behind its context, got {list(new_rows)}.",
     )
+
+
+def _check_ratings(rollout: RolloutRecord, where: str) -> None:
+    ratings = rollout.teacher_logprobs
+    if ratings is None:
+        return
+    _require(
+        len(ratings) == len(rollout.completion_ids),
+        f"{where}: each of the {len(rollout.completion_ids)} completion tokens must have a teacher's "
+        f"logprob, got {len(ratings)}.",
+    )
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.array(ratings, dtype=np.float32)).all()
+    _require(bool(is_finite), f"{where}: teacher_logprobs must be finite in float32.")
 
 
 def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:

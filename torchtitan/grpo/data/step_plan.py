@@ -122,7 +122,6 @@ def plan_step(
     cost: SequenceCost,
     row_bucket: int,
     ptx: Sequence[Sample] = (),
-    teacher_coef: float = 0.0,
 ) -> StepPlan:
     """Plans a batch: shaped rewards, minibatches, loss weights, ranks and rows.
 
@@ -141,13 +140,12 @@ def plan_step(
         cost: Cost of a sequence by its length (``prompts.balance_cost``).
         row_bucket: ``prompts.row_bucket``.
         ptx: Supervised sequences to mix in. The plan sets their weights.
-        teacher_coef: ``teacher.coef``. Above 0, groups with ratings are taught by them.
     """
     everything = [(g.group_id, r) for g in groups for r in g.rollouts]
     sources = [i for i, (_, r) in enumerate(everything) if r.reward is not None]
     scored = [everything[i] for i in sources]
     table = _table(scored, config, max_new_tokens)
-    kept = _kept(table, [r for _, r in scored], config, teacher_coef)
+    kept = _kept(table, config)
     rollouts = [r for (_, r), keep in zip(scored, kept, strict=True) if keep]
     sources = [source for source, keep in zip(sources, kept, strict=True) if keep]
     metrics = staleness_metrics([r for _, r in scored], version)
@@ -181,16 +179,11 @@ def _metrics_of_groups(table: SampleTable, kept: np.ndarray, num_groups: int) ->
     }
 
 
-def _kept(
-    table: SampleTable, rollouts: Sequence[Rollout], config: GRPO, teacher_coef: float
-) -> np.ndarray:
+def _kept(table: SampleTable, config: GRPO) -> np.ndarray:
     """Returns which samples are trained: all, or those of groups that carry a gradient."""
-    if not config.filter_zero_advantage:
-        return np.ones(len(table), np.bool_)
-    # A teacher's part differs from token to token, and all rollouts of a group have one or none.
-    is_taught = np.array([r.teacher_logprobs is not None for r in rollouts], np.bool_)
-    is_taught &= teacher_coef > 0
-    return informative_samples(table.rewards, table.group_ids) | is_taught
+    if config.filter_zero_advantage:
+        return informative_samples(table.rewards, table.group_ids)
+    return np.ones(len(table), np.bool_)
 
 
 def _weighted_minibatches(

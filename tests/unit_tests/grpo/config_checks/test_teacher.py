@@ -48,17 +48,6 @@ def test_what_cannot_work_is_refused(more, message):
         load_config([*TAUGHT, *more])
 
 
-def test_a_teacher_that_only_watches_leaves_the_filter_to_rewards():
-    load_config(
-        [
-            *TAUGHT,
-            "--reward.functions=exact_match",
-            "--teacher.coef=0",
-            "--grpo.filter_zero_advantage",
-        ]
-    )
-
-
 def test_settings_of_a_teacher_need_one():
     with pytest.raises(ConfigError, match=r"teacher\.wait_seconds needs teacher\.urls"):
         load_config([*LIVE, "--reward.functions=exact_match", "--teacher.wait_seconds=50"])

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.replay import split_groups
 from torchtitan.grpo.job_config import JobConfig
@@ -185,13 +184,3 @@ def test_a_step_that_starts_again_forgets_the_parts_that_had_arrived(planner):
     made.plan(groups[3:], part=BatchPart.FIRST, step=0, version=VERSION, num_ranks=1)
     made.plan(groups[:1], part=BatchPart.LAST, step=0, version=VERSION, num_ranks=1)
     assert [group.group_id for group in made.groups] == [0, 3]
-
-
-def test_a_rollout_without_a_rating_is_never_planned_where_a_teacher_teaches(repository):
-    model = read_hf_model(repository / "assets/reverse_digits/model")
-    config = JobConfig()
-    config.training.seq_len = SEQ_LEN
-    config.teacher.urls = ["http://127.0.0.1:9000"]
-    group = RolloutGroup(0, "", (rollout(5),), "")
-    with pytest.raises(DataError, match=r"must have a teacher's rating .* group 0 has none"):
-        StepPlanner(config, model).plan([group], step=0, version=0, num_ranks=1)

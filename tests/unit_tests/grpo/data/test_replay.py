@@ -1,6 +1,5 @@
 """Recorded batches come again as steps, without any server."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +39,11 @@ def rollout(reward, first, version):
 def record(tmp_path, model):
     """A file with this many batches; batch k is recorded at version k times ``versions_apart``."""
 
-    def make(num_batches: int, versions_apart: int = 1, change=lambda rollout: rollout) -> Path:
+    def make(num_batches: int, versions_apart: int = 1) -> Path:
         path = tmp_path / "rollouts.jsonl.gz"
         recorder = RolloutRecorder(str(path), model.vocab_size, 1.0, 0)
         for version in range(num_batches):
             pair = (rollout(1.0, version, version), rollout(0.0, version, max(version - 1, 0)))
-            pair = tuple(map(change, pair))
             groups = [RolloutGroup(2 * version + g, "ask", pair, "") for g in range(2)]
             progress = PromptProgress(2 * (version + 1), (1,))
             recorder.write(versions_apart * version, progress, groups)
@@ -63,7 +61,6 @@ def replay(tmp_path, model):
         should_stop=lambda: False,
         temperature=1.0,
         stream_parts=None,
-        teacher=None,
         **grpo,
     ) -> ReplaySource:
         config = JobConfig()
@@ -76,8 +73,6 @@ def replay(tmp_path, model):
         config.training.local_batch_size = 1
         for key, value in grpo.items():
             setattr(config.grpo, key, value)
-        for key, value in (teacher or {}).items():
-            setattr(config.teacher, key, value)
         source = ReplaySource(
             config,
             model,
@@ -234,43 +229,12 @@ def test_what_cannot_be_trained_on_is_refused_with_its_place(changes, message):
         check_batch(batch(**changes), "file:2", vocab_size=100, row_len=10)
 
 
-TEACHER = {"urls": ["http://127.0.0.1:9000"]}
-
-
-def rated(rollout):
-    return replace(rollout, teacher_logprobs=rollout.generator_logprobs - 1, reward=1.0)
-
-
 def test_a_teacher_needs_a_record_with_its_ratings(record, replay):
-    with pytest.raises(DataError, match=r":2, group 0: each rollout must have .* 2 of 2 have none"):
-        replay(record(1), teacher=TEACHER)
-
-
-def test_ratings_of_a_file_are_checked_although_no_teacher_is_named(record, replay):
-    def too_short(rollout):
-        return replace(rollout, teacher_logprobs=np.array([-1.0], np.float32))
-
-    path = record(1, change=too_short)
-    for teacher in (None, TEACHER):
-        with pytest.raises(DataError, match=r"group 0, rollout 0: .* a teacher's logprob, got 1"):
-            replay(path, teacher=teacher)
-
-
-def test_a_file_with_ratings_asks_of_the_settings_what_a_teacher_does(record, replay):
-    path = record(1, change=rated)
-    with pytest.raises(DataError, match=r":2: grpo\.off_policy_mask_threshold must be 0"):
-        replay(path, off_policy_mask_threshold=0.5)
-    replay(path, off_policy_mask_threshold=0.5, teacher={"coef": 0.0}).close()
-
-
-@pytest.mark.parametrize("coef", [1.0, 0.0])
-def test_groups_with_equal_rewards_are_kept_where_their_ratings_teach(record, replay, coef):
-    source = replay(record(1, change=rated), filter_zero_advantage=True, teacher={"coef": coef})
-    step = source.next_step(0, num_ranks=1)
-    assert step is not None
-    assert step.metrics["reward/equal_groups_fraction"] == 1
-    assert step.metrics["data/filtered_groups_fraction"] == (0 if coef else 1)
-    assert step.plan.num_trained_tokens == (4 * 3 if coef else 0)
+    source = replay(record(1))
+    source.config.teacher.urls = ["http://127.0.0.1:9000"]
+    source.start()
+    with pytest.raises(DataError, match=r"must have a teacher's rating .* group 0 has none"):
+        source.next_step(0, 1)
 
 
 def test_groups_must_be_told_apart():

@@ -136,22 +136,6 @@ def test_uninformative_groups_are_filtered_by_their_shaped_rewards():
     assert total(made.rows_of_rank, "loss_weights") == pytest.approx(1)
 
 
-def test_a_taught_group_is_not_filtered_by_its_rewards():
-    def rated(reward):
-        return replace(rollout(reward), teacher_logprobs=np.zeros(3, np.float32))
-
-    groups = [
-        RolloutGroup(0, "", (rollout(1.0), rollout(0.0)), ""),
-        RolloutGroup(1, "", (rated(1.0), rated(1.0)), ""),
-        RolloutGroup(2, "", (rollout(1.0), rollout(1.0)), ""),
-    ]
-    config = GRPO(filter_zero_advantage=True)
-    taught = plan(groups, config, teacher_coef=0.5)
-    assert taught.samples.group_ids.tolist() == [0, 0, 1, 1]
-    assert taught.metrics["data/filtered_groups_fraction"] == pytest.approx(1 / 3)
-    assert plan(groups, config, teacher_coef=0.0).samples.group_ids.tolist() == [0, 0]
-
-
 def test_a_batch_of_which_nothing_is_left_still_has_rows():
     groups = [RolloutGroup(g, "", (rollout(1.0), rollout(1.0)), "") for g in range(3)]
     made = plan(

@@ -11,9 +11,8 @@ The state of a teacher::
       +----- it rates the probe tokens as at the start ---- lost
 
 A pause grows with each failure in a row. A rating that fails is asked for again, from any teacher
-that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``
-since it was asked for, or if this one rating fails again and again while others come: a slow teacher
-loses nothing, and a lost one nothing that has not itself waited so long.
+that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``,
+or if this one rating fails again and again while others come: a slow teacher loses nothing.
 """
 
 import asyncio
@@ -110,7 +109,7 @@ class TeacherPool:
         self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
         self._checking = asyncio.Lock()
         self._probe_logprobs: list[float] | None = None
-        self._last_answer_at = 0.0  # on the monotonic clock
+        self._hope_since = 0.0  # of the last answer, or of the first request after a pause
         self._num_answered = 0
         self._seconds: list[float] = []  # of each rating since the last metrics
         self.num_waiting = 0
@@ -140,11 +139,13 @@ class TeacherPool:
             NotRated: If no teacher gave it.
         """
         token_ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
+        if self.num_waiting == 0:
+            self._hope_since = time.monotonic()
         self.num_waiting += 1
         begin = time.monotonic()
         try:
             async with self._places:
-                logprobs = await self._rate(token_ids, begin)
+                logprobs = await self._rate(token_ids)
         finally:
             self.num_waiting -= 1
         self._seconds.append(time.monotonic() - begin)
@@ -161,10 +162,10 @@ class TeacherPool:
         closing = [asyncio.create_task(teacher.client.close()) for teacher in self._teachers]
         await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
 
-    async def _rate(self, token_ids: list[int], begin: float) -> list[float]:
+    async def _rate(self, token_ids: list[int]) -> list[float]:
         patience = _Patience(self._num_answered)
         while True:
-            teacher = await self._ready_teacher(begin)
+            teacher = await self._ready_teacher()
             job = teacher.begin_job(len(token_ids))
             try:
                 logprobs = await teacher.client.prompt_logprobs(token_ids)
@@ -178,17 +179,14 @@ class TeacherPool:
                 teacher.end_job(job)
             teacher.failures_in_a_row = 0
             self._num_answered += 1
-            self._last_answer_at = time.monotonic()
+            self._hope_since = time.monotonic()
             return logprobs
 
-    async def _ready_teacher(self, begin: float) -> Server:
+    async def _ready_teacher(self) -> Server:
         """Waits for a teacher with room, and returns the one that has the most.
 
-        Args:
-            begin: When the rating was asked for. The silence before it is not its own.
-
         Raises:
-            NotRated: If no teacher has answered anything for ``teacher.wait_seconds`` since then.
+            NotRated: If no teacher has answered anything for ``teacher.wait_seconds``.
         """
         most = self._settings.max_concurrent_requests
         while True:
@@ -199,7 +197,7 @@ class TeacherPool:
                 # One request asks, and the others go on looking.
                 if not self._checking.locked() and await self._comes_back(teacher):
                     return teacher
-            silent = time.monotonic() - max(self._last_answer_at, begin)
+            silent = time.monotonic() - self._hope_since
             if silent > self._settings.wait_seconds:
                 raise NotRated(
                     f"No teacher has answered for {silent:.0f} s (teacher.wait_seconds = "

@@ -6,8 +6,6 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from torchtitan.grpo.inference.client import InferenceClient, ServerFacts
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.drops import DropLog
-from torchtitan.grpo.rollout.serving import server_state
 from torchtitan.grpo.rollout.teachers import (
     GroupRater,
     NotRated,
@@ -27,7 +24,6 @@ from torchtitan.grpo.rollout.teachers import (
     TeacherPool,
     TeachersFailing,
     Unrated,
-    teacher_pool,
 )
 from torchtitan.grpo.types import Rollout, VersionSegment
 
@@ -217,93 +213,6 @@ def test_a_rating_is_given_up_after_silence_and_never_invented(model):
                 rated = await rater.rate([rollout(0.25)])
         assert rated[0].teacher_logprobs is not None
         assert rated[0].reward == 0.25
-
-    asyncio.run(run())
-
-
-def test_only_groups_that_have_waited_themselves_count_while_a_teacher_is_out(model, monkeypatch):
-    now = [100.0]
-    for module in (teacher_pool, server_state):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    async def run() -> None:
-        drops = DropLog(lambda text: None)
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher, drops=drops, wait_seconds=10)
-        await pool.start(5)
-
-        async def refuse(token_ids: list[int]) -> list[float]:
-            raise lost()
-
-        teacher.answer = refuse
-        rater = GroupRater(pool, max_unrated_groups=2)
-        early = asyncio.create_task(rater.rate([rollout()]))
-        while not drops.counts["rating failed"]:
-            await asyncio.sleep(0.01)
-        now[0] += 6
-        late = asyncio.create_task(rater.rate([rollout(), rollout()]))
-        while pool.num_waiting < 3:
-            await asyncio.sleep(0.01)
-        now[0] += 4.5  # it is 10.5 s for the first group, and 4.5 s for the second
-        with pytest.raises(Unrated):
-            await early
-        # The second group looks for a teacher several times meanwhile, and none is ready.
-        await asyncio.wait([late], timeout=1.2)
-        assert not late.done()
-        teacher.answer = teacher.rate
-        now[0] += 5
-        assert all(one.teacher_logprobs is not None for one in await late)
-
-    asyncio.run(run())
-
-
-def test_all_rollouts_of_a_group_are_rated_at_once(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher)
-        await pool.start(5)
-        together = asyncio.Barrier(8)
-
-        async def wait_for_the_others(token_ids: list[int]) -> list[float]:
-            await together.wait()
-            return rating_of(token_ids)
-
-        teacher.answer = wait_for_the_others
-        async with asyncio.timeout(10):
-            rated = await GroupRater(pool, max_unrated_groups=1).rate([rollout()] * 8)
-        assert len(rated) == 8
-        for one in rated:
-            assert one.teacher_logprobs is not None
-            assert one.teacher_logprobs.tolist() == [-5.0, -6.0, -7.0]
-        assert teacher.most_at_once == 8
-
-    asyncio.run(run())
-
-
-def test_a_rating_that_fails_costs_its_own_group_alone(model):
-    async def run() -> None:
-        teacher = LocalTeacher("http://t", facts_of(model))
-        pool = make(model, teacher)
-        await pool.start(5)
-
-        async def pick(token_ids: list[int]) -> list[float]:
-            if 19 in token_ids and len(token_ids) == 3:
-                raise RouteError("POST http://t answered 400: cannot rate this", 400)
-            return rating_of(token_ids)
-
-        teacher.answer = pick
-        rater = GroupRater(pool, max_unrated_groups=2)
-        poison = replace(rollout(), completion_ids=np.array([19], np.int32))
-        groups = [[rollout()] * 4, [rollout(), poison, rollout()], [rollout()] * 4]
-        first, second, third = await asyncio.gather(
-            *(rater.rate(group) for group in groups), return_exceptions=True
-        )
-        assert isinstance(second, Unrated)
-        assert not isinstance(second, TeachersFailing)
-        for rated in (first, third):
-            assert isinstance(rated, list), rated
-            assert all(one.teacher_logprobs is not None for one in rated)
-        assert rater.num_waiting == pool.num_waiting == 0
 
     asyncio.run(run())
 
