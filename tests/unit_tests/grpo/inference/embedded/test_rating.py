@@ -8,11 +8,12 @@ import threading
 
 import pytest
 import torch
-from engine_harness import TIMEOUT, Harness, harness, make_model, random_prompt, swap_to
+from engine_harness import TIMEOUT, Harness, harness, make_model, random_prompt
 
 from torchtitan.grpo.inference.embedded.rating import padded_batches
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
+from torchtitan.grpo.inference.embedded.weights import WeightTable
 
 
 def rating_request(prompt: list[int], max_new_tokens: int = 0) -> Request:
@@ -32,6 +33,19 @@ def count_passes(h: Harness) -> list[int]:
     return sizes
 
 
+def hold(h: Harness) -> threading.Event:
+    """Makes the engine carry out a call until the event is set: further calls wait together."""
+    begun, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        release.wait(TIMEOUT)
+
+    h.engine.run(wait)
+    assert begun.wait(TIMEOUT)
+    return release
+
+
 def alone(h: Harness, prompt: list[int]) -> list[float]:
     (found,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt])).result(TIMEOUT)
     return found
@@ -43,11 +57,10 @@ def test_ratings_that_wait_are_computed_together_and_are_those_of_each_alone(kin
     prompts = [[7], *(random_prompt(rng, 2, 60) for _ in range(19))]
     with harness(make_model(kind), max_prefill_tokens=2000) as h:
         expected = [alone(h, prompt) for prompt in prompts]
-        sizes, busy = count_passes(h), threading.Event()
-        h.engine.run(lambda: busy.wait(TIMEOUT))
+        sizes, release = count_passes(h), hold(h)
         requests = [rating_request(prompt, i % 2) for i, prompt in enumerate(prompts)]
         queued = [h.engine.submit([request]) for request in requests]
-        busy.set()
+        release.set()
         for future in queued:
             future.result(TIMEOUT)
         h.finish(requests)
@@ -60,18 +73,18 @@ def test_ratings_that_wait_are_computed_together_and_are_those_of_each_alone(kin
 def test_a_rating_is_of_the_weights_that_were_there_when_it_was_asked_for() -> None:
     prompt = [5, 6, 7, 8]
     with harness(make_model("qwen3", seed=1)) as h:
-        before, busy = alone(h, prompt), threading.Event()
-        h.engine.run(lambda: busy.wait(TIMEOUT))
+        before = alone(h, prompt)
+        table = WeightTable(h.model)
+        other = make_model("qwen3", seed=2).state_dict()
+        prepared = {name: table.prepared(name, tensor) for name, tensor in other.items()}
         first, second = rating_request(prompt), rating_request(prompt)
+        release = hold(h)
         h.engine.submit([first])
-        swapping = threading.Thread(target=swap_to, args=(h, make_model("qwen3", seed=2), "v2"))
-        swapping.start()
-        while len(h.engine._calls) < 2:
-            pass
+        swapped = h.engine.swap_weights(lambda: table.adopt(prepared), "v2")
         h.engine.submit([second])
-        busy.set()
+        release.set()
+        swapped.result(TIMEOUT)
         h.finish([first, second])
-        swapping.join(TIMEOUT)
         after = alone(h, prompt)
     assert [first.segments, second.segments] == [[("default", 0)], [("v2", 0)]]
     torch.testing.assert_close(first.prompt_logprobs, before, atol=1e-5, rtol=0)
