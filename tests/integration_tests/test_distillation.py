@@ -74,17 +74,23 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
 
 
 @pytest.mark.long
-@pytest.mark.vllm
-def test_a_run_is_taught_by_a_real_vllm_server(make_run, repository, tmp_path):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
+)
+def test_a_run_is_taught_by_a_real_server(make_run, repository, tmp_path, kind):
     model = str(repository / "assets/reverse_digits/model")
     python = os.environ.get(
-        "TORCHTITAN_GRPO_VLLM_PYTHON", str(repository / ".venv-vllm/bin/python")
+        f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(repository / f".venv-{kind}/bin/python")
     )
-    spec = ServerSpec("vllm", model, free_ports(1)[0], "cpu", "float32", 257, 32, python=python)
-    teacher = start_server(spec, tmp_path / "vllm.log")
+    spec = ServerSpec(kind, model, free_ports(1)[0], "cpu", "float32", 257, 32, python=python)
+    teacher = start_server(spec, tmp_path / f"{kind}.log")
     try:
         run = make_run(
-            *TAUGHT, *ALONE, f"--teacher.urls={teacher.url}", "--teacher.kind=vllm",
+            *TAUGHT, *ALONE, f"--teacher.urls={teacher.url}", f"--teacher.kind={kind}",
             "--rollout.max_head_offpolicyness=0", "--training.steps=3",
         ).succeed()  # fmt: skip
     finally:

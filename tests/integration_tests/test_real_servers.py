@@ -309,10 +309,12 @@ def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningS
                 (random.integers(2, VOCAB_SIZE, n), random.integers(2, VOCAB_SIZE, 60 - n))
                 for n in (1, 20, 40)
             ]
-            ratings = await asyncio.gather(*(pool.rate(*pair) for pair in pairs))
-            for (prompt, completion), rating in zip(pairs, ratings, strict=True):
+            together = await pool.rate(pairs)
+            alone = await asyncio.gather(*(pool.rate([pair]) for pair in pairs))
+            for (prompt, completion), rating, (single,) in zip(pairs, together, alone, strict=True):
                 expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
                 np.testing.assert_allclose(rating, expected, atol=1e-3)
+                np.testing.assert_allclose(rating, single, atol=1e-5, rtol=0)
             with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
                 await teachers(client, 1024).start(60)
 

@@ -43,18 +43,20 @@ class Teacher:
     longer exactly that of the reverse KL."""
 
     max_concurrent_requests: Annotated[int, at_least(1)] = 32
-    """Maximum number of rollouts that each server rates at once."""
+    """Maximum number of requests that each server answers at once. Rollouts of a group share a request
+    up to 4096 tokens, unless the server is vLLM, which takes one rollout by a request."""
 
     request_timeout_seconds: Annotated[float, above(0)] = 120.0
-    """Maximum time for rating one rollout. After it the rollout is rated again, by any of the
-    servers."""
+    """Maximum time for one request. After it its rollouts are rated again, by any of the servers."""
 
     wait_seconds: Annotated[float, at_least(10)] = 600.0
-    """Time, in seconds, without any answer of a teacher after which a group that waits for its rating is dropped. It
-    is counted as unrated, and is never trained on without its rating."""
+    """Time, in seconds, without any answer of a teacher after which a group that waits for its rating is
+    dropped. It begins when the rating is first asked for, for each group anew. The group is counted as
+    unrated, and is never trained on without its rating."""
 
     max_unrated_groups: Annotated[int, at_least(1)] = 16
-    """The run ends with an error after this many groups in a row got no rating."""
+    """The run ends with an error after this many groups in a row got no rating. Groups that still wait
+    are not counted."""
 
     api_key: str | None = None
     """Key of the servers. None reads the environment variable ``TORCHTITAN_GRPO_TEACHER_KEY``. Keys of

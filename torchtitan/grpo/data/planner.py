@@ -12,7 +12,6 @@ import numpy as np
 from torchtitan.tools.logging import logger
 
 from torchtitan.grpo.data.cost import SequenceCost, flops_cost, token_cost
-from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.ptx import PtxStream
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.data.sample_advantages import advantages_of
@@ -97,8 +96,6 @@ class StepPlanner:
         """
         if part.begins_batch:
             self._parts = []
-        if self._config.teacher.urls:
-            _require_ratings(groups)
         plan = self._plan(groups, step, version, num_ranks)
         self._parts.append((groups, plan))
         metrics = batch_metrics(self._parts, version) if part.ends_batch else {}
@@ -145,20 +142,6 @@ class StepPlanner:
             row_bucket=config.prompts.row_bucket,
             ptx=ptx,
         )
-
-
-def _require_ratings(groups: Sequence[RolloutGroup]) -> None:
-    """Refuses rollouts that no teacher has rated, where a teacher is to teach.
-
-    Raises:
-        DataError: If there is one. It is of a replay, since live rollouts come with their ratings.
-    """
-    for group in groups:
-        if any(rollout.teacher_logprobs is None for rollout in group.rollouts):
-            raise DataError(
-                f"Each rollout must have a teacher's rating (teacher.urls), but group {group.group_id} "
-                "has none. Replay a file that was recorded with a teacher, or remove teacher.urls."
-            )
 
 
 def batch_metrics(

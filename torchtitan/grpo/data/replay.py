@@ -17,9 +17,9 @@ from torchtitan.grpo.data.record import (
     BatchRecord,
     GroupRecord,
     RecordReader,
-    RolloutRecord,
     read_groups,
 )
+from torchtitan.grpo.data.replayed_ratings import check_rated_group, check_ratings_are_used
 from torchtitan.grpo.data.rollout_rows import longest_sequence
 from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
@@ -91,6 +91,7 @@ class ReplaySource(OfflineSource):
             if self._should_stop():
                 return
             check_batch(batch, where, self._vocab_size, self.config.training.seq_len)
+            check_ratings_are_used(batch, where, self.config)
             num_batches += 1
         if num_batches == 0 or num_batches < self._start_version:
             raise DataError(
@@ -189,9 +190,9 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(np.array(rollout.logprobs, dtype=np.float32)).all()
         _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
-        _check_ratings(rollout, here)
         _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
         _check_observed(rollout.observed, len(rollout.completion_ids), here)
+    check_rated_group(group, where)
 
 
 def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:
@@ -202,20 +203,6 @@ def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where:
         f"{where}: new_rows must be ascending places (start, num_context) within the {num_tokens} "
         f"completion tokens, each with tokens before and behind its context, got {list(new_rows)}.",
     )
-
-
-def _check_ratings(rollout: RolloutRecord, where: str) -> None:
-    ratings = rollout.teacher_logprobs
-    if ratings is None:
-        return
-    _require(
-        len(ratings) == len(rollout.completion_ids),
-        f"{where}: each of the {len(rollout.completion_ids)} completion tokens must have a teacher's "
-        f"logprob, got {len(ratings)}.",
-    )
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(np.array(ratings, dtype=np.float32)).all()
-    _require(bool(is_finite), f"{where}: teacher_logprobs must be finite in float32.")
 
 
 def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:

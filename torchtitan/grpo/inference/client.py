@@ -86,12 +86,14 @@ class Capabilities:
         verifies_checksums: Whether the server compares the checksums of a bucket.
         takes_deltas: Whether the server can apply changes to the weights that it holds.
         receives_in_parallel: Whether the server receives from several groups at the same time.
+        rates_lists: Whether one request can ask for the logprobs of several sequences.
     """
 
     stops_for: Literal["transfer", "commit", "nothing"] = "transfer"
     verifies_checksums: bool = False
     takes_deltas: bool = False
     receives_in_parallel: bool = False
+    rates_lists: bool = False
 
 
 class InferenceClient(ABC):
@@ -243,6 +245,14 @@ class InferenceClient(ABC):
         The list has ``len(token_ids) - 1`` entries, at temperature 1, under the weights that are
         served now.
         """
+
+    async def prompt_logprobs_of(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Returns what :meth:`prompt_logprobs` returns, for each of several sequences.
+
+        It is one request if the server takes lists (``capabilities.rates_lists``), and otherwise
+        one request after another.
+        """
+        return [await self.prompt_logprobs(token_ids) for token_ids in sequences]
 
     @abstractmethod
     async def close(self) -> None:

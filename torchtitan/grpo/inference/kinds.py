@@ -77,6 +77,7 @@ _ROWS = (
             verifies_checksums=True,
             takes_deltas=True,
             receives_in_parallel=True,
+            rates_lists=True,
         ),
         key_options=("--api-key", "--admin-api-key"),
     ),
@@ -85,7 +86,7 @@ _ROWS = (
         client="torchtitan.grpo.inference.sglang.client:SGLangClient",
         launcher="torchtitan.grpo.inference.sglang.launch:launch_command",
         # Its scheduler loads each bucket before it reads the next request.
-        capabilities=Capabilities(stops_for="transfer"),
+        capabilities=Capabilities(stops_for="transfer", rates_lists=True),
         environment=".venv-sglang",
         key_options=("--api-key", "--admin-api-key"),
         nccl_settings={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},

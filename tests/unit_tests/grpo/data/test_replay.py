@@ -229,14 +229,6 @@ def test_what_cannot_be_trained_on_is_refused_with_its_place(changes, message):
         check_batch(batch(**changes), "file:2", vocab_size=100, row_len=10)
 
 
-def test_a_teacher_needs_a_record_with_its_ratings(record, replay):
-    source = replay(record(1))
-    source.config.teacher.urls = ["http://127.0.0.1:9000"]
-    source.start()
-    with pytest.raises(DataError, match=r"must have a teacher's rating .* group 0 has none"):
-        source.next_step(0, 1)
-
-
 def test_groups_must_be_told_apart():
     twice = batch()
     twice.groups *= 2

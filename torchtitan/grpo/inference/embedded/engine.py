@@ -4,9 +4,10 @@
 """Runs the engine, one thread that schedules requests, samples tokens and swaps weights.
 
 Each iteration of its loop carries out the calls that other threads have queued (submit, abort,
-pause, swap weights). Then, unless the engine is paused, it computes one step: a token for every
-running request, and waiting prompts as far as the step's token budget goes (see `prefill.py`).
-Calls run only between two steps. Therefore
+pause, swap weights); prompts to be rated that were submitted in a row are rated together. Then,
+unless the engine is paused, it computes one step: a token for every running request, and waiting
+prompts as far as the step's token budget goes (see `prefill.py`). Calls run only between two steps.
+Therefore
 
     - each token is sampled with the weights of a single version;
     - a pause is complete when its future is done;
@@ -39,6 +40,7 @@ from torchtitan.grpo.inference.embedded.prefill import (
     PrefillQueue,
     default_step_tokens,
 )
+from torchtitan.grpo.inference.embedded.rating import RatingQueue
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, sample
 
@@ -51,6 +53,7 @@ Events = list[tuple[Request, int, bool]]
 _T = TypeVar("_T")
 # Token and position of each row, and how it is sampled.
 _Batch = tuple[torch.Tensor, torch.Tensor, SamplingBatch]
+_Call = tuple[Callable[[], object], Future, bool]  # the last one: whether it only adds requests
 
 
 class EngineError(RuntimeError):
@@ -90,6 +93,7 @@ class Engine:
             step_tokens = default_step_tokens(runner.max_slots, runner.device.type)
         self.step_tokens = step_tokens
         self._queue = PrefillQueue(step_tokens, max_prefill_tokens)
+        self._ratings = RatingQueue(runner, max_prefill_tokens)
         self._generator = torch.Generator(runner.device)
         self._generator.manual_seed(seed)
         self.version = version
@@ -104,7 +108,7 @@ class Engine:
         self._events: Events = []
         # Tensors of the current rows, rebuilt when the rows have changed.
         self._batch: _Batch | None = None
-        self._calls: deque[tuple[Callable[[], object], Future]] = deque()
+        self._calls: deque[_Call] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
@@ -155,7 +159,7 @@ class Engine:
     def submit(self, requests: Iterable[Request]) -> "Future[None]":
         """Queues requests, whose listeners are told of their tokens."""
         batch = list(requests)
-        return self._call(lambda: self._enqueue(batch))
+        return self._call(lambda: self._enqueue(batch), only_adds=True)
 
     def abort(self, prefix: str | None, reason: str = "Aborted by request.") -> "Future[int]":
         """Ends the requests whose id begins with ``prefix``, or all if ``None``; counts them."""
@@ -195,13 +199,13 @@ class Engine:
         """Runs ``function`` on the engine's thread between two steps."""
         return self._call(function)
 
-    def _call(self, function: Callable[[], _T]) -> "Future[_T]":
+    def _call(self, function: Callable[[], _T], *, only_adds: bool = False) -> "Future[_T]":
         future: Future[_T] = Future()
         with self._wake:
             if self.failure is not None or self._closing:
                 future.set_exception(EngineError(self._why_ended()))
                 return future
-            self._calls.append((function, future))
+            self._calls.append((function, future, only_adds))
             self._wake.notify()
         return future
 
@@ -238,19 +242,22 @@ class Engine:
                 return False
             calls, self._calls = self._calls, deque()
         while calls:
-            function, future = calls.popleft()
+            function, future, only_adds = calls.popleft()
             if not future.set_running_or_notify_cancel():
                 continue  # the caller has cancelled the call
             try:
+                if not only_adds:
+                    self._rate()  # under the weights that were there when it was asked for
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
                 self._refuse(calls, f"The engine has failed: {error!r}.")
                 raise
+        self._rate()
         return True
 
-    def _refuse(self, calls: Iterable[tuple[object, Future]], reason: str) -> None:
-        for _, future in calls:
+    def _refuse(self, calls: Iterable[_Call], reason: str) -> None:
+        for _, future, _ in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineError(reason))
 
@@ -273,11 +280,10 @@ class Engine:
         for request in requests:
             request.start_segment(self.version)
             if request.logprob_start is not None:
-                # Computed at once, under one version, even while the engine is paused.
-                request.prompt_logprobs = self._runner.prompt_logprobs(request.prompt_ids)
+                self._ratings.waiting.append(request)
             if request.sampling.max_new_tokens == 0:
-                request.finish_reason = {"type": "length", "length": 0}
-                self._events.append((request, 0, True))
+                if request.logprob_start is None:
+                    self._finish_empty(request)
                 continue
             seed = request.sampling.sampling_seed
             if seed is not None:
@@ -286,8 +292,19 @@ class Engine:
                 request.generator = generator
             self._queue.waiting.append(request)
 
+    def _rate(self) -> None:
+        """Rates the prompts that were submitted, each under one version, paused or not."""
+        for request in self._ratings.rate():
+            if request.sampling.max_new_tokens == 0:
+                self._finish_empty(request)
+
+    def _finish_empty(self, request: Request) -> None:
+        request.finish_reason = {"type": "length", "length": 0}
+        self._events.append((request, 0, True))
+
     def _abort(self, prefix: str | None, reason: str) -> int:
         everyone = [r for r in self._rows if r is not None] + list(self._queue.waiting)
+        everyone += self._ratings.waiting  # if the engine has failed
         chosen = [r for r in everyone if prefix is None or r.request_id.startswith(prefix)]
         for request in chosen:
             self._finish(request, reason)

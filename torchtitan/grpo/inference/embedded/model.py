@@ -6,6 +6,7 @@
 import json
 import logging
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -123,21 +124,29 @@ class ModelRunner:
             mask = self._additive(torch.arange(stop, device=self.device) > own)
         return ChunkPart(ids, slots, start, mask)
 
-    def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+    def prompt_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Returns the log-probability of each token but the first, without using the slots.
 
+        All sequences are computed in one pass, padded on the right to the longest one.
+
         Returns:
-            [len(tokens) - 1] log-probabilities at temperature 1.
+            [len(tokens) - 1] log-probabilities of each sequence, at temperature 1.
         """
-        ids = torch.tensor([tokens], device=self.device)
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+        longest = max(map(len, sequences))
+        padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
+        ids = torch.tensor(padded, device=self.device)
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        counts = [len(tokens) - 1 for tokens in sequences]
+        is_real = torch.arange(longest - 1) < torch.tensor(counts).unsqueeze(1)
+        is_real = is_real.to(self.device)
         found: list[float] = []
         for part, targets in zip(
-            hidden.split(_LOGIT_ROWS), ids[0, 1:].split(_LOGIT_ROWS), strict=True
+            hidden[is_real].split(_LOGIT_ROWS), ids[:, 1:][is_real].split(_LOGIT_ROWS), strict=True
         ):
             logprobs = torch.log_softmax(self.model.lm_head(part).float(), dim=-1)
             found += logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
-        return found
+        ends = list(accumulate(counts, initial=0))
+        return [found[begin:end] for begin, end in pairwise(ends)]
 
 
 def _call_positions(model: PreTrainedModel) -> int:

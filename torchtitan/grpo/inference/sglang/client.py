@@ -323,11 +323,25 @@ class SGLangClient(InferenceClient):
             )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        source, body = await self._prompt_answer(token_ids)
+        return parse_prompt_logprobs(source, token_ids, body)
+
+    async def prompt_logprobs_of(self, sequences: list[list[int]]) -> list[list[float]]:
+        source, body = await self._prompt_answer(sequences)
+        if not isinstance(body, list) or len(body) != len(sequences):
+            raise ServerError(
+                f"{source} must answer a list of {len(sequences)} entries, got {excerpt(body)}"
+            )
+        pairs = zip(sequences, body, strict=True)
+        return [parse_prompt_logprobs(source, token_ids, entry) for token_ids, entry in pairs]
+
+    async def _prompt_answer(self, input_ids: list[int] | list[list[int]]) -> tuple[str, Any]:
+        """Asks for the logprobs of one sequence or of several; returns source and answer."""
         route = "/generate"
         answer = await self._http.post(
             route,
             {
-                "input_ids": token_ids,
+                "input_ids": input_ids,
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -335,7 +349,7 @@ class SGLangClient(InferenceClient):
             scope="generation",
             timeout_seconds=self._request_timeout_seconds,
         )
-        return parse_prompt_logprobs(self.url + route, token_ids, answer.body)
+        return self.url + route, answer.body
 
     async def close(self) -> None:
         await self._http.close()

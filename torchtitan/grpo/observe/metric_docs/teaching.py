@@ -18,7 +18,7 @@ TEACHERS = Section(
         ),
         Metric(
             "teacher/rating_seconds", "s",
-            "Mean time from a rollout's reward to its rating, in the queue and on the server.",
+            "Mean time from rewards to the ratings of a request's rollouts, in the queue and on the server.",
             "below a step", "Serve the teacher on more GPUs, or name more `teacher.urls`.",
         ),
         Metric(

@@ -6,6 +6,9 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
 
 from torchtitan.grpo.rollout.teachers.teacher_pool import NotRated, TeacherPool
 from torchtitan.grpo.types import Rollout
@@ -46,12 +49,13 @@ class GroupRater:
         """
         self.num_waiting += 1
         failed: NotRated | None = None
-        ratings: list[asyncio.Task] = []
+        pairs = [(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts]
+        parts = request_parts([len(p) + len(c) for p, c in pairs], self._pool.request_tokens)
+        ratings: list[asyncio.Task[list[np.ndarray]]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                for rollout in rollouts:
-                    rating = self._pool.rate(rollout.prompt_ids, rollout.completion_ids)
-                    ratings.append(tasks.create_task(rating))
+                for part in parts:
+                    ratings.append(tasks.create_task(self._pool.rate(pairs[part])))
         except* NotRated as errors:
             failed = next(error for error in errors.exceptions if isinstance(error, NotRated))
         finally:
@@ -59,9 +63,10 @@ class GroupRater:
         if failed is not None:
             raise self._count(failed) from failed
         self._unrated_in_a_row = 0
+        found = [logprobs for rating in ratings for logprobs in rating.result()]
         return [
-            replace(rollout, teacher_logprobs=rating.result())
-            for rollout, rating in zip(rollouts, ratings, strict=True)
+            replace(rollout, teacher_logprobs=logprobs)
+            for rollout, logprobs in zip(rollouts, found, strict=True)
         ]
 
     def describe(self) -> str:
@@ -84,3 +89,22 @@ class GroupRater:
             f"{self._unrated_in_a_row} groups in a row got no rating (teacher.max_unrated_groups = "
             f"{self._most}). {failed}"
         )
+
+
+def request_parts(lengths: Sequence[int], most_tokens: int) -> list[slice]:
+    """Splits rollouts, in order, into those that share a request.
+
+    ``request_parts([3, 4, 5, 2], 8)`` is ``[0:2, 2:4]``. A longer rollout has a request of its own.
+
+    Args:
+        lengths: Number of tokens of each rollout.
+        most_tokens: Maximum number of tokens of rollouts that share a request.
+    """
+    begins: list[int] = []
+    total = 0
+    for i, length in enumerate(lengths):
+        total += length
+        if not begins or total > most_tokens:
+            begins.append(i)
+            total = length
+    return [slice(a, b) for a, b in pairwise([*begins, len(lengths)])]

@@ -11,8 +11,9 @@ The state of a teacher::
       +----- it rates the probe tokens as at the start ---- lost
 
 A pause grows with each failure in a row. A rating that fails is asked for again, from any teacher
-that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``,
-or if this one rating fails again and again while others come: a slow teacher loses nothing.
+that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``
+since it was first asked for, or if this one rating fails again and again while others come: a slow
+teacher loses nothing.
 """
 
 import asyncio
@@ -44,6 +45,12 @@ _REFUSAL_COUNT = 4
 _LONGEST_POLL_SECONDS = 0.5
 _SHORTEST_POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 0.5
+# Short rollouts cost less to compute than to send. Long ones gain nothing from company, and would make
+# a request last as long as all of them together.
+_REQUEST_TOKENS = 4096
+
+Pair = tuple[np.ndarray, np.ndarray]
+"""Token ids of a prompt and of its completion."""
 
 
 class NotRated(RuntimeError):
@@ -109,7 +116,7 @@ class TeacherPool:
         self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
         self._checking = asyncio.Lock()
         self._probe_logprobs: list[float] | None = None
-        self._hope_since = 0.0  # of the last answer, or of the first request after a pause
+        self._last_answer_at = 0.0
         self._num_answered = 0
         self._seconds: list[float] = []  # of each rating since the last metrics
         self.num_waiting = 0
@@ -132,24 +139,37 @@ class TeacherPool:
             urls_key="teacher.urls",
         )
 
-    async def rate(self, prompt_ids: np.ndarray, completion_ids: np.ndarray) -> np.ndarray:
-        """Returns the logprob of each completion token under the teacher, [completion_len] float32.
+    @property
+    def request_tokens(self) -> int:
+        """Number of tokens up to which rollouts share a request; 0 if each has one of its own."""
+        takes_lists = all(t.client.capabilities.rates_lists for t in self._teachers)
+        return _REQUEST_TOKENS if takes_lists else 0
+
+    async def rate(self, pairs: Sequence[Pair]) -> list[np.ndarray]:
+        """Returns the logprobs of completion tokens under the teacher, by one request.
+
+        Args:
+            pairs: Token ids of a prompt and of its completion, for each rollout.
+
+        Returns:
+            [completion_len] float32 of each rollout.
 
         Raises:
-            NotRated: If no teacher gave it.
+            NotRated: If no teacher gave them.
         """
-        token_ids = [*prompt_ids.tolist(), *completion_ids.tolist()]
-        if self.num_waiting == 0:
-            self._hope_since = time.monotonic()
-        self.num_waiting += 1
+        sequences = [[*prompt.tolist(), *completion.tolist()] for prompt, completion in pairs]
+        self.num_waiting += len(pairs)
         begin = time.monotonic()
         try:
             async with self._places:
-                logprobs = await self._rate(token_ids)
+                found = await self._rate(sequences)
         finally:
-            self.num_waiting -= 1
+            self.num_waiting -= len(pairs)
         self._seconds.append(time.monotonic() - begin)
-        return np.array(logprobs[len(token_ids) - 1 - len(completion_ids) :], np.float32)
+        return [
+            np.array(logprobs[len(prompt) - 1 :], np.float32)
+            for (prompt, _), logprobs in zip(pairs, found, strict=True)
+        ]
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
@@ -162,13 +182,14 @@ class TeacherPool:
         closing = [asyncio.create_task(teacher.client.close()) for teacher in self._teachers]
         await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
 
-    async def _rate(self, token_ids: list[int]) -> list[float]:
+    async def _rate(self, sequences: list[list[int]]) -> list[list[float]]:
         patience = _Patience(self._num_answered)
+        asked_at = time.monotonic()
         while True:
-            teacher = await self._ready_teacher()
-            job = teacher.begin_job(len(token_ids))
+            teacher = await self._ready_teacher(asked_at)
+            job = teacher.begin_job(sum(map(len, sequences)))
             try:
-                logprobs = await teacher.client.prompt_logprobs(token_ids)
+                logprobs = await teacher.client.prompt_logprobs_of(sequences)
             except ServerError as error:
                 is_news = job.started_at >= teacher.last_failure_at
                 teacher.fail(job, is_news=is_news)
@@ -179,11 +200,15 @@ class TeacherPool:
                 teacher.end_job(job)
             teacher.failures_in_a_row = 0
             self._num_answered += 1
-            self._hope_since = time.monotonic()
+            self._last_answer_at = time.monotonic()
             return logprobs
 
-    async def _ready_teacher(self) -> Server:
+    async def _ready_teacher(self, asked_at: float) -> Server:
         """Waits for a teacher with room, and returns the one that has the most.
+
+        Args:
+            asked_at: When the rating was first asked for. Each has the whole of its time, however
+                long others have waited by then.
 
         Raises:
             NotRated: If no teacher has answered anything for ``teacher.wait_seconds``.
@@ -197,7 +222,7 @@ class TeacherPool:
                 # One request asks, and the others go on looking.
                 if not self._checking.locked() and await self._comes_back(teacher):
                     return teacher
-            silent = time.monotonic() - self._hope_since
+            silent = time.monotonic() - max(self._last_answer_at, asked_at)
             if silent > self._settings.wait_seconds:
                 raise NotRated(
                     f"No teacher has answered for {silent:.0f} s (teacher.wait_seconds = "

@@ -139,9 +139,9 @@ def test_prompt_logprobs_are_of_each_token_given_those_before_it() -> None:
     model = make_model("qwen3", seed=4)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     with harness(model) as h:
-        found = h.engine.run(lambda: h.runner.prompt_logprobs(prompt)).result(TIMEOUT)
+        (found,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt])).result(TIMEOUT)
         # A later token does not change what those before it were given.
-        shorter = h.engine.run(lambda: h.runner.prompt_logprobs(prompt[:5])).result(TIMEOUT)
+        (shorter,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt[:5]])).result(TIMEOUT)
         request = Request("all", prompt[:1], SamplingParams(), frozenset(), False, lambda *_: None)
         request.output_ids = prompt[1:]
         expected = reference_logprobs(model, request)

@@ -5,7 +5,9 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from torchtitan.grpo.config import Teacher
-from torchtitan.grpo.inference.client import InferenceClient, ServerFacts
+from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerFacts
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.drops import DropLog
@@ -25,6 +27,7 @@ from torchtitan.grpo.rollout.teachers import (
     TeachersFailing,
     Unrated,
 )
+from torchtitan.grpo.rollout.teachers.group_rater import request_parts
 from torchtitan.grpo.types import Rollout, VersionSegment
 
 PROMPT, COMPLETION = np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32)
@@ -46,6 +49,11 @@ class LocalTeacher(InferenceClient):
         self.url, self.facts = url, facts
         self.answer: Answer = self.rate
         self.num_requests = self.num_at_once = self.most_at_once = 0
+        self.sizes: list[int] = []
+
+    async def prompt_logprobs_of(self, sequences: list[list[int]]) -> list[list[float]]:
+        self.sizes.append(len(sequences))
+        return await super().prompt_logprobs_of(sequences)
 
     async def rate(self, token_ids: list[int]) -> list[float]:
         return rating_of(token_ids)
@@ -97,6 +105,11 @@ def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings
     )
 
 
+async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> np.ndarray:
+    (logprobs,) = await pool.rate([(PROMPT, completion)])
+    return logprobs
+
+
 def rollout(reward: float = 0.0) -> Rollout:
     return Rollout(
         PROMPT, COMPLETION, -np.ones(3, np.float32), (VersionSegment(0, 0, 3),), "stop", "", reward
@@ -108,7 +121,7 @@ def test_each_completion_token_gets_its_logprob_given_all_before_it(model):
         teacher = LocalTeacher("http://t", facts_of(model))
         pool = make(model, teacher)
         await pool.start(5)
-        found = await pool.rate(PROMPT, COMPLETION)
+        found = await rate_one(pool)
         assert found.dtype == np.float32
         assert found.tolist() == [-5.0, -6.0, -7.0]
         assert pool.take_metrics().keys() == {"teacher/rating_seconds", "teacher/waiting_rollouts"}
@@ -131,7 +144,7 @@ def test_a_teacher_that_is_lost_and_comes_back_rates_everything(model):
             return rating_of(token_ids)
 
         teacher.answer = refuse
-        ratings = [asyncio.create_task(pool.rate(PROMPT, COMPLETION)) for _ in range(8)]
+        ratings = [asyncio.create_task(rate_one(pool)) for _ in range(8)]
         asked = teacher.num_requests
         while drops.counts["rating failed"] < 4:
             await asyncio.sleep(0.01)
@@ -159,7 +172,7 @@ def test_another_teacher_takes_over_and_no_teacher_gets_too_much(model):
             raise lost()
 
         first.answer, second.answer = refuse, slow
-        found = await asyncio.gather(*(pool.rate(PROMPT, COMPLETION) for _ in range(12)))
+        found = await asyncio.gather(*(rate_one(pool) for _ in range(12)))
         assert all(rating.tolist() == [-5.0, -6.0, -7.0] for rating in found)
         assert second.most_at_once == 2
 
@@ -179,7 +192,7 @@ def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
             return rating_of(token_ids, offset=0.5)
 
         teacher.answer = answer
-        rating = asyncio.create_task(pool.rate(PROMPT, COMPLETION))
+        rating = asyncio.create_task(rate_one(pool))
         await asyncio.sleep(0.05)
         state = "another"
         with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
@@ -217,6 +230,93 @@ def test_a_rating_is_given_up_after_silence_and_never_invented(model):
     asyncio.run(run())
 
 
+def test_each_group_has_the_whole_waiting_time_whatever_others_have_waited(model):
+    """A group that began late is neither dropped nor counted together with those that gave up."""
+
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, wait_seconds=1.0)
+        await pool.start(5)
+
+        async def refuse(token_ids: list[int]) -> list[float]:
+            raise lost()
+
+        teacher.answer = refuse
+        rater = GroupRater(pool, max_unrated_groups=2)
+        early = asyncio.create_task(rater.rate([rollout()]))
+        await asyncio.sleep(0.8)
+        late = asyncio.create_task(rater.rate([rollout()]))
+        began = time.monotonic()
+        with pytest.raises(Unrated):
+            await early
+        with pytest.raises(TeachersFailing):
+            await late
+        assert time.monotonic() - began >= 1.0
+
+    asyncio.run(run())
+
+
+def test_a_group_that_was_not_asked_for_yet_is_not_given_up(model):
+    """While a teacher is out, only the ratings that have a place with it run out of time."""
+
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, wait_seconds=0.5, max_concurrent_requests=1)
+        await pool.start(5)
+
+        async def refuse(token_ids: list[int]) -> list[float]:
+            raise lost()
+
+        teacher.answer = refuse
+        rater = GroupRater(pool, max_unrated_groups=2)
+        first, second = (asyncio.create_task(rater.rate([rollout()])) for _ in range(2))
+        with pytest.raises(Unrated):
+            await first
+        began = time.monotonic()
+        with pytest.raises(TeachersFailing):
+            await second
+        assert time.monotonic() - began >= 0.4
+
+    asyncio.run(run())
+
+
+def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher)
+        await pool.start(5)
+        rater = GroupRater(pool, max_unrated_groups=2)
+        group = [replace(rollout(), completion_ids=np.arange(2, n, dtype=np.int32)) for n in (4, 9)]
+        for capabilities, sizes in (
+            (Capabilities(), [1, 1]),
+            (Capabilities(rates_lists=True), [2]),
+        ):
+            teacher.capabilities, teacher.sizes = capabilities, []
+            rated = await rater.rate(group)
+            assert teacher.sizes == sizes
+            assert [r.teacher_logprobs.tolist() for r in rated] == [
+                [-2.0, -3.0], [-2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0]
+            ]  # fmt: skip
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "parts"),
+    [
+        ([3, 4, 5, 2], 8, [2, 2]),
+        ([9, 1, 1], 8, [1, 2]),
+        ([1, 9, 1], 8, [1, 1, 1]),
+        ([8], 8, [1]),
+        ([1, 1], 0, [1, 1]),
+    ],
+)
+def test_requests_hold_as_many_rollouts_as_they_have_tokens_for(lengths, most, parts):
+    found = [lengths[part] for part in request_parts(lengths, most)]
+    assert [length for part in found for length in part] == lengths
+    assert [len(part) for part in found] == parts
+
+
 def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
     async def run() -> None:
         teacher = LocalTeacher("http://t", facts_of(model))
@@ -229,9 +329,9 @@ def test_a_rollout_that_alone_cannot_be_rated_does_not_hold_up_others(model):
             return rating_of(token_ids)
 
         teacher.answer = pick
-        poison = asyncio.create_task(pool.rate(PROMPT, np.array([19], np.int32)))
+        poison = asyncio.create_task(rate_one(pool, np.array([19], np.int32)))
         while not poison.done():
-            await pool.rate(PROMPT, COMPLETION)
+            await rate_one(pool)
             await asyncio.sleep(0.02)
         with pytest.raises(
             NotRated, match=r"failed again and again, and others did not.*cannot rate this"

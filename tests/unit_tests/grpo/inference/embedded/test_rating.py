@@ -1,0 +1,105 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Prompts are rated side by side, exactly as each of them alone."""
+
+import random
+import threading
+
+import pytest
+import torch
+from engine_harness import TIMEOUT, Harness, harness, make_model, random_prompt
+
+from torchtitan.grpo.inference.embedded.rating import padded_batches
+from torchtitan.grpo.inference.embedded.request import Request
+from torchtitan.grpo.inference.embedded.sampling import SamplingParams
+from torchtitan.grpo.inference.embedded.weights import WeightTable
+
+
+def rating_request(prompt: list[int], max_new_tokens: int = 0) -> Request:
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return Request("r", prompt, params, frozenset(), False, lambda *_: None, logprob_start=0)
+
+
+def count_passes(h: Harness) -> list[int]:
+    """Returns a list to which each pass over prompts adds its number of sequences."""
+    sizes, compute = [], h.runner.prompt_logprobs
+
+    def counted(sequences: list[list[int]]) -> list[list[float]]:
+        sizes.append(len(sequences))
+        return compute(sequences)
+
+    h.runner.prompt_logprobs = counted
+    return sizes
+
+
+def hold(h: Harness) -> threading.Event:
+    """Makes the engine carry out a call until the event is set: further calls wait together."""
+    begun, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        release.wait(TIMEOUT)
+
+    h.engine.run(wait)
+    assert begun.wait(TIMEOUT)
+    return release
+
+
+def alone(h: Harness, prompt: list[int]) -> list[float]:
+    (found,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt])).result(TIMEOUT)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_ratings_that_wait_are_computed_together_and_are_those_of_each_alone(kind: str) -> None:
+    rng = random.Random(3)
+    prompts = [[7], *(random_prompt(rng, 2, 60) for _ in range(19))]
+    with harness(make_model(kind), max_prefill_tokens=2000) as h:
+        expected = [alone(h, prompt) for prompt in prompts]
+        sizes, release = count_passes(h), hold(h)
+        requests = [rating_request(prompt, i % 2) for i, prompt in enumerate(prompts)]
+        queued = [h.engine.submit([request]) for request in requests]
+        release.set()
+        for future in queued:
+            future.result(TIMEOUT)
+        h.finish(requests)
+        assert sizes == [20]
+    for request, logprobs in zip(requests, expected, strict=True):
+        assert len(request.prompt_logprobs) == len(request.prompt_ids) - 1
+        torch.testing.assert_close(request.prompt_logprobs, logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_rating_is_of_the_weights_that_were_there_when_it_was_asked_for() -> None:
+    prompt = [5, 6, 7, 8]
+    with harness(make_model("qwen3", seed=1)) as h:
+        before = alone(h, prompt)
+        table = WeightTable(h.model)
+        other = make_model("qwen3", seed=2).state_dict()
+        prepared = {name: table.prepared(name, tensor) for name, tensor in other.items()}
+        first, second = rating_request(prompt), rating_request(prompt)
+        release = hold(h)
+        h.engine.submit([first])
+        swapped = h.engine.swap_weights(lambda: table.adopt(prepared), "v2")
+        h.engine.submit([second])
+        release.set()
+        swapped.result(TIMEOUT)
+        h.finish([first, second])
+        after = alone(h, prompt)
+    assert [first.segments, second.segments] == [[("default", 0)], [("v2", 0)]]
+    torch.testing.assert_close(first.prompt_logprobs, before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(second.prompt_logprobs, after, atol=1e-5, rtol=0)
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "batches"),
+    [
+        ([2, 6, 3], 8, [[0, 2], [1]]),
+        ([4, 4, 4], 8, [[0, 1], [2]]),
+        ([9, 1], 8, [[1], [0]]),
+        ([], 8, []),
+    ],
+)
+def test_a_pass_has_a_bounded_number_of_tokens_with_its_padding(lengths, most, batches) -> None:
+    assert padded_batches(lengths, most) == batches

@@ -1,0 +1,94 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Checks the teacher's ratings in a file of recorded rollouts.
+
+A group has a rating of each of its tokens, or none at all. The settings of the run that replays it must
+be those that a run with a teacher may have; `config_checks/teacher.py` cannot see what a file holds.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchtitan.grpo.data.files import DataError
+from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord
+from torchtitan.grpo.job_config import JobConfig
+
+
+def check_rated_group(group: GroupRecord, where: str) -> None:
+    """Refuses ratings that do not fit the rollouts of a group.
+
+    Raises:
+        DataError: If some rollouts are rated and others are not, or if a rating is not one finite
+            number for each completion token.
+    """
+    num_rated = sum(rollout.teacher_logprobs is not None for rollout in group.rollouts)
+    if num_rated not in (0, len(group.rollouts)):
+        raise DataError(
+            f"{where}: all rollouts of a group must have teacher_logprobs, or none, got {num_rated} of "
+            f"{len(group.rollouts)}. The mean over the group would not be that of its tokens."
+        )
+    for i, rollout in enumerate(group.rollouts):
+        _check_rating(rollout, f"{where}, rollout {i}")
+
+
+def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) -> None:
+    """Refuses settings under which the ratings of a batch would be lost or wrong, or are missing.
+
+    Raises:
+        DataError: If there is such a setting, or if a teacher is to teach and has not rated a group.
+    """
+    for group in batch.groups:
+        is_rated = any(rollout.teacher_logprobs is not None for rollout in group.rollouts)
+        if is_rated and config.teacher.coef > 0:
+            for problem in _problems(group, config):
+                raise DataError(
+                    f"{where}, group {group.group_id}: a teacher's ratings {problem}, or "
+                    "teacher.coef = 0 to replay the rewards alone."
+                )
+        elif config.teacher.urls and not is_rated:
+            raise DataError(
+                f"{where}: each rollout must have a teacher's rating (teacher.urls), but group "
+                f"{group.group_id} has none, and a replay asks no server. Replay a file that was "
+                "recorded with a teacher, or remove teacher.urls."
+            )
+
+
+def _problems(group: GroupRecord, config: JobConfig) -> Iterator[str]:
+    grpo, temperature = config.grpo, config.rollout.temperature
+    if grpo.filter_zero_advantage:
+        yield (
+            "cannot be used with grpo.filter_zero_advantage, which leaves out groups with equal "
+            "rewards, although the teacher's part differs. Set grpo.filter_zero_advantage = false"
+        )
+    if grpo.off_policy_mask_threshold != 0:
+        yield (
+            "cannot be used with grpo.off_policy_mask_threshold, which leaves out sequences by the sign "
+            f"of their advantage, got {grpo.off_policy_mask_threshold:g}. Set it to 0"
+        )
+    if temperature != 1:
+        yield (
+            f"must be of rollouts of rollout.temperature = 1, got {temperature:g}. Replay a file of "
+            "that temperature"
+        )
+    if any(rollout.new_rows for rollout in group.rollouts):
+        yield (
+            "must be of rollouts that a model reads from their beginning, but one has new_rows. Remove "
+            "its teacher_logprobs"
+        )
+
+
+def _check_rating(rollout: RolloutRecord, where: str) -> None:
+    ratings = rollout.teacher_logprobs
+    if ratings is None:
+        return
+    if len(ratings) != len(rollout.completion_ids):
+        raise DataError(
+            f"{where}: each of the {len(rollout.completion_ids)} completion tokens must have a teacher's "
+            f"logprob, got {len(ratings)}."
+        )
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.array(ratings, dtype=np.float32)).all()
+    if not is_finite:
+        raise DataError(f"{where}: teacher_logprobs must be finite in float32.")
