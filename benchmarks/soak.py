@@ -9,11 +9,14 @@ A real run under torchrun with ``--max-restarts`` has two training ranks, the sh
 two launched servers of the given kind. At random moments a server is killed, or stopped for some
 seconds. In the first half of the time a training rank is killed twice, and the disk of the run's
 folder, a small file system of its own, is full for a while; that needs the right to mount one, and
-is left out, and said, without it. In the second half only the second server is harmed.
+is left out, and said, without it. The second half begins when both servers serve and
+``SETTLE_SECONDS`` have passed, so that its first measurements are not those of processes that start.
+In it only the second server is harmed.
 
 Every process that lives through the whole second half must then have a flat memory (unshared pages:
 the medians of the half's first and last quarter differ by at most 2 %), and its numbers of file
-descriptors and threads must return to the same values. At the end the ledger must account for each
+descriptors and threads must return to the same values. ``samples.jsonl`` in the kept folder has all
+measurements, with the number of servers that were lost. At the end the ledger must account for each
 prompt exactly once, and the run must have gone on after every fault.
 
 The exit status is 1 if something does not hold. With ``--json`` the last line is a JSON object.
@@ -46,9 +49,12 @@ START_SECONDS = 900.0
 # A server may be harmed again after this time, so that it has been back for a while.
 FAULT_SECONDS = (20.0, 60.0)
 STOP_SECONDS = (4.0, 20.0)
+# For how long the servers are left alone before the second half.
+SETTLE_SECONDS = 120.0
 # When a rank is killed and the disk is filled, as parts of the whole time.
 RANK_KILLS, DISK_FILL = (0.12, 0.38), 0.25
 LARGEST_GROWTH = 0.02
+LONGEST_RECORD = 1 << 16  # bytes of a record in metrics.jsonl
 
 
 class SoakedRun(KilledRun):
@@ -91,6 +97,22 @@ class SoakedRun(KilledRun):
     @property
     def console(self) -> Path:
         return self._record.with_name("console.log")  # not on the disk that is filled
+
+    @property
+    def samples(self) -> Path:
+        return self._record.with_name("samples.jsonl")
+
+    @property
+    def num_lost_servers(self) -> int | None:
+        """How many servers could not take work at the newest step; None before the first step."""
+        try:
+            with (self.folder / "metrics.jsonl").open("rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - LONGEST_RECORD, 0))
+                whole = file.read().rpartition(b"\n")[0]  # what follows is being written
+        except OSError:
+            return None
+        newest = whole.rpartition(b"\n")[2]
+        return int(json.loads(newest)["weight_sync/lost_servers"]) if newest else None
 
     @property
     def has_ended(self) -> bool:
@@ -183,30 +205,57 @@ class Soak:
         self._run, self._seconds, self._rng, self._disk = run, seconds, rng, disk
         self.faults: Counter[str] = Counter()
         self.lives: defaultdict[tuple[int, float], Life] = defaultdict(lambda: Life(""))
+        self.measured_from: float | None = None
         self._due: list[tuple[float, Callable[[], None]]] = []
 
     def go(self) -> None:
-        """Lets the time pass."""
+        """Lets the first half pass, waits until all servers serve, and lets the second half pass."""
         self._begin = time.monotonic()
+        half = self._seconds / 2
         for part in RANK_KILLS:
             self._at(part * self._seconds, self._kill_rank)
         if self._disk is not None:
             self._at(DISK_FILL * self._seconds, self._fill_disk)
         self._at(self._rng.uniform(*FAULT_SECONDS), self._harm_server)
+        while self._now < half or self._due_without_harm():
+            self._pass()
+        self._settle()
+        self.measured_from = self._now
+        self._at(self._now + self._rng.uniform(*FAULT_SECONDS), self._harm_server)
         next_sample = 0.0
-        while (now := self._now) < self._seconds:
-            for due in [entry for entry in self._due if entry[0] <= now]:
-                self._due.remove(due)
-                due[1]()
-            if self._run.has_ended:
-                self._say("the run has ended, and is started again")
-                self.faults["starts by hand"] += 1
-                self._run.kill_all()
-                self._run.start(10_000_000)
-            if now >= max(next_sample, self._seconds / 2):
-                self._sample(now)
-                next_sample = now + SAMPLE_SECONDS
-            time.sleep(0.2)
+        while self._now < self.measured_from + half:
+            self._pass()
+            if self._now >= next_sample:
+                self._sample(self._now)
+                next_sample = self._now + SAMPLE_SECONDS
+
+    def _pass(self) -> None:
+        """Does what is due, and starts the run again if it has ended."""
+        for due in [entry for entry in self._due if entry[0] <= self._now]:
+            self._due.remove(due)
+            due[1]()
+        if self._run.has_ended:
+            self._say("the run has ended, and is started again")
+            self.faults["starts by hand"] += 1
+            self._run.kill_all()
+            self._run.start(10_000_000)
+        time.sleep(0.2)
+
+    def _due_without_harm(self) -> bool:
+        """Whether something else than the next harm to a server still has to happen."""
+        return any(what != self._harm_server for _, what in self._due)
+
+    def _settle(self) -> None:
+        """Waits until both servers have served for a while, without new harm."""
+        self._due.clear()
+        self._run.wait_for(
+            lambda: len(self._run.servers()) == 2 and self._run.num_lost_servers == 0,
+            "serve with both servers", START_SECONDS,
+        )  # fmt: skip
+        until = self._now + min(SETTLE_SECONDS, self._seconds / 20)
+        while self._now < until:
+            self._pass()
+        self._say("the second half begins")
 
     @property
     def _now(self) -> float:
@@ -220,7 +269,7 @@ class Soak:
 
     def _harm_server(self) -> None:
         servers = self._run.servers()
-        is_second_half = self._now >= self._seconds / 2
+        is_second_half = self.measured_from is not None
         harmed = servers[-1:] if is_second_half and len(servers) == 2 else servers
         if harmed and not (is_second_half and len(servers) < 2):
             victim = self._rng.choice(harmed)
@@ -264,12 +313,16 @@ class Soak:
         self._at(self._now + FULL_SECONDS, filler.unlink)
 
     def _sample(self, now: float) -> None:
-        for name, process in self._run.watched():
-            with contextlib.suppress(psutil.Error):
-                memory = process.memory_full_info().uss / 2**20
-                life = self.lives[process.pid, process.create_time()]
-                life.name = life.name or name
-                life.samples.append((now, memory, process.num_fds(), process.num_threads()))
+        num_lost = self._run.num_lost_servers
+        with self._run.samples.open("a") as file:
+            for name, process in self._run.watched():
+                with contextlib.suppress(psutil.Error):
+                    memory = process.memory_full_info().uss / 2**20
+                    life = self.lives[process.pid, process.create_time()]
+                    life.name = life.name or name
+                    life.samples.append((now, memory, process.num_fds(), process.num_threads()))
+                    row = [process.pid, life.name, *life.samples[-1], num_lost]
+                    file.write(json.dumps(row) + "\n")
 
 
 @contextlib.contextmanager
@@ -292,10 +345,12 @@ def judge(soak: Soak, seconds: float) -> tuple[dict[str, float], list[str]]:
     figures: dict[str, float] = {}
     problems = []
     # Those that were there at the beginning and at the end of the second half.
+    begin = soak.measured_from or 0.0
     lived = [
         life
         for life in soak.lives.values()
-        if life.samples[0][0] <= 0.55 * seconds and life.samples[-1][0] >= seconds - 20
+        if life.samples[0][0] <= begin + 0.05 * seconds
+        and life.samples[-1][0] >= begin + seconds / 2 - 20
     ]
     for index, life in enumerate(sorted(lived, key=lambda life: life.name)):
         fds, threads = life.rise(2), life.rise(3)

@@ -55,6 +55,7 @@ def soak() -> ModuleType:
 def measured(soak: ModuleType, **change: Any) -> list[str]:
     """Returns the problems of two ranks, a rollout process and one process that may change."""
     made = soak.Soak(None, 100.0, random.Random(0), None)
+    made.measured_from = 50.0
     shapes = {"rank": {}, "rank 2": {}, "rollout process": {}, "server": change}
     for pid, (name, grows) in enumerate(shapes.items()):
         life = made.lives[pid, 0.0]
