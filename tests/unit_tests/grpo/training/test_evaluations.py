@@ -19,6 +19,12 @@ SET = SetResult("heldout", "exact_match", 0.5, 1, 1, {}, 2.0, 2, 0.0, ())
 RESULT = EvaluationResult((SET,), version=0, newest_version=0, mixed_fraction=0.0, seconds=1.0)
 
 
+@pytest.fixture(autouse=True)
+def _warnings_are_heard(caplog):
+    """Whatever level another test of the same process has left to torchtitan's logger, the root."""
+    caplog.set_level("WARNING")
+
+
 def config(*arguments: str) -> JobConfig:
     return load_config(
         [
