@@ -15,7 +15,6 @@ from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
 _NOTE = "shared_memory"
-_DELETED = " (deleted)"
 # The kernel gives the first PID namespace, whose /proc lists all processes, this inode
 # (PROC_PID_INIT_INO in include/linux/proc_ns.h).
 _ALL_PROCESSES = 0xEFFFFFFC
@@ -29,16 +28,19 @@ def note_held(session: int, folder: Path) -> None:
     In a container nobody can tell that: others that share the memory may have processes of their own,
     which are not seen here. Such semaphores are left there then.
     """
-    held: set[str] = set()
-    of_anybody: set[str] = set()
+    # Listed before the processes are: what is made meanwhile is not taken for something left.
+    files, young = _files(), _semaphores_since(session)
+    of_session: set[int] = set()
+    of_anybody: set[int] = set()
     for pid in _processes():
         with contextlib.suppress(OSError):
-            names = _held_by(pid)
-            of_anybody |= names
+            inodes = _held_by(pid)
+            of_anybody |= inodes
             if os.getsid(pid) == session:
-                held |= names
+                of_session |= inodes
+    held = {name for name, inode in files.items() if inode in of_session}
     if sees_all_processes():
-        held |= _semaphores_since(session) - of_anybody
+        held |= {name for name in young if name in files and files[name] not in of_anybody}
     noted = _noted(folder)
     if held - noted:
         with contextlib.suppress(OSError):  # a full disk costs the note, not the run
@@ -50,13 +52,15 @@ def remove_noted(folder: Path) -> None:
     noted = _noted(folder)
     if not noted:
         return
+    held: set[int] = set()
     for pid in _processes():
         with contextlib.suppress(OSError):
-            noted -= _held_by(pid)
+            held |= _held_by(pid)
     for name in noted:
         with contextlib.suppress(OSError):
             file = _FOLDER / name
-            if file.lstat().st_uid == os.getuid():
+            status = file.lstat()
+            if status.st_uid == os.getuid() and status.st_ino not in held:
                 file.unlink()
 
 
@@ -89,13 +93,19 @@ def _processes() -> Iterable[int]:
     return (int(entry.name) for entry in Path("/proc").glob("[0-9]*"))
 
 
-def _held_by(pid: int) -> set[str]:
-    """Returns the names of the files in shared memory that a process has mapped."""
-    prefix = f"{_FOLDER}/"
-    names: set[str] = set()
+def _files() -> dict[str, int]:
+    """Returns the inodes of the files in shared memory by their names."""
+    with contextlib.suppress(OSError), os.scandir(_FOLDER) as entries:
+        return {entry.name: entry.inode() for entry in entries}
+    return {}
+
+
+def _held_by(pid: int) -> set[int]:
+    """Returns the inodes of the files in shared memory that a process has mapped.
+
+    Names would not do: a process that makes a semaphore maps it under a first name, which is removed
+    when the file has got its own.
+    """
+    prefix = f" {_FOLDER}/"
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            path = line.partition(prefix)[2].rstrip("\n")
-            if path and not path.endswith(_DELETED):
-                names.add(path)
-    return names
+        return {int(line.split()[4]) for line in maps if prefix in line}

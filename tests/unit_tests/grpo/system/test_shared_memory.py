@@ -135,3 +135,15 @@ def test_a_semaphore_of_a_living_process_of_another_container_stays(tmp_path: Pa
         cleaner.communicate("go\n", timeout=60)
     assert cleaner.returncode == 0
     assert file.exists(), "this process holds it, though it is not seen there"
+
+
+def test_a_semaphore_of_a_living_program_is_kept_until_its_children_open_it(tmp_path: Path, start):
+    """A server that starts beside one that ends: its worker processes open it later, by name."""
+    other, _ = start(HOLDER)
+    lock = multiprocessing.get_context("spawn").Lock()
+    semaphore = Path("/dev/shm") / f"sem.{lock._semlock.name.lstrip('/')}"
+    note_held(other.pid, tmp_path)
+    other.kill()
+    other.wait()
+    remove_noted(tmp_path)
+    assert semaphore.exists()
