@@ -141,7 +141,8 @@ def test_a_semaphore_of_a_living_program_is_kept_until_its_children_open_it(tmp_
     """A server that starts beside one that ends: its worker processes open it later, by name."""
     other, _ = start(HOLDER)
     lock = multiprocessing.get_context("spawn").Lock()
-    semaphore = Path("/dev/shm") / f"sem.{lock._semlock.name.lstrip('/')}"
+    name: str = getattr(lock, "_semlock").name  # noqa: B009  (typeshed does not know it)
+    semaphore = Path("/dev/shm") / f"sem.{name.lstrip('/')}"
     note_held(other.pid, tmp_path)
     other.kill()
     other.wait()
