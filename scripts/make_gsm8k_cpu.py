@@ -12,10 +12,12 @@ GSM8K's own form. It takes about five minutes of one core.
 
 The model is briefly taught to continue `Question: ...\\nAnswer:` with a worked answer. Half of
 its lessons end in GSM8K's last line, `#### <number>`, and half stop short of it, so that a
-reward for this line has room to rise. With `--last-line-share 0` no lesson has that line: this is
-the base model of `train_configs/gsm8k_sft.toml`, which teaches it by a supervised start with `examples.jsonl`, the
-training rows with plain answers. Such a model writes readable sentences of the right kind; it cannot reason, and its numbers are seldom
-right.
+reward for this line has room to rise. With `--last-line-share 0` no lesson has that line. This
+is the base model of `train_configs/gsm8k_sft.toml`, which teaches the line by a supervised start
+on `examples.jsonl`, the training rows with plain answers.
+
+Such a model writes readable sentences of the right kind; it cannot reason, and its numbers are
+seldom right.
 """
 
 import argparse

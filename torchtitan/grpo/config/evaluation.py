@@ -85,8 +85,8 @@ class Evaluation(EvaluationSet):
     """During an evaluation beside training, leave one of the servers at the evaluated weights and
     evaluate on it alone. With a single server there is none to spare: completions may then contain
     tokens of newer weights, and ``evaluation/mixed_fraction`` tells how many do. If all other servers
-    are lost, or take none for long, the pinned one takes new weights, and the evaluation is begun again with them
-    after the step (``evaluation/begun_again``)."""
+    are lost, or take no new weights for long, the pinned server takes them, and the evaluation is
+    begun again with them after the step (``evaluation/begun_again``)."""
 
     timeout_seconds: Annotated[float, above(0)] = 3600.0
     """Longest time for which an evaluation is waited for, where one is: before the first step, after

@@ -46,4 +46,4 @@ class LoRA:
     """What travels to the servers. ``merged`` sends all weights of the model, with the adapters added
     to their targets, to servers of any kind. ``adapters`` sends adapters alone, to servers that
     add them to their own base weights; they must have been started with the model of
-    ``model.hf_assets_path``, and SGLang by this project."""
+    ``model.hf_assets_path``, and an SGLang server must have been started by this project."""

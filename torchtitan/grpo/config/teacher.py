@@ -44,14 +44,15 @@ class Teacher:
 
     max_concurrent_requests: Annotated[int, at_least(1)] = 32
     """Maximum number of requests that each server answers at once. Rollouts of a group share a request
-    up to 4096 tokens, unless the server is vLLM, which takes one rollout by a request."""
+    of up to 4096 tokens, except on vLLM, which takes one rollout for each request."""
 
     request_timeout_seconds: Annotated[float, above(0)] = 120.0
-    """Maximum time for one request. After it its rollouts are rated again, by any of the servers."""
+    """Maximum time for one request. After this time its rollouts are rated again, by any of the
+    servers."""
 
     wait_seconds: Annotated[float, at_least(10)] = 600.0
     """Time, in seconds, without any answer of a teacher after which a group that waits for its rating is
-    dropped. It begins when the rating is first asked for, for each group anew. The group is counted as
+    dropped. The time begins for each group when its rating is first requested. The group is counted as
     unrated, and is never trained on without its rating."""
 
     max_unrated_groups: Annotated[int, at_least(1)] = 16

@@ -39,9 +39,7 @@ _POLL_MILLISECONDS = 50
 _ORDERLY_STOP_SECONDS = 4.0
 _KILL_GRACE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
-# Begins the names of the folders with the sockets and the configuration.
-_FOLDER = "rollout"
-_LIMITS: dict[type, str] = {  # the settings that bound the waits for answers
+_LIMITS: dict[type, str] = {  # the settings that limit the waits for answers
     link_messages.Ready: "inference.startup_timeout_seconds and a minute",
     link_messages.Batch: "rollout.batch_timeout_seconds",
     link_messages.EvaluationDone: "evaluation.timeout_seconds",
@@ -156,7 +154,7 @@ class RolloutLink:
 
     def _launch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._directory = make_private_folder(_FOLDER)
+        self._directory = make_private_folder("rollout")
         config_file = self._directory / link_messages.CONFIG_FILE
         # The configuration may contain the servers' keys. The process removes the file once it is read.
         config_file.touch(mode=0o600)

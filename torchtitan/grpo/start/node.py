@@ -239,8 +239,8 @@ def run_node(options: NodeOptions) -> int:
 def import_torch_quietly() -> None:
     """Imports torch without the warnings of its sockets, in this process alone.
 
-    The node of the endpoint may end first, in order or not. Torch's store would then print pages of
-    function addresses on every other node; what matters of it, :func:`_run_ranks` says.
+    The node of the endpoint may end before the other nodes. Torch's store would then print pages of
+    function addresses on each of them. :func:`_run_ranks` reports what matters instead.
     """
     given = os.environ.get(_CPP_LOG_LEVEL)
     os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")

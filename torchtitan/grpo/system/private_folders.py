@@ -3,9 +3,10 @@
 
 """Temporary folders of a process, which a later one removes if the process was killed.
 
-The name of a folder tells which process made it. Nobody can remove a folder after kill -9, so whoever
-makes the next one removes those whose process is gone. A process of another container, whose number
-means nothing here, is known by the lock that it holds on its folder; the kernel ends it with the process.
+The name of a folder tells which process made it. A process that is killed by kill -9 cannot remove its
+folder, so the process that makes the next folder removes those whose process is gone. The process
+number of another container means nothing here. Each process therefore holds a lock on its folder, which
+the kernel releases when the process ends.
 """
 
 import contextlib
@@ -41,9 +42,9 @@ def make_private_folder(purpose: str) -> Path:
     _remove_left_behind(Path(parent))
     made = Path(tempfile.mkdtemp(prefix=f"new-{prefix}", dir=parent))  # mode 0700
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # a file system without locks: the process number has to do
+    with contextlib.suppress(OSError):  # without locks, only the process number tells
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    # Nobody finds the folder under its name before it is locked.
+    # The folder gets its name when it is locked, so that no other process removes it before.
     folder = made.rename(made.with_name(made.name.removeprefix("new-")))
     _locks[folder] = lock
     return folder
@@ -70,7 +71,7 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Returns whether a living process holds the lock on a folder, which it may hold unseen."""
+    """Returns whether a living process, perhaps in another container, holds a folder's lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

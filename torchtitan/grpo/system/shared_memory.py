@@ -25,10 +25,10 @@ def note_held(session: int, folder: Path) -> None:
 
     Semaphores of Python that nobody holds and that are younger than the session are noted as well: vLLM
     and SGLang leave some that they hold no longer. If one is another program's, it is not needed either.
-    In a container nobody can tell that: others that share the memory may have processes of their own,
-    which are not seen here. Such semaphores are left there then.
+    A process in a container cannot know that, because the processes of other containers that share the
+    memory are not visible to it. It therefore leaves such semaphores where they are.
     """
-    # Listed before the processes are: what is made meanwhile is not taken for something left.
+    # The files are listed before the processes, so that a file that is made meanwhile is not noted.
     files, young = _files(), _semaphores_since(session)
     of_session: set[int] = set()
     of_anybody: set[int] = set()
@@ -103,8 +103,8 @@ def _files() -> dict[str, int]:
 def _held_by(pid: int) -> set[int]:
     """Returns the inodes of the files in shared memory that a process has mapped.
 
-    Names would not do: a process that makes a semaphore maps it under a first name, which is removed
-    when the file has got its own.
+    Inodes are compared because a process that makes a semaphore maps it under a temporary name, which
+    is removed when the file gets its final name.
     """
     prefix = f" {_FOLDER}/"
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:

@@ -1,8 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""When a run evaluates, and what waits for it: before the first and after the last step the run,
-between two steps nobody."""
+"""Decides when a run evaluates.
+
+The run waits for the evaluations before the first step and after the last one. No step waits for an
+evaluation between two steps.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +30,7 @@ class Evaluations:
     the evaluated weights meanwhile (``evaluation.pin``), until the result is there or
     ``evaluation.timeout_seconds`` have passed. If it becomes the last server that can take new
     weights, it takes them, and :meth:`begin` begins the evaluation again with newer weights after
-    the step; likewise if the server leaves the run.
+    the step. The same happens if the server leaves the run.
 
     Args:
         config: Configuration of the run.

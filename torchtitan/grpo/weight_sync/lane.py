@@ -266,7 +266,7 @@ class Lane:
                 self.url, self.state.value, reason, pause,
             )  # fmt: skip
         else:
-            # A server may be gone for days: the same reason is not told at each try.
+            # A server may be gone for days, so the same reason is not logged at each attempt.
             seconds = time.monotonic() - self._lost_at
             if self._reminders.is_due(seconds) or reason != self.last_error:
                 logger.warning(

@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The server that is left at the weights of an evaluation, as long as training can spare it.
+"""Keeps a server at the weights of an evaluation, as long as training does not need the server.
 
     free --- set ---> pinned --- set(None), or the server is gone ---> free
                         |
                         +------- yield_if_needed --------------------> free
 
 A pinned server takes no new weights, so its rollouts become too old to be trained on. Another
-server has to take them meanwhile. When none does, the pinned one is needed, and the pin ends:
-training never waits for an evaluation.
+server has to take them meanwhile. If no other server does, training needs the pinned one, and the
+pin ends, so that training never waits for an evaluation.
 """
 
 import threading
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from torchtitan.grpo.weight_sync.lane import Lane
 
-# Servers that are there may lag behind for so long, or for so many of their last pushes.
+# Other servers may lag behind for this time, or for this many times the duration of their last push.
 _PATIENCE_SECONDS = 10.0
 _PATIENCE_PUSHES = 4
 

@@ -332,7 +332,9 @@ class WeightPublisher(Publisher):
             await leader.run(self._closing.is_set)
         finally:
             watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            (result,) = await asyncio.gather(watching, return_exceptions=True)
+            if isinstance(result, Exception):
+                logger.error("Watching the pinned server failed: %s", result)
 
     async def _watch_pin(self) -> None:
         assert isinstance(self.slots, SlotTable), "only rank 0 pins servers"

@@ -35,6 +35,14 @@ def target_of(name: str) -> str:
     return name
 
 
+def served_weight_of(name: str) -> str:
+    """Returns the name of a weight on a server, given that of an adapter's parameter as PEFT has it.
+
+    Names of weights stay as they are.
+    """
+    return target_of(name).removeprefix(PEFT_PREFIX)
+
+
 def factor_of(name: str) -> str:
     """Returns which of :data:`FACTORS` an adapter's parameter is."""
     return next(factor for factor in FACTORS if name.endswith(factor))

@@ -16,7 +16,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from torchtitan.grpo.weight_wire.adapter_names import FACTORS, PEFT_PREFIX, factor_of, target_of
+from torchtitan.grpo.weight_wire.adapter_names import (
+    FACTORS,
+    PEFT_PREFIX,
+    factor_of,
+    served_weight_of,
+)
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
@@ -94,7 +99,7 @@ class BaseWeights:
                 "model.hf_assets_path, or set lora.push = 'merged'."
             )
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-            target = _target(name)
+            target = served_weight_of(name)
             if target not in self._file_of:
                 raise ValueError(
                     f"{name} must belong to a weight of the server's model, and {self._folder} has no "
@@ -110,12 +115,12 @@ class BaseWeights:
                 )
 
     def require_pairs(self, factors: Mapping[str, torch.Tensor]) -> None:
-        """Refuses adapters of which one factor has not arrived.
+        """Checks that both factors of each adapter have arrived.
 
         Raises:
             ValueError: If an adapter lacks one of its factors.
         """
-        for target in dict.fromkeys(_target(name) for name in factors):
+        for target in dict.fromkeys(served_weight_of(name) for name in factors):
             if not all(name in factors for name in _factors_of(target)):
                 raise ValueError(f"The adapter of {target} must have both of its factors.")
 
@@ -131,7 +136,7 @@ class BaseWeights:
             ValueError: If an adapter lacks one of its factors.
         """
         self.require_pairs(factors)
-        for target in dict.fromkeys(_target(name) for name in factors):
+        for target in dict.fromkeys(served_weight_of(name) for name in factors):
             rows, columns = (factors[name] for name in _factors_of(target))
             weight = self._read(target).to(rows.dtype, copy=True)
             yield target, weight.addmm_(columns.cpu(), rows.cpu(), alpha=scale)
@@ -140,7 +145,7 @@ class BaseWeights:
         self, factors: Mapping[str, torch.Tensor], scale: float
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all weights of the directory, those that have adapters as :meth:`adapted` does."""
-        targets = {_target(name) for name in factors}
+        targets = {served_weight_of(name) for name in factors}
         for name in self._file_of:
             if name not in targets:
                 yield name, self._read(name)
@@ -149,10 +154,6 @@ class BaseWeights:
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(str(self._file_of[name]), framework="pt") as opened:
             return opened.get_tensor(name)
-
-
-def _target(name: str) -> str:
-    return target_of(name).removeprefix(PEFT_PREFIX)
 
 
 def _factors_of(target: str) -> list[str]:

@@ -8,7 +8,10 @@ import peft
 import pytest
 import torch
 from hf_reference import ROWS, SEQUENCES, reference
+from peft_reference import peft_model
 from safetensors.torch import load_file, save_file
+
+from torchtitan.grpo.weight_wire.adapter_names import TARGETS
 
 LORA = {"rank": 3, "alpha": 5.0}
 # Norms of the adapters with which runs begin, by layer, as the first layout has found them.
@@ -36,23 +39,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
-def peft_model(model, folder: Path) -> Any:
-    """A model of PEFT whose adapters change something; its adapters are written."""
-    config = peft.LoraConfig(
-        r=LORA["rank"], lora_alpha=LORA["alpha"], task_type="CAUSAL_LM", target_modules=[
-            "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-        ],
-    )  # fmt: skip
-    adapted = peft.get_peft_model(model, config)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(folder)
-    return adapted
-
-
 COMPILED = {"pp2 in a V": {"pp": 2, "schedule": "ZBVZeroBubble", "compiled": True}}
 
 
@@ -76,7 +62,7 @@ def test_logprobs_gradients_and_merged_weights_are_pefts(
     model.save_pretrained(folder)
     base, _ = reference(model)
     model.zero_grad()
-    adapted = peft_model(model, tmp_path / "adapters")
+    adapted = peft_model(model, tmp_path / "adapters", LORA["rank"], LORA["alpha"], list(TARGETS))
     logprobs, gradients = reference(adapted)
     gradients = {k.replace(".default", ""): g for k, g in gradients.items() if "lora_" in k}
     save_file(gradients, tmp_path / "gradients.safetensors")

@@ -5,10 +5,10 @@
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 from hf_reference import ROWS, SEQUENCES, reference
+from peft_reference import peft_model
 from safetensors.torch import load_file, save_file
 
 LORA = {
@@ -40,17 +40,9 @@ def test_adapters_of_attention_are_pefts(num_ranks, make_model, run_ranks, tmp_p
     model.save_pretrained(folder)
     base, _ = reference(model)
     model.zero_grad()
-    config = peft.LoraConfig(
-        r=LORA["rank"], lora_alpha=LORA["alpha"], task_type="CAUSAL_LM",
-        target_modules=LORA["target_modules"],
-    )  # fmt: skip
-    adapted = peft.get_peft_model(model, config)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(tmp_path / "adapters")
+    adapted = peft_model(
+        model, tmp_path / "adapters", LORA["rank"], LORA["alpha"], LORA["target_modules"]
+    )
     logprobs, gradients = reference(adapted)
     gradients = {k.replace(".default", ""): g for k, g in gradients.items()}
     num_adapters = 3 * len(LORA["target_modules"])  # in each layer, with experts or without

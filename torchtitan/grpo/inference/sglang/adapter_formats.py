@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The client's end of pushes of adapters alone; `adapter_updates.py` is the server's."""
+"""The client's part of pushes of adapters alone. `adapter_updates.py` is the server's part."""
 
 from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.inference.http import HttpConnection, excerpt
@@ -12,7 +12,7 @@ RECEIVE_ROUTE = "/update_weights_from_distributed"
 
 
 class LoadFormats:
-    """Chooses what stands for the load format of each bucket.
+    """Chooses the text that is sent as the load format of each bucket.
 
     Args:
         http: Connection to the server.
@@ -32,11 +32,11 @@ class LoadFormats:
         self._num_buckets = 0
 
     async def of(self, bucket: BucketSpec, *, is_last: bool) -> str:
-        """Returns what stands for the load format of the next bucket.
+        """Returns the text that is sent as the load format of the next bucket.
 
         Raises:
-            ServerError: If the bucket holds adapters, and the server lacks this project's hooks. It
-                would wait for other broadcasts than those that are sent, so it is asked first.
+            ServerError: If the bucket holds adapters, and the server lacks this project's hooks. Such
+                a server would wait for other broadcasts than those that are sent, so it is asked first.
         """
         if bucket.lora_scale is None or bucket.lora_base is None:
             return "flattened_bucket"

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What a client tells an SGLang server about a bucket of adapters.
+"""Describes a bucket of adapters to an SGLang server.
 
-SGLang's route for weights has no field for it. A note therefore stands in place of the name of a
+SGLang's route for weights has no fields for this description. A note therefore stands in place of the name of a
 load format, which SGLang's own code hands to the scheduler as it is.
 """
 
@@ -42,7 +42,7 @@ def note_of(load_format: str | None) -> AdapterNote | None:
     """Returns the note that a load format holds, or ``None`` if it is a load format of SGLang's.
 
     Raises:
-        ValueError: If the text begins as a note and is none.
+        ValueError: If the text begins like a note but cannot be read as one.
     """
     if load_format is None or not load_format.startswith(_PREFIX):
         return None

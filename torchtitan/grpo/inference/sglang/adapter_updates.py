@@ -34,7 +34,7 @@ def register_hooks() -> None:
     """Registers the hooks, which SGLang applies when its process loads plugins.
 
     A release without the plugin framework is left as it is, and one without the methods says in its
-    log that a hook could not be applied. The client finds out, because nobody answers its probe.
+    log that a hook could not be applied. The client notices it, because its probe gets no answer.
     """
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -37,7 +37,7 @@ from torchtitan.grpo.inference.sglang.group_facts import facts_of_server
 from torchtitan.grpo.inference.sglang.load import parse_loads
 from torchtitan.grpo.inference.sglang.parameter_names import checksum_names, unknown_names
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
-from torchtitan.grpo.weight_wire.adapter_names import PEFT_PREFIX, target_of
+from torchtitan.grpo.weight_wire.adapter_names import served_weight_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -275,8 +275,7 @@ class SGLangClient(InferenceClient):
             )
             self._parameter_names = checksum_names(answer.body)
         if self._parameter_names:
-            # Of adapters, the weights to which they belong.
-            names = [target_of(name).removeprefix(PEFT_PREFIX) for name in bucket.names]
+            names = map(served_weight_of, bucket.names)
             unknown = unknown_names(names, self._parameter_names)
             if unknown:
                 raise ServerError(

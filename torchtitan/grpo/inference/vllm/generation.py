@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What vLLM's route for generation takes and answers: token ids, logprobs, and the version of every token."""
+"""Requests to vLLM's route for generation, and its answers: token ids, logprobs, and token versions."""
 
 from typing import Any
 

@@ -45,8 +45,8 @@ _REFUSAL_COUNT = 4
 _LONGEST_POLL_SECONDS = 0.5
 _SHORTEST_POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 0.5
-# Short rollouts cost less to compute than to send. Long ones gain nothing from company, and would make
-# a request last as long as all of them together.
+# Sending a short rollout costs more than rating it, so short rollouts share a request. Long ones gain
+# nothing from that, and the request would last as long as all of them together.
 _REQUEST_TOKENS = 4096
 
 Pair = tuple[np.ndarray, np.ndarray]
