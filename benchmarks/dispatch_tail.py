@@ -37,6 +37,7 @@ from stub_servers import running_stubs
 
 from torchtitan.grpo.inference.embedded.client import EmbeddedClient
 from torchtitan.grpo.inference.http import HttpConnection
+from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.local_servers import LaunchedServer
 from torchtitan.grpo.rollout.longest_first import LongestFirst
 from torchtitan.grpo.rollout.ranker import LengthRanker
@@ -92,7 +93,10 @@ class PlannedClient(EmbeddedClient):
     async def generate(self, request: GenerateRequest) -> Generation:
         prompt_index = int(request.request_id.split("-")[1])
         num_tokens = self.plan[prompt_index].pop()
-        return await super().generate(replace(request, max_new_tokens=num_tokens, ignore_eos=True))
+        written = await super().generate(
+            replace(request, max_new_tokens=num_tokens, ignore_eos=True)
+        )
+        return replace(written, finish_reason="stop")  # it has its planned length
 
 
 async def attested(clients: list[PlannedClient]) -> Dispatcher:
@@ -177,6 +181,7 @@ async def measure(
     clients = [
         PlannedClient(
             HttpConnection(server.url, api_key=None, admin_key=None, timeout_seconds=30.0),
+            KINDS["embedded"].capabilities,
             request_timeout_seconds=TIMEOUT_SECONDS,
         )
         for server in servers

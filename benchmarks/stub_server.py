@@ -6,7 +6,7 @@
     python benchmarks/stub_server.py --decode-seconds 0.02 --mean-tokens 256 --model-path DIR ...
 
 Logits come from a fixed table, in which the probability of the end of sequence gives completions
-of the stated mean length. Each decode step sleeps for the stated time, so a thousand completions
+of the stated mean length. Each step sleeps for the stated time, so a thousand completions
 are written at once without a core of their own. Everything else is the embedded server's own: HTTP,
 batching, sampling, versions, weight updates, and the log-probabilities of prompts, which the model
 computes. All further arguments are those of the embedded server.
@@ -20,9 +20,11 @@ from functools import partial
 
 import torch
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from torchtitan.grpo.inference.embedded import __main__ as embedded
 from torchtitan.grpo.inference.embedded.model import ModelRunner
+from torchtitan.grpo.inference.embedded.prefill import PrefillPlan
 
 
 class StubRunner(ModelRunner):
@@ -32,7 +34,7 @@ class StubRunner(ModelRunner):
         model: Its parameters are what weight updates write.
         max_slots: Maximum number of rows at once.
         max_length: Maximum length of a sequence.
-        decode_seconds: Time of a decode step, for any number of rows.
+        decode_seconds: Time of a step, for any number of rows and of prompts.
         mean_tokens: Mean length of completions before they are cut.
     """
 
@@ -55,16 +57,12 @@ class StubRunner(ModelRunner):
         # One in `mean_tokens` of all draws.
         self._table[:, end] = self._table.logsumexp(dim=-1) - math.log(mean_tokens - 1)
 
-    def prefill(
-        self, sequences: list[list[int]], slots: list[int], sources: list[int] | None
-    ) -> torch.Tensor:
-        return self._table[slots]
-
-    def decode(
-        self, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, longest: int
+    @override
+    def step(
+        self, ids: torch.Tensor, positions: torch.Tensor, lengths: list[int], plan: PrefillPlan
     ) -> torch.Tensor:
         time.sleep(self._decode_seconds)
-        return self._table[: len(rows)]
+        return self._table[: len(ids)]
 
 
 def main() -> None:

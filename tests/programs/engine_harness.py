@@ -60,7 +60,8 @@ class Harness:
         self.model = model
         self.news: queue.Queue[tuple[Request, int, bool]] = queue.Queue()
         slots = options.pop("max_slots", 4)
-        self.runner = ModelRunner(model, slots, options.pop("max_length", 300))
+        make_runner = options.pop("make_runner", ModelRunner)
+        self.runner = make_runner(model, slots, options.pop("max_length", 300))
         self.engine = Engine(self.runner, self._report, **options)
         self.engine.start()
         self.count = 0
