@@ -31,6 +31,7 @@ settle_device()
 import numpy as np
 import torch.distributed as dist
 
+from torchtitan.grpo.data.feed import TrainBatch
 from torchtitan.grpo.data.planner import PlannedPart, StepPlanner
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.entry import leave, run
@@ -39,7 +40,9 @@ from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.observe.clock import StepClock
 from torchtitan.grpo.observe.sample_log import SampleLog
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
+from torchtitan.grpo.training.learned import Learned
 from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, ServerInfo, VersionSegment
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -218,8 +221,10 @@ class BoundaryTrainer(GRPOTrainer):
     source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
     clock: KeepingClock
 
-    def __init__(self, config: JobConfig, hf_model: HFModel, stop: StopRequest) -> None:
-        super().__init__(config, hf_model, stop)
+    def __init__(
+        self, config: JobConfig, hf_model: HFModel, stop: StopRequest, watch: RankWatch
+    ) -> None:
+        super().__init__(config, hf_model, stop, watch)
         self.clock = KeepingClock()
         self.records: list[dict[str, Any]] = []
         self.parts: dict[str, float] = {}
@@ -252,11 +257,11 @@ class BoundaryTrainer(GRPOTrainer):
 
         return timed
 
-    def _update(self, *args: Any) -> float:
-        grad_norm = super()._update(*args)
-        # Where publishing comes next: after the same work, with the same time slice left.
+    def _learn(self, batch: TrainBatch) -> Learned | None:
+        learned = super()._learn(batch)
+        # Publishing comes next: the same work precedes it, and the same time slice is left.
         self.floor = computing_seconds(_FLOOR_NANOSECONDS)
-        return grad_norm
+        return learned
 
     def _log_step(self, *args: Any) -> None:
         super()._log_step(*args)

@@ -62,7 +62,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         Qwen3MoeForCausalLM,
     )
 
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 152,
@@ -74,17 +74,18 @@ def make_models(folder: Path) -> dict[str, Path]:
         "eos_token_id": 0,
         "tie_word_embeddings": False,
     }
-    experts = {
+    experts: dict[str, Any] = {
         "head_dim": 24,
         "moe_intermediate_size": 48,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }
+    tied: dict[str, Any] = {"tie_word_embeddings": True}
     torch.manual_seed(0)
     models = {
         "llama3": LlamaForCausalLM(LlamaConfig(**shape)),
-        "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape | {"tie_word_embeddings": True})),
+        "qwen2": Qwen2ForCausalLM(Qwen2Config(**shape | tied)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=24)),
         "qwen3_moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)),
     }

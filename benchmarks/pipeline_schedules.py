@@ -31,6 +31,7 @@ import math
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,11 @@ def checkpointed(rounds: int) -> tuple[dict[str, float], list[str]]:
     return figures, missed
 
 
-def measure(schedules: dict[str, tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
+def measure(schedules: Mapping[str, tuple[str, int | None]], rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of each round of each schedule; see `pipeline_schedules_run.py`."""
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps(SLEEPING | {"schedules": schedules, "rounds": rounds}))
+        job.write_text(json.dumps(SLEEPING | {"schedules": dict(schedules), "rounds": rounds}))
         run_ranks(SLEEPING["ranks"], "pipeline_schedules_run.py", job, result, timeout_seconds=600)
         return json.loads(result.read_text())
 
@@ -189,7 +190,7 @@ def draw(folder: Path) -> None:
 
 def main() -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer ranks and rounds")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw instead of measuring")

@@ -128,9 +128,9 @@ class SoakedRun(KilledRun):
             return []
         ports = sorted(int(target.rpartition(":")[2]) for target in entry["targets"])
         owner = {
-            c.laddr.port: c.pid
+            c.laddr[1]: c.pid
             for c in psutil.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.pid is not None
+            if c.status == psutil.CONN_LISTEN and c.pid is not None and c.laddr
         }
         return [psutil.Process(owner[port]) for port in ports if port in owner]
 

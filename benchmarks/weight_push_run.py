@@ -27,6 +27,7 @@ from torchtitan.grpo.entry import leave, run
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo_train import GRPOTrainer
 
@@ -61,9 +62,15 @@ class PushTrainer(GRPOTrainer):
     source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, config: JobConfig, hf_model: HFModel, stop: StopRequest, *, job: dict[str, Any]
+        self,
+        config: JobConfig,
+        hf_model: HFModel,
+        stop: StopRequest,
+        watch: RankWatch,
+        *,
+        job: dict[str, Any],
     ) -> None:
-        super().__init__(config, hf_model, stop)
+        super().__init__(config, hf_model, stop, watch)
         self.job = job
         self.calls = watch_client(config.inference.kind, config.inference.urls[0])
 

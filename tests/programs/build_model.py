@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.pipelining import PipelineStage
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import BaseStateDictAdapter
@@ -17,6 +16,7 @@ from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.parallelize import parallelize
 from torchtitan.grpo.models.tied_embeddings import is_tied
 from torchtitan.grpo.pipeline.auto import resolve_schedule
+from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.split import split_model
 from torchtitan.grpo.pipeline.tables.costs import Costs
 from torchtitan.grpo.training.model_spec import hf_train_spec
@@ -54,7 +54,7 @@ def build_stages(
     microbatches: int = 0,
     edge_layers: int = 1,
     **degrees: int,
-) -> tuple[Built, list[PipelineStage]]:
+) -> tuple[Built, list[LeanStage]]:
     """Returns a loaded model and the stages of a pipeline.
 
     ``degrees`` are those of ParallelDims, with 1 as the default.
@@ -95,7 +95,7 @@ def build_stages(
         measured = resolve_schedule(whole, dims, config, cpu)
         stages, parts = split_model(whole, dims, config, cpu)
     else:
-        stages: list[PipelineStage] = []
+        stages: list[LeanStage] = []
         parts = [parallelize(whole, dims, config)]
     for part in parts:
         if is_tied(part) and None not in (part.output, part.tok_embeddings):
