@@ -138,11 +138,11 @@ def test_nccl_refuses_the_join_and_the_run_ends_with_both_versions_and_the_remed
         error = run.publisher.error
     assert isinstance(error, WeightsRefused)
     for part in (
-        "cannot receive weights over NCCL, as weight_sync.transport = 'nccl' demands",
+        "cannot receive weights over NCCL, which weight_sync.transport = 'nccl' requires",
         "the trainer has NCCL 2.29.7 (torch 2.13.0+cu130)",
         "the server has NCCL 2.30.7 (torch 2.14.1+cu130)",
-        "Install the same release of torch in both environments. Or set weight_sync.transport = "
-        "'auto' or 'host'.",
+        "Install the same release of torch in both environments. Alternatively, set "
+        "weight_sync.transport = 'auto' or 'host'.",
     ):
         assert part in str(error)
     assert ask(url, "/server_info")["weight_groups"] == []

@@ -214,6 +214,19 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """The most likely tokens of a model at each position of a text, in no particular order.
+
+    Attributes:
+        ids: [tokens, k] int32, different from each other at each position.
+        logprobs: [tokens, k] float32, at temperature 1, of the whole vocabulary's distribution.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled and scored completion.
 
@@ -233,6 +246,8 @@ class Rollout:
         new_rows: See :data:`NewRows`.
         teacher_logprobs: [completion_len] float32, of each completion token under the teacher
             (``[teacher]``), at temperature 1; None if no teacher has rated the rollout.
+        teacher_top: The teacher's most likely tokens at each completion token's position; None
+            without ``teacher.top_k``, and if no teacher has rated the rollout.
     """
 
     prompt_ids: np.ndarray
@@ -247,6 +262,7 @@ class Rollout:
     num_context: int = 0
     new_rows: NewRows = ()
     teacher_logprobs: np.ndarray | None = None
+    teacher_top: TopTokens | None = None
 
     @property
     def num_trained(self) -> int:

@@ -36,6 +36,12 @@ class Teacher:
     coef: Annotated[float, at_least(0)] = 1.0
     """Weight of the teacher's part of the advantage. Used for replayed rollouts as well."""
 
+    top_k: Annotated[int, at_least(0)] = 0
+    """Number of the teacher's most likely tokens at each position that the student is compared with. 0
+    compares the sampled token alone, as part of its advantage. Above 0 the teacher's part is a loss of
+    its own: the reverse KL divergence over these tokens and one more outcome, that it is any other
+    token."""
+
     max_divergence: Annotated[float, above(0).or_value(0, "no bound")] = 0.0
     """Bound of a token's divergence, in nats, in either direction. A teacher that is sure of itself gives a
     token that it would not write any divergence, 10 nats as well as 30, and such tokens make the

@@ -7,12 +7,15 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
 _TIMES = {"none": (1.0, 1.0, 1.0), "full": (1.0, 2.0, 0.8), "selective": (1.0, 1.5, 0.8)}
-"""Times of F, I and W relative to each other, by ``activation_checkpoint.mode``. I computes what a
-checkpoint left out again. W is a bit shorter, because norms and attention have no part in it."""
+"""Relative times of F, I and W, by ``activation_checkpoint.mode``.
+
+I includes the recomputation of checkpointed blocks. W is slightly shorter, because norms and attention
+do not take part in it.
+"""
 
 
 def assumed_times(config: JobConfig) -> tuple[float, float, float]:
-    """Returns times of F, I and W as they are typical for the activation checkpoints in use."""
+    """Returns times of F, I and W that are typical of the configured activation checkpointing."""
     return _TIMES.get(config.activation_checkpoint.mode, _TIMES["selective"])
 
 

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the pipeline schedule of a run by measured times.
+"""Chooses the pipeline schedule of a run from measured times.
 
-Before the model is built, its layers are built with random weights, in two stages a rank, and a few
-microbatches of random tokens are timed. The times of the stages say how long every schedule would
-take, wherever it places them. Those that are predicted to be the fastest then run for real, because
-a prediction knows neither what more stages a rank cost nor what splitting a backward pass costs. A
-configuration that fixes the number of stages leaves those schedules to choose from that can run so
-many, and these stages are timed.
+Before the model is built, its layers are built with random weights in two stages on each rank, and a
+few microbatches of random tokens are timed. From the times of the stages, the duration of every
+schedule is predicted. The schedules with the shortest predicted times are then run and measured,
+because a prediction includes neither the overhead of additional stages nor the overhead of splitting
+backward passes. If the configuration fixes the number of stages, that number of stages is timed, and
+only schedules that can run it are considered.
 """
 
 import time
@@ -40,18 +40,19 @@ def resolve_schedule(
 ) -> Costs | None:
     """Replaces ``auto`` in the configuration by the fastest schedule that fits.
 
-    Collective over all ranks of the run. Rank 0 logs the reason, and writes it with pictures to
-    ``pipeline_schedule.txt`` and ``pipeline_schedule.png`` in the run's folder.
+    The function is collective over all ranks of the run. Rank 0 logs the reason for the choice, and
+    writes it with pictures to ``pipeline_schedule.txt`` and ``pipeline_schedule.png`` in the run's
+    folder.
 
     Args:
-        model: The whole model, on the meta device; it is left alone.
+        model: The whole model, on the meta device. It is not changed.
         dims: Parallel dimensions of the run.
         config: Configuration of the run. ``parallelism.pipeline_parallel_schedule`` is changed.
         device: Device on which the stages compute.
 
     Returns:
-        The measured costs of all stages, two a rank unless the configuration fixes their number;
-        None if the configuration names a schedule.
+        The measured costs of all stages, or None if the configuration names a schedule. There are two
+        stages on each rank, unless the configuration fixes their number.
     """
     settings = config.parallelism
     if settings.pipeline_parallel_schedule != AUTO:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the fastest schedules for given times, under a bound of memory, and says why."""
+"""Chooses the fastest schedules for given times within a bound on memory, and explains the choice."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from torchtitan.grpo.pipeline.tables.actions import Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 _NEAR = 1.2
-"""Schedules that are predicted to take more than this times the fastest one are not tried."""
+"""A schedule is not tried if its predicted time exceeds that of the fastest one by this factor."""
 
 
 def predict(
@@ -20,28 +20,30 @@ def predict(
     """Simulates schedules.
 
     Args:
-        costs: Costs of the stages, from the first layers to the last. Schedules place these
-            stages on different ranks. Those with one stage a rank join neighbours if there are
-            two a rank.
+        costs: Costs of the stages, from the first layers to the last. Each schedule places these
+            stages on ranks in its own way. If there are two stages for each rank, a schedule with
+            one stage on each rank joins neighbouring stages.
         num_ranks: Number of ranks.
         num_microbatches: Number of microbatches.
         rows: The schedules.
     """
     tried = {}
     for row in rows:
-        its = costs_for(row, costs, num_ranks)
-        per_rank = len(its.stages) // num_ranks
-        table = row.make_table(num_ranks, num_microbatches, per_rank, its)
-        tried[row.name] = table, simulate(table, its)
+        row_costs = costs_for(row, costs, num_ranks)
+        per_rank = len(row_costs.stages) // num_ranks
+        table = row.make_table(num_ranks, num_microbatches, per_rank, row_costs)
+        tried[row.name] = table, simulate(table, row_costs)
     return tried
 
 
 def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int) -> str:
-    """Returns the fastest schedule within the bound, or the one that holds least if none is.
+    """Returns the fastest schedule within the bound on memory.
+
+    If no schedule is within the bound, the result is the schedule that holds the least memory.
 
     Args:
         tried: Simulations, with memory in microbatches of a rank's layers.
-        memory: Bound, as a share of what 1F1B holds.
+        memory: Bound on the memory, as a share of the memory that 1F1B holds.
         num_ranks: Number of ranks.
     """
     fitting = _fitting(tried, memory, num_ranks)
@@ -54,15 +56,15 @@ def choose(tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks:
 def finalists(
     tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
 ) -> list[str]:
-    """Returns the schedules that are worth a trial; the one that is predicted to be fastest is first.
+    """Returns the schedules that are worth a trial, the one with the shortest predicted time first.
 
-    They are the fastest one of each placement of stages, and those that split no backward pass.
-    None is predicted to be slower than 1F1B or Interleaved1F1B, if these keep to the bound, except
-    for these two themselves.
+    These are the zero-bubble schedule with the shortest predicted time for each placement of stages,
+    and the schedules that do not split backward passes. A zero-bubble schedule is left out if it is
+    predicted to be slower than 1F1B or Interleaved1F1B and these are within the bound.
 
     Args:
         tried: Simulations, with memory in microbatches of a rank's layers.
-        memory: Bound, as a share of what 1F1B holds.
+        memory: Bound on the memory, as a share of the memory that 1F1B holds.
         num_ranks: Number of ranks.
     """
     makespans = {name: tried[name][1].makespan for name in _fitting(tried, memory, num_ranks)}
@@ -89,7 +91,7 @@ def finalists(
 def _fitting(
     tried: dict[str, tuple[Table, Simulation]], memory: float, num_ranks: int
 ) -> list[str]:
-    """Returns the schedules that keep to the bound; see :func:`choose`."""
+    """Returns the schedules that are within the bound on memory; see :func:`choose`."""
     return [
         name
         for name, (_, simulation) in tried.items()
@@ -104,14 +106,14 @@ def describe(
     costs: Costs,
     num_microbatches: int,
 ) -> str:
-    """Returns why a schedule was chosen.
+    """Returns a text that explains why a schedule was chosen.
 
     Args:
         tried: Simulations of all schedules.
-        seconds: Measured times of those that ran.
-        chosen: The one that is taken.
+        seconds: Measured times of the schedules that ran.
+        chosen: The chosen schedule.
         costs: Measured costs of the stages.
-        num_microbatches: Number of microbatches that was simulated, and that ran.
+        num_microbatches: Number of microbatches in the simulations and in the measured passes.
     """
     stages = costs.stages
     times = (
@@ -130,7 +132,7 @@ def describe(
     )
     measured = ", ".join(f"{name} {1000 * took:.4g} ms" for name, took in seconds.items())
     return (
-        f"The pipeline takes the schedule {chosen}. F, I and W of a stage take "
+        f"The pipeline uses the schedule {chosen}. F, I and W of a stage take "
         f"{', '.join(times)} ms on average, and a tensor takes {1000 * costs.hop:.3g} ms from rank "
         f"to rank. {early}Measured with {num_microbatches} microbatches: {measured}. "
         f"Predicted: {predictions}."
@@ -138,11 +140,11 @@ def describe(
 
 
 def costs_for(row: Schedule, costs: Costs, num_ranks: int) -> Costs:
-    """Returns the costs of a schedule's stages from those that were measured.
+    """Returns the costs of a schedule's stages, derived from the measured costs.
 
     Args:
         row: The schedule.
-        costs: Costs of as many stages as the schedule allows, or of two a rank.
+        costs: Costs of a number of stages that the schedule allows, or of two stages on each rank.
         num_ranks: Number of ranks.
     """
     if row.allows_stages(len(costs.stages), num_ranks):

@@ -4,8 +4,8 @@
 """A pipeline stage that computes the weight gradients of its linear layers in the W action.
 
 Torch's own split of the backward pass traverses the graph once for the inputs and once more for
-each group of parameters. It recomputes checkpointed blocks every time, and under FSDP2 it adds the
-gradients of microbatches up in the dtype of the parameters instead of that of the reduction.
+each group of parameters. It recomputes checkpointed blocks every time. Under FSDP2, it accumulates the
+gradients of microbatches in the dtype of the parameters instead of the dtype of the reduction.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
 
 class DeferredStage(LeanStage):
-    """Defers weight gradients in forward and backward passes of microbatches only.
+    """A stage that defers the weight gradients of microbatches.
 
-    A schedule's first step also runs passes that infer shapes. They happen outside of the methods
-    that switch the store on, so that they leave nothing in it.
+    A schedule's first step also runs passes that infer shapes. These passes run outside the methods
+    that activate the store, so that they put nothing into it.
 
     Args:
-        stage: The stage that this one replaces.
+        stage: The stage that this stage replaces.
         store: Store of this rank's deferred gradients, which the linear layers of the stage use.
     """
 
@@ -66,8 +66,8 @@ class DeferredStage(LeanStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         for microbatch in range(self.chunks or 0):
             assert not self.store.waits((self.stage_index, microbatch)), (
-                f"Gradients of stage {self.stage_index} are reduced before those of microbatch "
-                f"{microbatch} are complete."
+                f"the gradients of stage {self.stage_index} are reduced before the gradients of "
+                f"microbatch {microbatch} are complete"
             )
         super().perform_reduce_grad(grad_scale_factor)
 
@@ -75,7 +75,7 @@ class DeferredStage(LeanStage):
         return lambda: self.store.run((self.stage_index, microbatch))
 
     def _add_gradient(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Adds a gradient as autograd and, after it, FSDP2 would have done."""
+        """Adds a gradient in the same way as autograd and then FSDP2."""
         if weight.grad is None:
             weight.grad = gradient
         else:
@@ -83,16 +83,16 @@ class DeferredStage(LeanStage):
         if self._fsdp_params is None:
             self._fsdp_params = fsdp_params_of(self.submod)
         if weight in self._fsdp_params:
-            # FSDP2 adds microbatches up in the dtype of the reduction, but only in the hooks of a
-            # backward pass, which has ended by now.
+            # FSDP2 accumulates microbatches in the dtype of the reduction, but only in the hooks of
+            # a backward pass, which has already ended.
             self._fsdp_params[weight].accumulate_unsharded_grad_if_needed()
             self._fsdp_params[weight].to_accumulated_grad_if_needed()
 
 
 def fsdp_params_of(module: nn.Module) -> dict[torch.Tensor, Any]:
-    """Returns FSDP2's own objects of a module's parameters, by the gathered parameters.
+    """Returns FSDP2's own objects for a module's parameters, by the gathered parameters.
 
-    It must be called after a forward pass, which creates the gathered parameters.
+    The function must be called after a forward pass, which creates the gathered parameters.
     """
     return {
         param._unsharded_param: param

@@ -19,7 +19,7 @@ _COLORS: dict[Kind, tuple[str, str]] = {
     "B": ("#c3b1e1", "#6a4ea8"),
     "G": ("#c9c9c9", "#7d7d7d"),
 }
-"""Of each kind, the color on a rank's first stage and that on its later ones."""
+"""For each kind, the color on a rank's first stage and the color on its later stages."""
 _MEANINGS = {
     "F": "forward",
     "I": "input gradient",
@@ -28,20 +28,20 @@ _MEANINGS = {
     "G": "forward of other rows",
 }
 _NUMBER_POINTS = 7
-"""Size of the microbatches' numbers."""
+"""Font size of the microbatches' numbers."""
 _DIGIT_WIDTH = 0.0024
-"""Share of the picture's width that a digit takes. Passes without room have no number."""
+"""Share of the picture's width that a digit takes. Passes without room show no number."""
 
 
 def draw_text(table: Table, simulation: Simulation, width: int = 100) -> str:
-    """Returns one line for each rank, in which a column is a piece of time.
+    """Returns one line for each rank, in which each column stands for a unit of time.
 
-    Letters are F, I, W, B and G; they are small on a rank's later stages. A dot is an idle piece.
+    The letters are F, I, W, B and G, in lower case for a rank's later stages. A dot marks idle time.
 
     Args:
         table: The passes.
-        simulation: When they run.
-        width: Columns of the whole makespan.
+        simulation: The simulation of the table, which gives the times of the passes.
+        width: Number of columns for the whole makespan.
     """
     lines = []
     for rank, actions in enumerate(table.actions):
@@ -63,11 +63,11 @@ def is_first_stage(table: Table, action: Action) -> bool:
 
 
 def draw_picture(pictures: dict[str, tuple[Table, Simulation]], file: Path, unit: str = "") -> Path:
-    """Writes a picture of schedules below each other, over the same axis of time.
+    """Writes a picture that shows schedules below each other, over the same time axis.
 
     Args:
         pictures: Tables and their simulations, by title.
-        file: Where the picture is written. The suffix decides the format.
+        file: File to which the picture is written. The suffix determines the format.
         unit: Unit of the time axis.
     """
     import matplotlib

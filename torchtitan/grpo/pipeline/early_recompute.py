@@ -3,13 +3,12 @@
 
 """Recomputes checkpointed blocks while a stage waits for the gradient of its output.
 
-A checkpointed block is computed again in the backward pass, which begins when the next stage has
-sent a gradient. The recomputation needs no gradient, and a rank has nothing else to do while it
-waits.
+A checkpointed block is recomputed in the backward pass, which begins when the next stage has sent a
+gradient. The recomputation needs no gradient, and the rank is otherwise idle while it waits.
 
-Every block asks for an empty tensor of its own to be saved, as one of the tensors that the
-checkpoint drops. Reading this tensor makes torch recompute the block; a backward pass in the same
-:class:`torch.utils.checkpoint.GraphExecGroup` then uses what was computed.
+Every block saves an empty tensor of its own for the backward pass. The checkpoint drops this tensor
+like all other saved tensors. Reading it makes torch recompute the block. A backward pass in the same
+:class:`torch.utils.checkpoint.GraphExecGroup` then uses the recomputed tensors.
 """
 
 from collections.abc import Iterator
@@ -25,11 +24,11 @@ from torchtitan.grpo.job_config import JobConfig
 
 
 def num_early_blocks(config: JobConfig) -> int:
-    """Returns how many blocks of a stage may be recomputed early; -1 for all.
+    """Returns how many blocks of a stage may be recomputed early; -1 means all blocks.
 
-    It is 0 where the setting cannot work: without activation checkpoints, with blocks that contain
-    their checkpoint in compiled code, and if parameters are freed after the forward pass, because
-    FSDP gathers them again only when a gradient arrives.
+    The result is 0 where early recomputation is impossible: without activation checkpointing, if the
+    checkpoints are part of compiled code, and if parameters are freed after the forward pass. In the
+    last case, FSDP gathers the parameters again only when a gradient arrives.
     """
     is_compiled = config.compile.enable and "model" in config.compile.components
     is_checkpointed = config.activation_checkpoint.mode in ("full", "selective")
@@ -44,9 +43,10 @@ class EarlyRecompute:
 
     Args:
         stage_module: Module of the stage, parallelized.
-        num_blocks: How many of its checkpointed blocks, from the last one on; -1 for all. The
-            activations of these blocks exist at the same time. The last block alone costs no
-            memory, because its activations are the first that the backward pass needs.
+        num_blocks: Number of checkpointed blocks, counted from the last one; -1 means all blocks.
+            The activations of these blocks exist at the same time. Recomputing only the last block
+            takes no additional memory, because its activations are the first ones that the backward
+            pass needs.
     """
 
     def __init__(self, stage_module: nn.Module, num_blocks: int) -> None:
@@ -58,7 +58,7 @@ class EarlyRecompute:
 
     @contextmanager
     def marking(self, microbatch: int) -> Iterator[None]:
-        """Makes the forward pass in the block one that can be recomputed early."""
+        """Marks the forward pass in the context, so that it can be recomputed early."""
         self._marking = self._marks.setdefault(microbatch, [])
         try:
             yield
@@ -66,7 +66,10 @@ class EarlyRecompute:
             self._marking = None
 
     def recompute(self, microbatch: int) -> GraphExecGroup:
-        """Recomputes the blocks; the backward pass must run in the group that is returned."""
+        """Recomputes the blocks.
+
+        The backward pass must run in the group that is returned.
+        """
         group = GraphExecGroup()
         with group:
             for mark in reversed(self._marks.pop(microbatch)):
@@ -74,11 +77,11 @@ class EarlyRecompute:
         return group
 
     def forget(self) -> None:
-        """Drops what is left of the last pass."""
+        """Drops the remaining marks of the last pass."""
         self._marks.clear()
 
     def _mark(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Marks the block's first input. A recomputation marks it too, but that mark is not used."""
+        """Marks the block's first input. A recomputation also marks it, but this mark is not used."""
         if not torch.is_grad_enabled():
             return None
         marks = [] if self._marking is None else self._marking
@@ -86,7 +89,7 @@ class EarlyRecompute:
 
 
 class _Mark(torch.autograd.Function):
-    """Passes a tensor on, and saves an empty one."""
+    """Passes a tensor through and saves an empty tensor for the backward pass."""
 
     @staticmethod
     def forward(ctx, input, marks):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Pipeline stages that compute forward passes of other rows in the gaps of a training pass."""
+"""Pipeline stages that run forward passes of other rows in the gaps of a training pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from torchtitan.grpo.pipeline.lowering import GapNumbers
 
 
 class GapStage(LeanStage):
-    """A stage of a model that runs forward inside the training pass of another one.
+    """A stage of a model that runs forward passes inside the training pass of another model.
 
-    The runtime tells stages apart by their numbers, and takes two successive numbers for neighbours.
-    The stages of each further model therefore have numbers of their own, after a number that no stage
-    has.
+    The runtime identifies stages by their numbers and treats stages with successive numbers as
+    neighbours. The stages of each further model therefore have numbers of their own, and one number
+    between two models is left unused.
 
     Args:
-        stage: The stage whose module runs forward, and has run so in a schedule of its own.
-        offset: What is added to its number.
-        trained: The training stage that has the same module; None if the module is another one.
+        stage: The stage whose module runs forward passes. It must have run in a schedule of its own.
+        offset: Number that is added to the stage's number.
+        trained: The trained stage with the same module; None if no trained stage has this module.
     """
 
     def __init__(self, stage: LeanStage, offset: int, trained: LeanStage | None) -> None:
@@ -64,11 +64,11 @@ class GapStage(LeanStage):
 
 @dataclass(frozen=True)
 class GapModel:
-    """The stages on this rank of a model that runs forward in gaps.
+    """This rank's stages of a model that runs forward passes in gaps.
 
     Attributes:
         stages: The stages.
-        numbers: How the runtime numbers them.
+        numbers: The stage numbers that the runtime uses for them.
     """
 
     stages: list[GapStage]
@@ -79,9 +79,10 @@ class GapModel:
         """Makes the stages of one further model.
 
         Args:
-            trained: Stages of this rank that are trained.
-            stages: Stages of this rank of a model with the same placement, which have run forward.
-            number: How many models there are before it, that which is trained included.
+            trained: This rank's trained stages.
+            stages: This rank's stages of a model with the same placement. They must have run forward
+                passes before.
+            number: Number of earlier models, including the trained model.
         """
         is_trained = stages[0].submod is trained[0].submod
         numbers = GapNumbers(number * (stages[0].num_stages + 1), is_trained)
@@ -95,21 +96,25 @@ class GapModel:
         )
 
     def take_outputs(self, microbatches: Iterable[int]) -> list[torch.Tensor]:
-        """Returns the outputs of these microbatches, if this rank has them, and forgets them."""
+        """Returns and removes the outputs of these microbatches.
+
+        The result is empty on ranks that do not hold the last stage.
+        """
         last = next((stage for stage in self.stages if stage.is_last), None)
         return [] if last is None else [last.outputs.pop(number) for number in microbatches]
 
 
 @dataclass
 class GapRows:
-    """Microbatches that a pass may run through a model in its gaps.
+    """Microbatches that a training pass may run through a model in its gaps.
 
     Attributes:
         model: The model.
-        inputs: For each microbatch, what the first stage is called with; empty on other ranks.
-        named_inputs: For each microbatch, further inputs of every stage.
-        num_done: How many of them the pass has run, from the first one on.
-        outputs: The outputs of these, on the rank of the last stage.
+        inputs: For each microbatch, the arguments of the first stage. They are empty on ranks that do
+            not hold the first stage.
+        named_inputs: For each microbatch, further keyword arguments of every stage.
+        num_done: Number of microbatches that the pass has run, counted from the first one.
+        outputs: The outputs of these microbatches, on the rank of the last stage.
     """
 
     model: GapModel

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures how long a tensor travels from a pipeline rank to its neighbour."""
+"""Measures the time to send a tensor from a pipeline rank to its neighbour."""
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,12 @@ _NUM_EXCHANGES = 64
 def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
     """Sends tensors of the size that stages exchange to the neighbouring ranks and back.
 
-    Collective over the pipeline's ranks. Of two neighbours, the one with the lower number
-    measures. No rank exchanges with both neighbours at the same time, so that their times are
-    those of an idle connection.
+    The function is collective over the pipeline's ranks. Of two neighbours, the rank with the lower
+    number measures. No rank exchanges tensors with both neighbours at the same time, so that the
+    measured times are those of an idle connection.
 
     Args:
-        stages: Stages of this rank, which have run.
+        stages: Stages of this rank, which must have run before.
         timer: Collects the times.
     """
     rank, num_ranks = stages[0].group_rank, stages[0].group_size
@@ -30,10 +30,10 @@ def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
         neighbour = rank + 1 if begins else rank - 1
         if not 0 <= neighbour < num_ranks:
             continue
-        _exchange(tensor, neighbour, stages[0].group, begins=begins)  # makes the connection
+        _exchange(tensor, neighbour, stages[0].group, begins=begins)  # opens the connection
         for _ in range(_NUM_EXCHANGES):
             if begins:
-                with timer.measure_there_and_back():
+                with timer.measure_round_trip():
                     _exchange(tensor, neighbour, stages[0].group, begins=True)
             else:
                 _exchange(tensor, neighbour, stages[0].group, begins=False)

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Moves tensors from a device to the host and back, beside what the device computes.
+"""Moves tensors from a device to the host and back while the device computes.
 
 On a GPU, copies run on a stream of their own, to and from pinned memory, and only events order the
-two streams: the training stream waits for the arrival of a tensor that it is about to use, and
-before it uses the memory of one that has left. The host never waits. Without a GPU, copies are
-ordinary ones, so that the same tensors move.
+two streams. The training stream waits for the arrival of a tensor before it uses the tensor, and it
+waits for the copy of a tensor to the host before it reuses the tensor's memory. The host never waits.
+Without a GPU, the same tensors are copied by ordinary copies.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 
 class HostCopies:
-    """Copies of flat tensors.
+    """Starts and tracks copies of flat tensors.
 
     Args:
         device: Device on which the model computes.
@@ -28,7 +28,7 @@ class HostCopies:
         self._leaving_longer: list[tuple[Any, torch.Tensor]] = []
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begins to copy a tensor to the host. Its memory is kept until :meth:`release`."""
+        """Starts to copy a tensor to the host. Its memory is kept until :meth:`release`."""
         if self._stream is None:
             return tensor.clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -39,41 +39,42 @@ class HostCopies:
         return host
 
     def to_device(self, host: torch.Tensor) -> "Arriving":
-        """Begins to copy a tensor to the device."""
+        """Starts to copy a tensor to the device."""
         if self._stream is None:
             return Arriving(host.clone(), None)
         tensor = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        # The memory may have been used by work that is still queued on the training stream.
+        # Work that is still queued on the training stream may use the same memory.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             tensor.copy_(host, non_blocking=True)
         return Arriving(tensor, self._stream.record_event())
 
     def release(self) -> None:
-        """Gives up the memory of tensors that began to leave before the last call.
+        """Frees the memory of tensors whose copies were started before the previous call.
 
-        The training stream waits for their copies first. Called once a pass, it leaves each copy the
-        time of a pass. To ask whether a copy is complete would not do: the host queues many passes
-        ahead of the device, finds nothing complete, and would take new memory for each of them.
+        The training stream waits for these copies first. The method is called once per pass, so that
+        each copy has the time of a pass. It does not ask whether a copy is complete, because the host
+        queues many passes ahead of the device. It would find no copy complete and would allocate new
+        memory for each pass.
         """
         if self._leaving_longer:
-            # Copies run in order, so that the last one's event stands for all.
+            # Copies run in order, so waiting for the last one is enough.
             last, tensor = self._leaving_longer[-1]
             torch.cuda.current_stream(tensor.device).wait_event(last)
         self._leaving_longer, self._leaving = self._leaving, []
 
     def release_all(self) -> None:
-        """Gives up the memory of all tensors that are leaving."""
+        """Frees the memory of all tensors whose copies to the host were started."""
         self.release()
         self.release()
 
 
 class Arriving:
-    """A tensor on its way to the device.
+    """A tensor that is being copied to the device.
 
     Args:
         tensor: The tensor.
-        event: What it takes for the tensor to be there; None if it is.
+        event: Event at which the copy is complete. None if it is complete already.
     """
 
     def __init__(self, tensor: torch.Tensor, event: Any) -> None:

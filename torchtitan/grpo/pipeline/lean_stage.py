@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A pipeline stage whose exchanges with other stages hold no memory longer than they need it.
+"""A pipeline stage that holds the memory of its exchanges only as long as it is needed.
 
 Torch's stage allocates a buffer for every microbatch of a step before the first one arrives, and
-its runtime keeps every tensor that was sent until the step has ended. Both grow with the number of
-microbatches, while a schedule bounds the activations that a rank holds at the same time.
+torch's runtime keeps every tensor that was sent until the step has ended. This memory grows with the
+number of microbatches, whereas a schedule bounds the number of activations that a rank holds at the
+same time.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,10 @@ from torchtitan.grpo.pipeline.pass_timer import Part, PassTimer
 
 
 class LeanStage(PipelineStage):
-    """Allocates what it receives when it is received, and frees what it sent when it has left.
+    """A stage that allocates a buffer when it receives, and frees a tensor when it has been sent.
 
     Attributes:
-        surrounding: Makes the context in which forward passes of microbatches run.
+        surrounding: Function that makes the context in which forward passes of microbatches run.
     """
 
     surrounding: Callable[[], AbstractContextManager[None]]
@@ -43,16 +44,16 @@ class LeanStage(PipelineStage):
 
     @classmethod
     def like(cls, stage: PipelineStage) -> "LeanStage":
-        """Returns a stage around the same module.
+        """Returns a new stage with the same module.
 
-        Stages hold shapes and buffers of one schedule, so that two schedules cannot share one.
+        A stage holds shapes and buffers of one schedule, so two schedules cannot share a stage.
         """
         return cls(
             stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group
         )
 
     def receive_on_demand(self, num_microbatches: int) -> None:
-        """Gives up the buffers of torch's initialisation, which was for one microbatch.
+        """Drops the buffers that torch's initialisation allocated for one microbatch.
 
         Args:
             num_microbatches: Number of microbatches of the next pass.
@@ -65,28 +66,28 @@ class LeanStage(PipelineStage):
 
     @property
     def knows_shapes(self) -> bool:
-        """Whether a schedule has run the stage, and so has inferred what it receives."""
+        """Whether a schedule has run the stage and has therefore inferred what the stage receives."""
         return isinstance(self.args_recv_info, _OnDemand)
 
     def example_of_exchanges(self) -> torch.Tensor:
-        """Returns a tensor like those that the stage, which has run, exchanges with others."""
+        """Returns a tensor like the ones that the stage exchanges. The stage must have run before."""
         received = self.grad_recv_info if self.is_first else self.args_recv_info
-        assert isinstance(received, _OnDemand), "The stage has not run yet."
+        assert isinstance(received, _OnDemand), "the stage has not run yet"
         return received.example()
 
     def receive_like(self, stage: "LeanStage", offset: int) -> None:
-        """Takes over what another stage of the same module receives.
+        """Makes this stage receive the same tensors as another stage with the same module.
 
         Args:
-            stage: The other stage. It :attr:`knows_shapes`.
-            offset: What is to be added to the numbers of stages.
+            stage: The other stage, whose :attr:`knows_shapes` must be True.
+            offset: Number that is added to the numbers of stages.
         """
-        assert isinstance(stage.args_recv_info, _OnDemand), "The stage has not run yet."
+        assert isinstance(stage.args_recv_info, _OnDemand), "the stage has not run yet"
         self.args_recv_info = stage.args_recv_info.renumbered(offset)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
-            # Torch keeps outputs for the backward pass. Those that were needed have been sent.
+            # Torch keeps outputs for a backward pass. Without one, they are not needed after sending.
             self.fwd_cache.clear()
         marking = self.early.marking(fwd_chunk_id) if self.early is not None else nullcontext()
         offloading = self._offloading(fwd_chunk_id, args, kwargs)
@@ -116,7 +117,7 @@ class LeanStage(PipelineStage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Begins to receive. The runtime has nothing left to wait for, which the stage does."""
+        """Starts to receive. The stage waits for the tensors itself, so the result is empty."""
         self._arriving[bwd_chunk_id] = [
             self._begun(dist.irecv(op.tensor, group=op.group, group_src=op.group_peer))
             for op in super().get_bwd_recv_ops(bwd_chunk_id)
@@ -129,15 +130,18 @@ class LeanStage(PipelineStage):
             self.early.forget()
 
     def recompute(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Recomputes blocks of a microbatch; the backward pass must run in what is returned."""
-        assert self.early is not None, "The stage has no blocks that can be recomputed early."
+        """Recomputes blocks of a microbatch.
+
+        The backward pass must run in the context that is returned.
+        """
+        assert self.early is not None, "the stage has no blocks that can be recomputed early"
         return self.early.recompute(microbatch)
 
     def _await_gradient(self, microbatch: int) -> AbstractContextManager[Any]:
-        """Waits for the output's gradient, and recomputes blocks meanwhile."""
+        """Waits for the gradient of the output and recomputes blocks meanwhile."""
         arriving = self._arriving.pop(microbatch, [])
         if self.timer is not None:
-            # The time of recomputing must contain no wait, and no wait may contain recomputing.
+            # When passes are timed, waiting and recomputing must not overlap.
             for work in arriving:
                 work.wait()
         group = nullcontext()
@@ -150,7 +154,7 @@ class LeanStage(PipelineStage):
         return group
 
     def finish_sending(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all tensors have been sent."""
         for work in self._leaving:
             work.wait()
         self._leaving.clear()
@@ -168,7 +172,10 @@ class LeanStage(PipelineStage):
         return nullcontext() if self.timer is None else self.timer.measure(self.stage_index, kind)
 
     def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Sends at once. Returns that nothing is left to do for the runtime, which would keep it."""
+        """Sends tensors immediately.
+
+        The result is empty, because the runtime would keep the tensors of operations that it runs.
+        """
         self._leaving = [work for work in self._leaving if not work.is_completed()]
         for op in operations:
             sent = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
@@ -177,12 +184,12 @@ class LeanStage(PipelineStage):
 
     @staticmethod
     def _begun(work: dist.Work | None) -> dist.Work:
-        assert work is not None, "A rank outside of the pipeline's group exchanged a tensor."
+        assert work is not None, "a rank outside the pipeline's group exchanged a tensor"
         return work
 
 
 class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
-    """What a stage receives, by microbatch, with buffers from the first look at it on."""
+    """What a stage receives, by microbatch. Buffers are allocated at the first access."""
 
     def __init__(self, example: tuple[_RecvInfo, ...], offset: int = 0) -> None:
         super().__init__()
@@ -192,7 +199,7 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
             info.buffer = None
 
     def renumbered(self, offset: int) -> "_OnDemand":
-        """Returns the same shapes, received from stages whose numbers are higher by ``offset``."""
+        """Returns a copy that receives from stages whose numbers are higher by ``offset``."""
         other = _OnDemand(self._example, offset)
         other._shapes = self._shapes
         return other
@@ -203,7 +210,7 @@ class _OnDemand(dict[int, tuple[_RecvInfo, ...]]):
         return torch.zeros(size, dtype=dtype, device=device)
 
     def __missing__(self, microbatch: int) -> tuple[_RecvInfo, ...]:
-        # All looks at a microbatch that is on its way must find the same buffers.
+        # Every access to a microbatch that is being received must return the same buffers.
         self[microbatch] = tuple(
             _RecvInfo(
                 info.input_name,

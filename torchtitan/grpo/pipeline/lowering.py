@@ -3,11 +3,11 @@
 
 """Turns a table of passes into the actions that torch's pipeline runtime runs.
 
-The runtime also needs to be told when ranks exchange tensors, and when FSDP gathers and reduces.
-NCCL runs all exchanges of a rank in the order in which they were queued: an exchange that was queued
-before its tensor is ready delays those behind it, and ranks that queue theirs in different orders
-wait for each other for ever. Exchanges are therefore queued in one order on all ranks, that of the
-times at which the simulator says that their tensors will be ready.
+The runtime's actions must also include the exchanges of tensors between ranks and FSDP's all-gathers
+and reductions. NCCL runs all exchanges of a rank in the order in which they were queued. An exchange
+that was queued before its tensor is ready delays the exchanges behind it, and ranks that queue their
+exchanges in different orders deadlock. Exchanges are therefore queued in the same order on all ranks:
+in the order of the times at which, according to the simulator, their tensors are ready.
 """
 
 from collections import deque
@@ -46,11 +46,11 @@ _KINDS: dict[str, _ComputationType] = {
 
 @dataclass(frozen=True)
 class GapNumbers:
-    """How the runtime numbers the stages of a microbatch that fills gaps.
+    """The stage numbers that the runtime uses for a microbatch that fills gaps.
 
     Attributes:
-        offset: What is added to the number of a stage.
-        shares_weights: Whether the stages have the weights of those that are trained.
+        offset: Number that is added to the number of a stage.
+        shares_weights: Whether the stages share their weights with the trained stages.
     """
 
     offset: int
@@ -64,9 +64,9 @@ def lower(
 
     Args:
         table: The passes.
-        simulation: What the simulator said about the table.
-        gaps: For each microbatch that fills gaps, the numbers of its stages. These microbatches are
-            numbered after the others.
+        simulation: The simulation of the table.
+        gaps: For each microbatch that fills gaps, the numbers of its stages. The numbers of these
+            microbatches follow those of the other microbatches.
     """
 
     def numbered(action: Action, kind: _ComputationType) -> _Action:
@@ -91,9 +91,9 @@ def lower(
 
 
 def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action, Action]]:
-    """Returns when each tensor that changes ranks is ready, its sender, and its receiver.
+    """Returns, for each tensor that is sent between ranks, its ready time, sender and receiver.
 
-    They are in the order in which all ranks queue them.
+    The exchanges are in the order in which all ranks queue them.
     """
     found = []
     for receiver in simulation.ends:
@@ -107,13 +107,13 @@ def exchanges(table: Table, simulation: Simulation) -> list[tuple[float, Action,
 def _with_gathers(
     passes: dict[_Action, Action], gaps: Sequence[GapNumbers]
 ) -> list[_Action | None]:
-    """Returns the passes, with FSDP's gathering of the parameters of each stage."""
+    """Returns the passes, with FSDP's all-gathers of the parameters of each stage."""
 
     def holder(number: _Action, action: Action) -> int:
         is_shared = action.kind == "G" and gaps[action.microbatch].shares_weights
         return action.stage if is_shared else number.stage_index
 
-    # Parameters that two stages share are gathered once, for the trained one.
+    # Parameters that two stages share are gathered once, for the trained stage.
     holders = [holder(number, action) for number, action in passes.items()]
     of_holders = [
         number._replace(stage_index=stage) for number, stage in zip(passes, holders, strict=True)
@@ -136,7 +136,7 @@ def _with_exchanges(
     queue: list[tuple[float, _Action]],
     simulation: Simulation,
 ) -> list[_Action]:
-    """Returns a rank's actions, with its exchanges when their tensors are ready."""
+    """Returns a rank's actions, with each exchange placed where its tensor is ready."""
     lowered: list[_Action] = []
     waiting = deque(queue)
     # A backward pass that recomputes blocks starts before its gradient arrives.
@@ -158,5 +158,5 @@ def _with_exchanges(
         lowered.append(action)
         if action in passes:
             queue_until(simulation.ends[passes[action]])
-    assert not waiting, f"A rank would never exchange {waiting}."
+    assert not waiting, f"a rank would never exchange {waiting}"
     return lowered

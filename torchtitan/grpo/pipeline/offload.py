@@ -3,9 +3,9 @@
 
 """Keeps activations of pipeline stages in host memory until their backward pass.
 
-A pipeline rank holds the activations of several microbatches at the same time, most of which it
-does not need for many passes. PipeOffload (https://arxiv.org/abs/2503.01328) moves those to the
-host that are held longest. `offload_plan.py` says which ones these are.
+A pipeline rank holds the activations of several microbatches at the same time, and it does not need
+most of them for many passes. PipeOffload (https://arxiv.org/abs/2503.01328) moves the activations
+that are held longest to the host. `offload_plan.py` selects them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ Key = tuple[int, int]
 """Stage and microbatch of a forward pass."""
 
 LEAST_BYTES = 1 << 16
-"""Smaller tensors stay, because starting a copy takes longer than copying them."""
+"""Smaller tensors stay on the device, because starting a copy takes longer than copying them."""
 
 
 class ActivationOffload:
@@ -30,13 +30,13 @@ class ActivationOffload:
 
     Args:
         device: Device on which the stages compute.
-        least_bytes: Size from which tensors are moved.
+        least_bytes: Minimum size of tensors that are moved.
 
     Attributes:
-        host_bytes: Bytes that lie on the host now.
-        peak_host_bytes: The most bytes that have lain there at a time.
-        saved_bytes: For each stage, the bytes that the last forward pass that was watched has
-            moved, or could have moved.
+        host_bytes: Number of bytes that are on the host now.
+        peak_host_bytes: Maximum of ``host_bytes`` so far.
+        saved_bytes: For each stage, the number of bytes that its last forward pass in the context
+            :meth:`saving` has moved, or could have moved.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
@@ -50,18 +50,18 @@ class ActivationOffload:
     def saving(
         self, key: Key, module: nn.Module, inputs: Iterable[Any], *, moves: bool = True
     ) -> Iterator[None]:
-        """Makes the forward pass in the context leave its activations on the host.
+        """Makes the forward pass in the context move its activations to the host.
 
         Args:
             key: The pass.
-            module: Module of the stage, whose parameters and buffers stay where they are.
-            inputs: What the pass gets from outside, and what somebody else holds as well.
-            moves: Whether tensors are moved; otherwise they are counted only.
+            module: Module of the stage. Its parameters and buffers are not moved.
+            inputs: Inputs of the pass. They are not moved, because other objects hold them too.
+            moves: Whether tensors are moved. Otherwise, they are only counted.
         """
         fixed = [*module.parameters(), *module.buffers()]
         held = [t for t in inputs if isinstance(t, torch.Tensor)]
         staying = {_address(tensor) for tensor in (*fixed, *held)}
-        # Autocast makes copies of weights, which all microbatches share.
+        # Autocast makes copies of weights, which all microbatches share. They are not moved either.
         weights = {_local(p).shape for p in fixed if p.dim() > 1}
         weights |= {shape[::-1] for shape in weights}
         moved: dict[Any, _Moved] = {}
@@ -75,13 +75,13 @@ class ActivationOffload:
             where = (flat.data_ptr(), flat.numel(), flat.dtype)
             if where not in moved:
                 moved[where] = _Moved(flat, self.copies if moves else None)
-                # Another tensor must not come to lie at the same address during this pass.
+                # The reference prevents another tensor from using the same address in this pass.
                 originals.append(flat)
             return _Saved(moved[where], tensor) if moves else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
-        originals.clear()  # autograd keeps the hooks, and with them this list
+        originals.clear()  # autograd keeps the hooks, and the hooks keep this list
         self.saved_bytes[key[0]] = sum(one.nbytes for one in moved.values())
         if moves:
             self._moved[key] = moved
@@ -89,24 +89,24 @@ class ActivationOffload:
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     def fetch(self, key: Key) -> None:
-        """Begins to bring the activations of a pass back, if they are away."""
+        """Starts to copy the activations of a pass back to the device, if they were moved."""
         for moved in self._moved.get(key, {}).values():
             moved.fetch()
 
     def forget(self, key: Key) -> None:
-        """Gives up the host memory of a pass whose backward pass has run."""
+        """Frees the host memory of a microbatch whose backward pass has run."""
         for moved in self._moved.pop(key, {}).values():
             self.host_bytes -= moved.nbytes
             moved.forget()
 
     def forget_all(self) -> None:
-        """Gives up everything, such as what an exception in a step has left."""
+        """Frees all host memory, including memory that a step left after an exception."""
         for key in list(self._moved):
             self.forget(key)
         self.copies.release_all()
 
     def _is_movable(self, local: torch.Tensor) -> bool:
-        # A tensor whose collective is still running is no plain one.
+        # A tensor whose collective is still running has another type.
         return (
             type(local) is torch.Tensor
             and local.device.type == self._device_type
@@ -120,7 +120,7 @@ class _Moved:
 
     Args:
         flat: The memory as a flat tensor.
-        copies: Moves it; None if it is only counted.
+        copies: Moves the memory; None if it is only counted.
     """
 
     def __init__(self, flat: torch.Tensor, copies: HostCopies | None) -> None:
@@ -129,23 +129,23 @@ class _Moved:
         self._arriving: Arriving | None = None
 
     def fetch(self) -> Arriving:
-        """Begins to bring the memory back, unless that has begun."""
+        """Starts to copy the memory back to the device, unless the copy was started before."""
         if self._arriving is None:
-            assert self._copies is not None and self._host is not None, "Nothing was moved."
+            assert self._copies is not None and self._host is not None, "nothing was moved"
             self._arriving = self._copies.to_device(self._host)
         return self._arriving
 
     def forget(self) -> None:
-        """Orders the training stream after the arrival, if there is one that nobody has awaited.
+        """Orders the training stream after a copy to the device that was started, if there is one.
 
-        Memory of the training stream's pool must not be freed while another stream fills it.
+        Memory from the training stream's pool must not be freed while another stream fills it.
         """
         if self._arriving is not None:
             self._arriving.get()
 
 
 class _Saved:
-    """What autograd keeps in place of a tensor."""
+    """The object that autograd keeps in place of a tensor."""
 
     def __init__(self, moved: _Moved, tensor: torch.Tensor) -> None:
         local = _local(tensor)
@@ -177,7 +177,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's elements fill their memory, in whatever order."""
+    """Returns whether a tensor's elements fill their memory without gaps, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which activations of a pipeline rank lie in host memory, and when they come back."""
+"""Decides which activations of a pipeline rank are moved to the host, and when they return."""
 
 import itertools
 import statistics
@@ -22,22 +22,23 @@ from torchtitan.grpo.pipeline.tables.actions import Action, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 AUTO = -1
-"""``grpo.pipeline_offload`` that lets the measured bandwidth decide."""
+"""Value of ``grpo.pipeline_offload`` with which the measured bandwidth determines the share."""
 
 _LINK_SHARE = 0.8
-"""Share of a pass for which copies may use the link, so that small delays do not add up."""
+"""Share of a pass during which copies may use the link, so that small delays do not accumulate."""
 _PROBE_BYTES = 64 * 2**20
 _MEASURED_PASS = 2
-"""The first pass compiles kernels and takes memory."""
+"""Number of the pass that is timed. The first pass is not typical: it compiles kernels and allocates
+memory."""
 
 
 class OffloadPlan:
-    """The plan of one rank.
+    """Plans and runs the offloading of one rank's activations.
 
     Args:
         device: Device on which the stages compute.
         share: ``grpo.pipeline_offload``.
-        group: The pipeline's ranks.
+        group: Process group of the pipeline's ranks.
     """
 
     def __init__(self, device: torch.device, share: float, group: dist.ProcessGroup) -> None:
@@ -52,7 +53,7 @@ class OffloadPlan:
 
     @property
     def measures(self) -> bool:
-        """Whether the passes of the step that has begun must be timed."""
+        """Whether the passes of the current step must be timed."""
         return self._share == AUTO and self._num_passes == _MEASURED_PASS
 
     def begin(self, table: Table, simulation: Simulation, rank: int) -> None:
@@ -60,8 +61,8 @@ class OffloadPlan:
 
         Args:
             table: The passes.
-            simulation: What the simulator says about them, with assumed costs.
-            rank: This rank.
+            simulation: The simulation of the table with assumed costs.
+            rank: This rank's number in the pipeline.
         """
         self._num_passes += 1
         self.memory.forget_all()
@@ -78,7 +79,7 @@ class OffloadPlan:
             )
 
     def end(self, table: Table, timer: PassTimer) -> None:
-        """Learns from a step that was timed. Collective over the ranks of the pipeline."""
+        """Derives costs from a step that was timed; collective over the ranks of the pipeline."""
         of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(of_ranks, timer.medians(), group=self._group)
         times = {key: seconds for of_rank in of_ranks for key, seconds in of_rank.items()}
@@ -95,7 +96,7 @@ class OffloadPlan:
         self._costs = Costs(tuple(cost(stage) for stage in range(table.num_stages)))
         self._bandwidth = measured_bandwidth(self.memory, self._device)
         logger.info(
-            "Activations of a microbatch that can lie in host memory: "
+            "Activations of a microbatch that can be moved to host memory: "
             + ", ".join(
                 f"stage {s}: {b / 2**20:.1f} MiB" for s, b in self.memory.saved_bytes.items()
             )
@@ -114,19 +115,19 @@ class OffloadPlan:
         return nullcontext()
 
     def before_backward(self, key: Key) -> None:
-        """Brings activations back: those of a pass that begins, and those of the next one."""
+        """Starts to copy back the activations of the pass that begins and of the next one."""
         self.memory.fetch(key)
         if key in self._next:
             self.memory.fetch(self._next[key])
 
     def after_backward(self, key: Key) -> None:
-        """Gives up the host memory of a pass."""
+        """Frees the host memory of a pass."""
         self.memory.forget(key)
         self.memory.copies.release()
 
     def finish(self) -> None:
-        """Ends a step, in which every activation that left has come back."""
-        assert self.memory.host_bytes == 0, f"{self.memory.host_bytes} bytes were not fetched."
+        """Ends a step. All activations must have been copied back by then."""
+        assert self.memory.host_bytes == 0, f"{self.memory.host_bytes} bytes were not fetched"
         self.memory.copies.release_all()
 
 
@@ -141,7 +142,7 @@ def kept_for(actions: Iterable[Action], simulation: Simulation) -> dict[Key, flo
 
 
 def longest_kept(kept: dict[Key, float]) -> list[Key]:
-    """Returns the passes whose activations are kept, the longest first, without those of no time."""
+    """Returns the passes whose activations are kept for some time, the longest time first."""
     return sorted((key for key, time in kept.items() if time > 0), key=lambda key: -kept[key])
 
 
@@ -151,7 +152,7 @@ def hidden_by_link(
     """Returns the passes whose activations the link can move while the rank computes.
 
     Args:
-        kept: For how long activations are kept, in seconds.
+        kept: Time in seconds for which the activations of each pass are kept.
         saved_bytes: Bytes of a microbatch's activations, by stage.
         bandwidth: Bytes per second in each direction.
         seconds: Duration of the whole pass.
@@ -169,7 +170,10 @@ def hidden_by_link(
 
 
 def measured_bandwidth(memory: ActivationOffload, device: torch.device) -> float:
-    """Returns the bytes per second of copies to the host and back, the slower direction's."""
+    """Returns the bandwidth of copies between device and host in the slower direction.
+
+    The unit is bytes per second.
+    """
     tensor = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
 
     def seconds(copy: Any) -> float:

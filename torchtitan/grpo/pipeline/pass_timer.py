@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures how long a stage's passes take, without the time for which they wait for inputs.
+"""Measures the duration of a stage's passes without the time for which they wait for inputs.
 
-It also collects how long tensors travel between ranks, which `hop.py` measures.
+The timer also collects the times of tensors between ranks, which `hop.py` measures.
 """
 
 import statistics
@@ -18,13 +18,16 @@ import torch
 from torchtitan.grpo.pipeline.tables.actions import Kind
 
 Part = Kind | Literal["R"]
-"""A pass, or R: the part of a backward pass that recomputes blocks and needs no gradient."""
+"""The kind of a pass, or R for the part of a backward pass that recomputes blocks.
+
+R needs no gradient.
+"""
 
 
 class PassTimer:
     """Collects times by stage and kind of pass.
 
-    On a GPU they are those of the stream, between events, and nothing waits before
+    On a GPU, times are measured on the stream between events, and the host does not wait before
     :meth:`medians` is called.
 
     Args:
@@ -38,20 +41,20 @@ class PassTimer:
 
     @contextmanager
     def measure(self, stage: int, kind: Part) -> Iterator[None]:
-        """Measures the block as one pass of a stage."""
+        """Measures the code in the context as one pass of a stage."""
         begin = self._mark()
         yield
         self._marks[stage, kind].append((begin, self._mark()))
 
     @contextmanager
-    def measure_there_and_back(self) -> Iterator[None]:
-        """Measures the block as the way of a tensor to another rank and back."""
+    def measure_round_trip(self) -> Iterator[None]:
+        """Measures the code in the context as the round trip of a tensor to another rank."""
         begin = self._mark()
         yield
         self._exchanges.append((begin, self._mark()))
 
     def median_hop(self) -> float | None:
-        """Returns the median time of one way, in seconds; None if none was measured."""
+        """Returns the median one-way time in seconds, or None if no exchange was measured."""
         if not self._exchanges:
             return None
         return statistics.median(self._seconds(*marks) for marks in self._exchanges) / 2
@@ -59,7 +62,7 @@ class PassTimer:
     def medians(self) -> dict[tuple[int, Part], float]:
         """Returns the median time of each stage's passes of each kind, in seconds.
 
-        I and B do not contain R, which is measured for itself.
+        The times of I and B do not include R, which is measured separately.
         """
         return {
             key: statistics.median(self._seconds(*marks) for marks in every)

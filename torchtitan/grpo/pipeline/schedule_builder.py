@@ -27,10 +27,10 @@ def build_schedule(
     """Returns the schedule that trains this rank's stages.
 
     Args:
-        config: Configuration of the run, checked.
+        config: The checked configuration of the run.
         stages: Stages of this rank, as `split.py` makes them.
-        loss: Called on the rank of the last stage, once a microbatch.
-        measured: Costs that ``auto`` has measured; typical ones are assumed without them.
+        loss: Called on the rank of the last stage once per microbatch.
+        measured: Costs that ``auto`` has measured. None uses typical costs.
     """
     row, degree = schedule_of(config.parallelism), config.parallelism.pipeline_parallel_degree
     if measured is None:
@@ -50,7 +50,7 @@ def build_schedule(
 
 
 def build_forward_schedule(config: JobConfig, stages: list[LeanStage]) -> TableSchedule:
-    """Returns a schedule of forward passes through the same modules as those of ``stages``."""
+    """Returns a schedule that runs forward passes through the modules of ``stages``."""
     ranks = tuple(stage_ranks(config.parallelism, stages[0].num_stages))
     return TableSchedule(
         [LeanStage.like(stage) for stage in stages],

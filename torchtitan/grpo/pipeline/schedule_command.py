@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The command ``torchtitan-grpo schedule``: shows what a pipeline schedule does, and the others."""
+"""The command ``torchtitan-grpo schedule``, which shows a pipeline schedule and compares it with others."""
 
 import argparse
 import math
@@ -28,20 +28,23 @@ from torchtitan.grpo.pipeline.tables.costs import Costs
 
 
 def options() -> argparse.ArgumentParser:
-    """The command's own options, besides those of every configuration."""
+    """Returns a parser of the command's own options, in addition to those of every configuration."""
     parser = argparse.ArgumentParser(prog="torchtitan-grpo schedule X.toml", allow_abbrev=False)
     parser.add_argument(
         "--times", nargs=3, type=_time, metavar=("F", "I", "W"),
         help="times of a microbatch's forward pass, input gradients and weight gradients on one "
-        "rank (default: typical ones for the activation checkpoints)",
+        "rank (default: typical times for the configured activation checkpointing)",
     )  # fmt: skip
     parser.add_argument(
         "--microbatches", type=_count, metavar="M",
-        help="microbatches of a step, which in a run depend on how long the completions are "
-        "(default: four for each rank)",
+        help="number of microbatches of a step; in a run, it depends on the lengths of the "
+        "completions (default: four for each rank)",
     )  # fmt: skip
     parser.add_argument(
-        "--hop", type=_delay, default=0.0, help="time of a tensor between ranks (default: 0)"
+        "--hop",
+        type=_delay,
+        default=0.0,
+        help="time to send a tensor between ranks (default: 0)",
     )
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw all schedules into this file"
@@ -103,11 +106,11 @@ def show_schedules(config: JobConfig, given: argparse.Namespace) -> None:
     if name == AUTO:
         allowed = {row.name: tried[row.name] for row in _candidates(config)}
         name = choose(allowed, config.grpo.pipeline_memory, num_ranks)
-        print(f"For these times, {AUTO} expects most of {name}; a run measures its own.\n")
+        print(f"For these times, {AUTO} would choose {name}. A run measures its own times.\n")
     table, simulation = tried[name]
     print(
-        f"{name} on {num_ranks} ranks, {num_microbatches} microbatches; F, I, W take "
-        f"{', '.join(f'{time:g}' for time in times)}; later stages of a rank in small letters\n"
+        f"{name} on {num_ranks} ranks with {num_microbatches} microbatches. F, I, W take "
+        f"{', '.join(f'{time:g}' for time in times)}. Later stages of a rank are in lower case.\n"
     )
     print(draw_text(table, simulation), end="\n\n")
     print(comparison(tried, name))
@@ -123,8 +126,8 @@ def _candidates(config: JobConfig) -> list[Schedule]:
     """Returns the schedules among which ``auto`` chooses.
 
     Raises:
-        ConfigError: If the model cannot be read or cannot be cut into stages. It is read only if
-            the configuration fixes the number of stages.
+        ConfigError: If the model cannot be read or cannot be divided into stages. The model is read
+            only if the configuration fixes the number of stages.
     """
     settings = config.parallelism
     if not fixes_stages(settings):
@@ -141,7 +144,7 @@ def _candidates(config: JobConfig) -> list[Schedule]:
 def try_all(
     num_ranks: int, num_microbatches: int, times: tuple[float, ...], hop: float = 0.0
 ) -> dict[str, tuple[Table, Simulation]]:
-    """Simulates all schedules of a model whose layers take the same time however it is cut."""
+    """Simulates all schedules, for a model whose total time does not depend on its division."""
     tried = {}
     for name, row in SCHEDULES.items():
         if name == AUTO:
@@ -161,8 +164,8 @@ def comparison(tried: dict[str, tuple[Table, Simulation]], chosen: str) -> str:
             f"{simulation.bubble:7.1%} {simulation.span_bubble:12.1%} {simulation.peak:7.3g}"
         )
     lines.append(
-        "time: from the first start to the last end. bubble: idle share of it. span bubble: idle\n"
-        "share of a rank's own first start to last end, at most. memory: activations at the peak,\n"
-        "in those of one microbatch on one rank."
+        "time: time from the first start to the last end. bubble: idle share of this time, on\n"
+        "average. span bubble: the largest idle share of a rank between its first start and its\n"
+        "last end. memory: peak of a rank's activations, in activations of one microbatch."
     )
     return "\n".join(lines)

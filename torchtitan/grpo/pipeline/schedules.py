@@ -15,7 +15,7 @@ from torchtitan.grpo.pipeline.tables.actions import Placement, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
 AUTO = "auto"
-"""The name under which the fastest schedule is chosen by measured times."""
+"""The name with which the fastest schedule is chosen from measured times."""
 
 AUTO_CANDIDATES = (
     "1F1B",
@@ -28,7 +28,7 @@ AUTO_CANDIDATES = (
     "VMin",
     "ZBH2",
 )
-"""The schedules that can be chosen. Where they take equally long, the first one is."""
+"""The schedules that can be chosen. Among equally fast schedules, the first one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,22 @@ class Schedule:
     Attributes:
         name: Value of ``parallelism.pipeline_parallel_schedule``, also shown in messages.
         make_table: Makes the table from the number of ranks, the number of microbatches, the
-            number of stages a rank, and the costs of the passes.
-        stages_per_rank: Stages that each pipeline rank holds. With ``allows_more_stages`` it is
-            the default and the minimum, and all ranks hold equally many.
-        allows_more_stages: True if ``parallelism.pipeline_parallel_layers_per_stage`` may cut
-            the model into more than ``stages_per_rank`` stages a rank.
+            number of stages on each rank, and the costs of the passes.
+        stages_per_rank: Number of stages that each pipeline rank holds. With
+            ``allows_more_stages``, this is the default and the minimum, and all ranks hold the same
+            number of stages.
+        allows_more_stages: True if ``parallelism.pipeline_parallel_layers_per_stage`` may divide
+            the model into more than ``stages_per_rank`` stages on each rank.
         placement: Which rank holds which stage. Under ``loop``, stage s of a pipeline of p ranks
             lies on rank s mod p. Under ``v``, rank r holds the stages r and 2p - 1 - r.
-        is_zero_bubble: True if the schedule computes the gradients of a stage's inputs and those
-            of its weights at different times, in order to fill the pipeline's idle time.
+        is_zero_bubble: True if the schedule computes the gradients of a stage's inputs and the
+            gradients of its weights at different times, in order to fill the pipeline's idle time.
         finishes_each_microbatch: True if the last stage completes the backward pass of each
-            microbatch, of its output layer in any case, before it begins the next. Only then can
-            the output layer keep logits for the backward pass in the memory of one microbatch.
-        allows_one_stage: True if each rank may hold a single stage, although ``stages_per_rank``
-            is the default.
+            microbatch, at least through its output layer, before it begins the next microbatch. Only
+            then can the output layer keep logits for the backward pass in the memory of one
+            microbatch.
+        allows_one_stage: True if each rank may hold a single stage, even if ``stages_per_rank`` is
+            larger.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Schedule:
 
     @property
     def stages_in_words(self) -> str:
-        """How many stages each rank needs, as a part of a message."""
+        """The number of stages that each rank needs, as a part of a message."""
         if self.allows_more_stages:
             least = 1 if self.allows_one_stage else self.stages_per_rank
             return f"the same number of stages, at least {least},"
@@ -86,7 +88,7 @@ class Schedule:
 def _one_stage(
     name: str, make_table: Callable[[int, int], Table], *, is_zero_bubble: bool = False
 ) -> Schedule:
-    """A schedule with one stage a rank."""
+    """Returns a schedule with one stage on each rank."""
     return Schedule(
         name,
         lambda ranks, microbatches, _stages, _costs: make_table(ranks, microbatches),
@@ -102,7 +104,7 @@ def _one_stage(
 def _interleaved(
     name: str, make_table: Callable[[int, int, int], Table], *, is_zero_bubble: bool
 ) -> Schedule:
-    """A schedule with two or more stages a rank, in a loop over the ranks."""
+    """Returns a schedule with two or more stages on each rank, in loop placement."""
     return Schedule(
         name,
         lambda ranks, microbatches, stages, _costs: make_table(ranks, microbatches, stages),
@@ -114,7 +116,7 @@ def _interleaved(
 
 
 def _v(name: str, make_table: Callable[[int, int, Costs], Table]) -> Schedule:
-    """A zero-bubble schedule with two stages a rank, which lie in a V."""
+    """Returns a zero-bubble schedule with two stages on each rank, in V placement."""
     return Schedule(
         name,
         lambda ranks, microbatches, _stages, costs: make_table(ranks, microbatches, costs),
@@ -138,7 +140,7 @@ _ROWS = (
     _v("VMin", v_family.v_min),
     _v("VHalf", v_family.v_half),
     _v("VZB", v_family.v_zb),
-    # `auto.py` replaces the name by that of another row before a pipeline is built.
+    # `auto.py` replaces this name with that of another row before a pipeline is built.
     Schedule(
         AUTO,
         lambda ranks, microbatches, stages, costs: measured_with(stages).make_table(
@@ -173,8 +175,8 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
     """Returns the schedules among which :data:`AUTO` chooses.
 
     Args:
-        num_ranks: Ranks of the pipeline.
-        total_stages: Number of stages, if the configuration fixes it. None allows any number.
+        num_ranks: Number of ranks of the pipeline.
+        total_stages: Number of stages if the configuration fixes it. None allows any number.
     """
     rows = (SCHEDULES[name] for name in AUTO_CANDIDATES)
     return [
@@ -183,19 +185,19 @@ def candidates(num_ranks: int, total_stages: int | None = None) -> list[Schedule
 
 
 def assumed_microbatches(configured: int, num_ranks: int) -> int:
-    """Returns for how many microbatches :data:`AUTO` chooses.
+    """Returns the number of microbatches for which :data:`AUTO` chooses a schedule.
 
     Args:
         configured: ``grpo.pipeline_microbatches``.
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
     """
     return configured or 4 * num_ranks
 
 
 def measured_with(stages_per_rank: int) -> Schedule:
-    """Returns the schedule under which :data:`AUTO` measures so many stages a rank.
+    """Returns the schedule with which :data:`AUTO` measures this number of stages on each rank.
 
-    It computes I and W one after the other, so that both can be timed.
+    The schedule computes I and W separately, so that both can be timed.
     """
     names = {1: "ZBH1", 2: "ZBVZeroBubble"}
     return SCHEDULES[names.get(stages_per_rank, "InterleavedZeroBubble")]

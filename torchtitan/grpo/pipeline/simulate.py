@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Simulates a table of pipeline actions: whether it can run, how long it takes, what it holds.
+"""Simulates a table of pipeline actions: whether it can run, how long it takes, and its memory.
 
-Ranks run their actions in order, each as soon as its inputs are there. Tensors travel between ranks
-for a fixed time while both ranks go on. A rank that waits for a gradient recomputes checkpointed
-blocks meanwhile, as far as the costs say.
+Ranks run their actions in order, each as soon as its inputs have arrived. Sending a tensor between
+ranks takes a fixed time, during which both ranks continue. A rank that waits for a gradient
+recomputes checkpointed blocks meanwhile, if the costs contain a time for it.
 """
 
 from collections import Counter
@@ -16,19 +16,19 @@ from torchtitan.grpo.pipeline.tables.costs import Costs
 
 
 class TableError(ValueError):
-    """A table that no pipeline can run. The message names the rank and the action."""
+    """Raised for a table that no pipeline can run. The message names the rank and the action."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a table does under given costs.
+    """The result of the simulation of a table under given costs.
 
     Attributes:
-        starts: When each action starts, in the unit of the costs.
-        ends: When each action ends.
-        busy: For each rank, the time for which it computes.
-        spans: For each rank, the time from its first start to its last end.
-        peaks: For each rank, the most memory that it holds, in the unit of the costs.
+        starts: Start of each action, in the unit of the costs.
+        ends: End of each action.
+        busy: For each rank, the time during which it computes.
+        spans: For each rank, the time from the start of its first action to the end of its last.
+        peaks: For each rank, the maximum memory that it holds, in the unit of the costs.
     """
 
     starts: dict[Action, float]
@@ -44,30 +44,30 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the makespan for which the ranks are idle, on average."""
+        """Share of the makespan during which the ranks are idle on average."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
     @property
     def span_bubble(self) -> float:
-        """Share of its span for which the rank with the largest such share is idle.
+        """Share of a rank's span during which the rank is idle, for the rank with the largest share.
 
-        It ignores that ranks start and end at different times, which costs nothing where the next
-        step can begin on one rank before the last one has ended on another.
+        The share ignores that ranks start and end at different times. This difference costs nothing if
+        the next step can begin on one rank before the current step has ended on another.
         """
         return max(1 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
 
     @property
     def peak(self) -> float:
-        """Most memory that any rank holds."""
+        """Maximum memory that any rank holds."""
         return max(self.peaks)
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Runs a table on paper.
+    """Simulates a table.
 
     Raises:
-        TableError: If an action is missing, is there twice, lies on a wrong rank, or would wait
-            for ever.
+        TableError: If an action is missing, is listed twice, is listed on a wrong rank, or would wait
+            forever.
     """
     check_complete(table)
     starts: dict[Action, float] = {}
@@ -83,7 +83,7 @@ def simulate(table: Table, costs: Costs) -> Simulation:
                 ready = ready_time(action, table.ranks, ends, costs.hop)
                 if ready is None:
                     break
-                # All that lies on this rank has ended: it is another rank's tensor that is awaited.
+                # All earlier actions of this rank have ended, so it waits for another rank's tensor.
                 waits = max(0.0, ready - free_at[rank])
                 starts[action] = free_at[rank] + waits - min(waits, costs.recompute(action))
                 free_at[rank] = ends[action] = starts[action] + costs.time(action)
@@ -104,7 +104,7 @@ def simulate(table: Table, costs: Costs) -> Simulation:
 def ready_time(
     action: Action, ranks: tuple[int, ...], ends: dict[Action, float], hop: float
 ) -> float | None:
-    """Returns when the inputs of an action are there; None if that is not known yet."""
+    """Returns the time at which the inputs of an action have arrived; None if it is not known yet."""
     ready = 0.0
     for alternatives in action.after(len(ranks)):
         end = next((ends[other] for other in alternatives if other in ends), None)
@@ -116,11 +116,12 @@ def ready_time(
 
 
 def peak_memory(actions: tuple[Action, ...], costs: Costs) -> float:
-    """Returns the most memory that a rank holds if it runs these actions in order."""
+    """Returns the maximum memory that a rank holds if it runs these actions in order."""
     held = peak = 0.0
     for action in actions:
         change = costs.memory(action)
-        # What an action leaves is there while it runs, and what it gives back is, too.
+        # While an action runs, both the memory that it allocates and the memory that it frees are
+        # held.
         peak = max(peak, held + max(change, 0.0))
         held += change
     return peak
@@ -135,7 +136,9 @@ def check_complete(table: Table) -> None:
                 raise TableError(f"Rank {rank} must not run {action}: it does not hold the stage.")
             counts[action] += 1
             if counts[action] > 1:
-                raise TableError(f"Rank {rank} must run {action} once, and the table has it twice.")
+                raise TableError(
+                    f"Rank {rank} must run {action} once, but the table lists it more than once."
+                )
     expected = 0
     for stage, rank in enumerate(table.ranks):
         for microbatch in range(table.num_microbatches):
@@ -149,8 +152,8 @@ def check_complete(table: Table) -> None:
                 raise TableError(f"Rank {rank} must run no backward pass of {forward}.")
             if not table.is_forward_only and backward not in ((1, 0), (0, 2)):
                 raise TableError(
-                    f"Rank {rank} must run either {full} or both {halves[0]} and {halves[1]}, and "
-                    f"the table has {counts[full] + present} of the three."
+                    f"Rank {rank} must run either {full} or both {halves[0]} and {halves[1]}, but "
+                    f"the table contains {counts[full] + present} of these three actions."
                 )
             expected += 1 + counts[full] + present
         for microbatch in range(table.num_gap_microbatches):
@@ -162,13 +165,14 @@ def check_complete(table: Table) -> None:
     if expected != counts.total():
         extra = max(counts, key=lambda action: action.microbatch)
         raise TableError(
-            f"Rank {table.ranks[extra.stage]} must not run {extra}: there are "
-            f"{table.num_microbatches} microbatches, and {table.num_gap_microbatches} in gaps."
+            f"Rank {table.ranks[extra.stage]} must not run {extra}: there are only "
+            f"{table.num_microbatches} microbatches and {table.num_gap_microbatches} microbatches "
+            "in gaps."
         )
 
 
 def _check_finished(table: Table, positions: list[int], ends: dict[Action, float]) -> None:
-    """Raises a :class:`TableError` if a rank waits for ever."""
+    """Raises a :class:`TableError` if a rank waits forever."""
     for rank, actions in enumerate(table.actions):
         if positions[rank] < len(actions):
             action = actions[positions[rank]]
@@ -179,6 +183,6 @@ def _check_finished(table: Table, positions: list[int], ends: dict[Action, float
             )
             holder = table.ranks[missing[0].stage]
             raise TableError(
-                f"Rank {rank} would wait for ever before {action}: it needs "
+                f"Rank {rank} would wait forever before {action}: it needs "
                 f"{' or '.join(map(str, missing))} of rank {holder}, which comes later or never."
             )

@@ -20,8 +20,8 @@ from torchtitan.grpo.pipeline.lean_stage import LeanStage
 from torchtitan.grpo.pipeline.stages import schedule_of, stage_modules
 from torchtitan.grpo.pipeline.weight_grads import WeightGradients
 
-# Upstream derives the placement of stages from the name of a schedule of torch's. A schedule
-# that torch does not have is placed like the one here that has the same placement.
+# Upstream derives the placement of stages from the name of a schedule of torch. For a schedule that
+# torch does not have, the name of a schedule with the same placement is passed.
 _PLACED_LIKE = {"loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
@@ -33,7 +33,7 @@ def split_model(
     Args:
         model: The whole model, on the meta device.
         dims: Parallel dimensions of the run.
-        config: Configuration of the run. ``[parallelism]`` decides which rank holds which layers.
+        config: Configuration of the run. ``[parallelism]`` determines which rank holds which layers.
         device: Device of the activations that stages send to each other.
     """
     num_layers = len(model.layers)  # pyright: ignore[reportArgumentType]
@@ -43,14 +43,14 @@ def split_model(
     store, early_blocks = _store_of(config), num_early_blocks(config)
     backend = None
     if store is not None and compiles_model(config):
-        # One for all stages, which then share what was compiled.
+        # All stages use one backend, so that they share compiled code.
         backend = SplitBackend(store)
     built: list[LeanStage] = []
     for stage, part in zip(stages, parts, strict=True):
         if stage.is_last and is_tied(part):
             hold_output_embedding(part)
         if store is not None:
-            # Before checkpoints and shards are laid around the layers.
+            # This must happen before the layers are wrapped in checkpoints and sharded.
             if backend is None:
                 defer_linears(part, store)
             defer_experts(part, store)
@@ -62,7 +62,7 @@ def split_model(
 
 
 def _store_of(config: JobConfig) -> WeightGradients | None:
-    """Returns a store of weight gradients if the schedule computes them later."""
+    """Returns a store of weight gradients if the schedule splits backward passes."""
     if not schedule_of(config.parallelism).is_zero_bubble:
         return None
     bound = config.grpo.max_pending_weight_grads_gib

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes how a model is cut into pipeline stages, and which rank holds which stage."""
+"""Computes how a model is divided into pipeline stages, and which rank holds which stage."""
 
 import math
 
@@ -25,15 +25,15 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
     """Returns, for each stage of the pipeline, the names of its modules.
 
     Args:
-        settings: ``[parallelism]``. If ``module_fqns_per_model_part`` is set, it is the answer.
-            Otherwise the layers are spread evenly, and the embedding and the output layer count
+        settings: ``[parallelism]``. If ``module_fqns_per_model_part`` is set, it is returned.
+            Otherwise, the layers are divided evenly, where the embedding and the output layer count
             as ``pipeline_parallel_first_stage_less_layers`` and
             ``pipeline_parallel_last_stage_less_layers`` layers.
         num_layers: Number of transformer layers of the model.
 
     Raises:
-        ValueError: If there are more stages than layers for them, if the listed modules are not
-            the whole model, or if the schedule cannot run this number of stages.
+        ValueError: If there are more stages than layers, if the listed modules are not the whole
+            model, or if the schedule cannot run this number of stages.
     """
     if settings.module_fqns_per_model_part is not None:
         _check_listed_modules(settings, num_layers)
@@ -49,8 +49,8 @@ def stage_modules(settings: Parallelism, num_layers: int) -> list[list[str]]:
 def _check_listed_modules(settings: Parallelism, num_layers: int) -> None:
     """Raises unless ``module_fqns_per_model_part`` lists the whole model in valid stages.
 
-    Upstream silently drops a module that no stage lists: it would be neither trained nor sent
-    to the servers.
+    Upstream silently drops a module that no stage lists. Such a module would be neither trained nor
+    sent to the servers.
     """
     listed = settings.module_fqns_per_model_part
     assert listed is not None
@@ -92,15 +92,15 @@ def num_stages(settings: Parallelism, num_layers: int) -> int:
     if not schedule.allows_stages(stages, degree):
         raise ValueError(
             "parallelism.pipeline_parallel_layers_per_stage "
-            f"({settings.pipeline_parallel_layers_per_stage}) cuts {layers} layers (the embedding "
-            f"and the output layer included) into {stages} stages, and {schedule.name} needs "
+            f"({settings.pipeline_parallel_layers_per_stage}) divides {layers} layers (including the "
+            f"embedding and the output layer) into {stages} stages, but {schedule.name} needs "
             f"{schedule.stages_in_words} on each of {degree} ranks."
         )
     return stages
 
 
 def fixes_stages(settings: Parallelism) -> bool:
-    """Returns whether the configuration, and not the schedule, says how many stages there are."""
+    """Returns whether the configuration, rather than the schedule, determines the number of stages."""
     return (
         settings.module_fqns_per_model_part is not None
         or settings.pipeline_parallel_layers_per_stage is not None
@@ -110,7 +110,7 @@ def fixes_stages(settings: Parallelism) -> bool:
 def ends_one_at_a_time(settings: Parallelism) -> bool:
     """Returns whether the last stage finishes each microbatch before it begins the next.
 
-    Without a pipeline this holds: the whole model runs one microbatch after the other.
+    This is also the case without a pipeline, where the whole model runs one microbatch after another.
     """
     if settings.pipeline_parallel_degree == 1:
         return True
@@ -120,7 +120,8 @@ def ends_one_at_a_time(settings: Parallelism) -> bool:
 def stage_ranks(settings: Parallelism, total_stages: int) -> list[int]:
     """Returns, for each stage of the pipeline, the pipeline rank that holds it.
 
-    As long as ``auto`` has not chosen a schedule, they are the ranks that measure the stages.
+    Until ``auto`` has chosen a schedule, the result describes the placement in which the stages are
+    measured.
     """
     degree, schedule = settings.pipeline_parallel_degree, schedule_of(settings)
     per_rank = total_stages // degree

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the passes of pipeline stages in the order that a table gives."""
+"""Runs the passes of pipeline stages in the order of a table."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +23,17 @@ from torchtitan.grpo.pipeline.tables.gaps import fill_gaps
 
 
 class TableSchedule(_PipelineScheduleRuntime):
-    """Torch's runtime, with tables of this package, for any number of microbatches.
+    """Runs tables of this package on torch's runtime, for any number of microbatches.
 
-    Torch infers the shapes that stages exchange in the first pass. Later passes may have another
-    number of microbatches without inferring them again.
+    In the first pass, torch infers the shapes that stages exchange. Later passes may have another
+    number of microbatches, and the shapes are not inferred again.
 
     Args:
-        stages: Stages of this rank, which no other schedule may use.
+        stages: Stages of this rank. No other schedule may use them.
         make_table: Makes the table for a number of microbatches.
-        costs: Times of the passes, which decide in which order ranks exchange tensors. Wrong ones
-            cost time and change no result.
-        loss: Called on the rank of the last stage, once a microbatch. None in a schedule without
+        costs: Times of the passes, which determine the order in which ranks exchange tensors. Wrong
+            times make the pipeline slower but do not change results.
+        loss: Called on the rank of the last stage once per microbatch. None in a schedule without
             backward passes.
     """
 
@@ -44,7 +44,8 @@ class TableSchedule(_PipelineScheduleRuntime):
         costs: Costs,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        # Gradients are sums: the loss has been divided by the number of trained tokens already.
+        # Gradients are summed and not scaled, because the loss has already been divided by the
+        # number of trained tokens.
         super().__init__(stages, n_microbatches=1, loss_fn=loss, scale_grads=False)  # pyright: ignore
         self.stages = stages
         self._ranks = make_table(1).ranks
@@ -71,25 +72,25 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._filled, self._simulated, self._lowered = filled, simulated, lowered
 
     def offload(self, share: float) -> None:
-        """Lets activations lie in host memory until their backward pass.
+        """Keeps activations in host memory until their backward pass.
 
         Args:
             share: ``grpo.pipeline_offload``.
         """
         stage = self.stages[0]
-        assert stage.group is not None, "The stages have no process group."
+        assert stage.group is not None, "the stages have no process group"
         self._offload = OffloadPlan(stage.device, share, stage.group)
         for stage in self.stages:
             stage.offload = self._offload
 
     def add_gap_model(self, stages: list[LeanStage]) -> GapModel:
-        """Registers a model that may run forward in the gaps of passes.
+        """Registers a model that may run forward passes in the gaps of training passes.
 
         All ranks must register the same models in the same order.
 
         Args:
-            stages: Stages of this rank, of another schedule that has run them forward, of a model
-                that is placed as the trained one is.
+            stages: This rank's stages of the model, which must have the same placement as the trained
+                model. They belong to another schedule, which must have run their forward passes.
         """
         model = GapModel.beside(self.stages, stages, 1 + len(self._gap_models))
         self._gap_models.append(model)
@@ -105,19 +106,21 @@ class TableSchedule(_PipelineScheduleRuntime):
         returns_outputs: bool = False,
         waiting: Sequence[GapRows] = (),
     ) -> list[torch.Tensor]:
-        """Runs microbatches through the pipeline. Collective over its ranks.
+        """Runs microbatches through the pipeline; collective over its ranks.
 
         Args:
-            inputs: For each microbatch, what the first stage is called with; empty on other ranks.
-            named_inputs: For each microbatch, further inputs of every stage.
-            targets: For each microbatch, the second argument of the loss; None on other ranks
-                than that of the last stage, or without a loss.
+            inputs: For each microbatch, the arguments of the first stage. They are empty on ranks
+                that do not hold the first stage.
+            named_inputs: For each microbatch, further keyword arguments of every stage.
+            targets: For each microbatch, the second argument of the loss. None without a loss, and on
+                ranks that do not hold the last stage.
             returns_outputs: Whether to return the outputs of the last stage.
-            waiting: Microbatches for the gaps, the most urgent ones first. As many are run as fit
-                in, and :attr:`GapRows.num_done` says how many these were.
+            waiting: Microbatches for the gaps, in descending order of urgency. As many are run as fit
+                into the gaps, and :attr:`GapRows.num_done` is set to their number.
 
         Returns:
-            The outputs of the microbatches, on the rank of the last stage and if they are wanted.
+            The outputs of the microbatches on the rank of the last stage, if ``returns_outputs`` is
+            set. Otherwise, the list is empty.
         """
         self._n_microbatches = len(named_inputs)
         in_gaps = self._prepare(waiting)
@@ -145,7 +148,7 @@ class TableSchedule(_PipelineScheduleRuntime):
         return list(last.output_chunks) if last is not None and returns_outputs else []
 
     def _prepare(self, waiting: Sequence[GapRows]) -> list[GapRows]:
-        """Sets the actions and the stages of a pass; returns which rows run in its gaps."""
+        """Sets the actions and the stages of a pass, and returns the rows that run in its gaps."""
         waits = [rows for rows in waiting for _ in rows.named_inputs]
         fitting = waits[: self._filled(self._n_microbatches, len(waits)).num_gap_microbatches]
         self.pipeline_order_with_comms = self._lowered(
@@ -160,7 +163,7 @@ class TableSchedule(_PipelineScheduleRuntime):
 
     @contextmanager
     def _offloading(self, num_waiting: int) -> Iterator[None]:
-        """Plans which activations leave the device in the pass in the context."""
+        """Plans which activations are moved to the host in the pass that runs in the context."""
         if self._offload is None:
             yield
             return
@@ -179,7 +182,7 @@ class TableSchedule(_PipelineScheduleRuntime):
             self._offload.end(table, timer)
 
     def _number_stages(self) -> None:
-        """Tells all stages which rank holds which number."""
+        """Tells all stages which rank holds the stage with each number."""
         offsets = [0, *(model.numbers.offset for model in self._gap_models)]
         self.stage_index_to_group_rank = {
             offset + stage: rank for offset in offsets for stage, rank in enumerate(self._ranks)
@@ -189,7 +192,7 @@ class TableSchedule(_PipelineScheduleRuntime):
                 stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _check_inputs(self, arg_mbs: Any, kwarg_mbs: Any, *_: Any) -> tuple[list, list]:
-        """Lets more microbatches through than are trained."""
+        """Accepts more microbatches than are trained."""
         return arg_mbs, kwarg_mbs
 
     def _maybe_compute_loss(self, stage: Any, *args: Any, **kwargs: Any) -> None:
@@ -197,13 +200,13 @@ class TableSchedule(_PipelineScheduleRuntime):
             super()._maybe_compute_loss(stage, *args, **kwargs)
 
     def _assert_unsharded(self, stage: Any) -> None:
-        """Asks for the stage whose parameters were gathered."""
+        """Checks the stage whose parameters were gathered."""
         if isinstance(stage, GapStage) and stage.trained is not None:
             stage = stage.trained
         super()._assert_unsharded(stage)
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Infers shapes in the first pass, as torch does, and drops the buffers that it makes."""
+        """Infers shapes in the first pass, as torch does, and drops the buffers that torch makes."""
         num_microbatches, stages = self._n_microbatches, self._stages
         self._n_microbatches, self._stages = 1, cast(list[Any], self.stages)
         super()._initialize_stages(*args, **kwargs)

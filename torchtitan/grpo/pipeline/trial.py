@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs passes through a pipeline with random weights before the model itself is built."""
+"""Runs passes through a pipeline with random weights before the actual model is built."""
 
 import gc
 import math
@@ -29,22 +29,22 @@ from torchtitan.grpo.pipeline.table_schedule import TableSchedule
 from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 _PASSES = range(3, 11)
-"""Number of passes whose median counts: many of short ones, few of long ones."""
+"""Possible numbers of measured passes. Shorter passes are run more often than longer ones."""
 _SECONDS = 1.0
-"""Time that the passes of a schedule should take together, within the bounds above."""
+"""Time that the measured passes of a schedule should take together, within these numbers."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """Builds the stages that a schedule needs, and runs microbatches of random tokens.
 
-    All methods are collective over all ranks of the run, and return the same on each of them. The
-    stages are freed again at their ends.
+    All methods are collective over all ranks of the run and return the same result on each rank. Each
+    method frees its stages before it returns.
 
     Attributes:
-        model: The whole model, on the meta device; it is left alone.
+        model: The whole model, on the meta device. It is not changed.
         dims: Parallel dimensions of the run.
-        config: Configuration of the run. While a schedule is tried, it names that schedule.
+        config: Configuration of the run. While a schedule is tried, it contains the schedule's name.
         device: Device on which the stages compute.
     """
 
@@ -54,10 +54,10 @@ class Trial:
     device: torch.device
 
     def measure_costs(self, row: Schedule) -> Costs:
-        """Times the passes of each stage, and the way of a tensor between ranks.
+        """Measures the times of the passes of each stage and the time of a hop between ranks.
 
         Args:
-            row: A schedule that computes I and W one after the other.
+            row: A schedule that computes I and W separately.
         """
         with self._stages(row) as stages:
             degree = self.config.parallelism.pipeline_parallel_degree
@@ -71,17 +71,18 @@ class Trial:
             return _costs_of_all(timer, len(stages), degree)
 
     def measure_pass(self, row: Schedule, measured: Costs, num_microbatches: int) -> float:
-        """Returns the time of a whole pass in seconds, of the slowest rank, as a median.
+        """Returns the median time, in seconds, that the slowest rank takes for a whole pass.
 
         Args:
             row: The schedule.
-            measured: What :meth:`measure_costs` returned, which shapes the table.
+            measured: Costs from :meth:`measure_costs`, which shape the table.
             num_microbatches: Number of microbatches of the pass.
         """
         with self._stages(row) as stages:
             costs = costs_for(row, measured, self.config.parallelism.pipeline_parallel_degree)
             schedule = self._schedule(row, stages, costs)
-            self._run(schedule, num_microbatches)  # infers shapes, makes connections, compiles
+            # The first pass infers shapes, opens connections and compiles.
+            self._run(schedule, num_microbatches)
             warm = self._seconds_of_pass(schedule, num_microbatches)
             count = min(max(math.ceil(_SECONDS / warm), _PASSES.start), _PASSES.stop - 1)
             return statistics.median(
@@ -90,7 +91,7 @@ class Trial:
 
     @contextmanager
     def _stages(self, row: Schedule) -> Iterator[list[LeanStage]]:
-        """Builds this rank's stages, and frees them at the end."""
+        """Builds this rank's stages and frees them at the end of the context."""
         settings = self.config.parallelism
         before, settings.pipeline_parallel_schedule = settings.pipeline_parallel_schedule, row.name
         is_cuda = self.device.type == "cuda"
@@ -119,7 +120,7 @@ class Trial:
         )
 
     def _seconds_of_pass(self, schedule: TableSchedule, num_microbatches: int) -> float:
-        """Runs a pass; returns the time of the rank that took longest."""
+        """Runs a pass and returns the time of the slowest rank."""
         dist.barrier()
         begin = time.perf_counter()
         self._run(schedule, num_microbatches)
@@ -130,7 +131,7 @@ class Trial:
         return max(of_ranks)
 
     def _run(self, schedule: TableSchedule, num_microbatches: int) -> None:
-        """Runs a pass of microbatches whose rows have one sequence each."""
+        """Runs a pass of microbatches whose rows contain one sequence each."""
         config = self.config
         shape = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
         vocab_size: int = self.model.model_args.vocab_size  # pyright: ignore
@@ -152,10 +153,10 @@ class Trial:
 
 
 def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
-    """Returns the times of all stages, averaged over the ranks that hold the same one.
+    """Returns the times of all stages, averaged over the ranks that hold the same stage.
 
-    The hop is that of all neighbours on average. All ranks must come to the same choice, because
-    FSDP's collectives connect pipelines.
+    The time of a hop is averaged over all neighbouring ranks. All ranks use these averages, because
+    FSDP's collectives connect the pipelines and all ranks must therefore choose the same schedule.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (timer.medians(), timer.median_hop()))

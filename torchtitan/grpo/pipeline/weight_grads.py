@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps what backward passes need to compute weight gradients later.
+"""Stores the tensors from which weight gradients are computed later.
 
-Zero-bubble schedules run the backward pass of a stage in two actions, I and W. Here, I is one
-whole backward pass, in which linear layers put their input and the gradient of their output into
-the store. W takes them out and multiplies them. The store keeps these invariants:
+Zero-bubble schedules run the backward pass of a stage in two actions, I and W. In this package, I is
+a whole backward pass in which linear layers put their input and the gradient of their output into
+the store. W takes these tensors out and multiplies them. The store keeps the following invariants:
 
-- After each ``put``, the tensors held take at most ``max_pending_bytes``. The oldest products are
-  computed at once until they do, and the W action to which they belong finds less to do.
-- Products of one parameter are added to its gradient in the order in which they came.
+- After each ``put``, the stored tensors occupy at most ``max_pending_bytes``. If they occupy more,
+  the oldest products are computed immediately, and the W action to which they belong has less to do.
+- Products of one parameter are added to its gradient in the order in which they were put.
 - The store is empty after each step of the schedule.
 """
 
@@ -25,11 +25,11 @@ Key = tuple[int, int]
 """Stage and microbatch of a backward pass."""
 
 AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds a gradient, the second argument, to that of a parameter, the first."""
+"""Adds a gradient, the second argument, to the gradient of a parameter, the first argument."""
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Makes a weight's gradient from the gradient of the layer's output and the layer's input."""
+"""Computes a weight's gradient from the gradient of the layer's output and the layer's input."""
 
 
 def multiply_linear(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def multiply_linear(output_grad: torch.Tensor, input: torch.Tensor) -> torch.Ten
         output_grad: [..., out].
         input: [..., in].
     """
-    # The operands and their order are autograd's, so that the result has the same bits.
+    # Operands and their order are the same as in autograd, so that the result is bitwise equal.
     return output_grad.flatten(0, -2).t().mm(input.flatten(0, -2))
 
 
@@ -66,12 +66,13 @@ class _Product:
 
 
 class WeightGradients:
-    """The products that wait, of all stages of a rank.
+    """The pending products of all stages of a rank.
 
-    The store belongs to no thread: on a GPU, backward passes run in a thread of the device.
+    The store does not belong to a particular thread, because backward passes on a GPU run in a thread
+    of the device.
 
     Args:
-        max_pending_bytes: Bound of the memory that waiting products may hold. None sets no bound.
+        max_pending_bytes: Bound on the memory that pending products may hold. None sets no bound.
     """
 
     def __init__(self, max_pending_bytes: int | None = None) -> None:
@@ -83,17 +84,17 @@ class WeightGradients:
 
     @property
     def is_catching(self) -> bool:
-        """Whether linear layers shall put their factors here."""
+        """Whether linear layers must put their factors into the store."""
         return self._catching is not None
 
     @contextmanager
     def catching(self, key: Key, add: AddGradient) -> Iterator[None]:
         """Makes forward and backward passes inside the context use the store.
 
-        A checkpoint recomputes its block in the backward pass, which must therefore run in such a
-        context as well.
+        A checkpoint recomputes its block in the backward pass, so the backward pass must also run in
+        such a context.
         """
-        assert self._catching is None, "A pass of a stage began inside that of another one."
+        assert self._catching is None, "a pass of a stage began inside the pass of another stage"
         self._catching = key, add
         try:
             yield
@@ -107,8 +108,8 @@ class WeightGradients:
         output_grad: torch.Tensor,
         multiply: Multiply = multiply_linear,
     ) -> None:
-        """Keeps the factors of a weight's gradient; called in the backward pass."""
-        assert self._catching is not None, "A deferred backward pass ran outside of its context."
+        """Stores the factors of a weight's gradient; called in the backward pass."""
+        assert self._catching is not None, "a deferred backward pass ran outside its context"
         key, add = self._catching
         product = _Product(weight, input.detach(), output_grad.detach(), add, multiply)
         self._pending.setdefault(key, deque()).append(product)
@@ -119,16 +120,16 @@ class WeightGradients:
         self.peak_bytes = max(self.peak_bytes, self.pending_bytes)
 
     def run(self, key: Key) -> None:
-        """Computes the weight gradients of a stage and microbatch that still wait."""
+        """Computes the pending weight gradients of a stage and microbatch."""
         while key in self._pending:
             self._run_first(key)
 
     def waits(self, key: Key) -> bool:
-        """Returns whether weight gradients of a stage and microbatch have yet to be computed."""
+        """Returns whether weight gradients of a stage and microbatch are pending."""
         return key in self._pending
 
     def check_empty(self) -> None:
-        """Asserts that nothing waits. Gradients that wait at the end of a step would be lost."""
+        """Asserts that no product is pending, because it would be lost at the end of a step."""
         assert not self._pending, f"Weight gradients of {list(self._pending)} were not computed."
         assert self.pending_bytes == 0, f"{self.pending_bytes} bytes are still counted as pending."
 
@@ -142,7 +143,10 @@ class WeightGradients:
         self._count(product, -1)
 
     def _count(self, product: _Product, change: int) -> None:
-        """Counts memory that several products share, such as the input of q, k and v, once."""
+        """Updates the number of pending bytes.
+
+        Memory that several products share, such as the input of q, k and v, is counted once.
+        """
         for tensor in (product.input, product.output_grad):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()

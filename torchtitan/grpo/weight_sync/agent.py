@@ -4,10 +4,10 @@
 """Does each rank's work for the leader: copies, gathers and drops versions.
 
 Each rank has one agent. The leader, which is rank 0, calls its own agent directly and the
-agents of other ranks over a channel (see `system/rank_channel.py`); both look the same to it.
-How a gathered version travels to servers is the business of a sender (see `transports/`).
+agents of other ranks over a channel (see `system/rank_channel.py`), through the same interface.
+A sender carries gathered versions to the servers (see `transports/`).
 
-All methods belong to the event loop of the publisher's thread. Gathering blocks, so it runs
+All methods run in the event loop of the publisher's thread. Gathering blocks, so it runs
 on a thread of its own.
 """
 
@@ -23,7 +23,10 @@ from torchtitan.grpo.weight_sync.slot_layout import Shards
 _POLL_SECONDS = 0.02
 
 ReadSnapshot = Callable[[int, int], Shards]
-"""Maps a slot and a version to this rank's shards; waits until the slot holds the version."""
+"""Function that takes a slot and a version and returns this rank's shards.
+
+The function waits until the slot holds the version.
+"""
 
 
 class Agent:
@@ -31,7 +34,7 @@ class Agent:
 
     Args:
         rank: Rank of the current process in the default process group.
-        gatherer: Gathers shards on source ranks.
+        gatherer: Does this rank's part of gathering shards on source ranks.
         read_snapshot: Returns this rank's shards.
         pool: Buffers of the versions that this rank sends; ``None`` if it is not a source.
 
@@ -52,7 +55,7 @@ class Agent:
 
     @operation
     async def wait_copied(self, slot: int, version: int) -> None:
-        """Returns when this rank's shards of a version lie in a slot."""
+        """Waits until this rank's shards of a version lie in a slot."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._gathering, self._read_snapshot, slot, version)
 
@@ -63,14 +66,14 @@ class Agent:
         Args:
             slot: Slot in which all ranks have their shards of the version.
             version: Policy version.
-            is_held: Whether the slot stays untouched until the version is dropped, so that
-                the version can be sent from there. Otherwise the slot may be written again
-                once all ranks have returned from this method.
+            is_held: Whether the slot is not written until the version is dropped, so that the
+                version can be sent from the slot. Otherwise, the slot may be written again once
+                all ranks have returned from this method.
         """
         payload = None
         if self._pool is not None:
-            # Taken on the event loop, so that a sender that asks for a bucket of the version
-            # after this call finds it.
+            # The buffers are taken on the event loop, so that a sender that asks for a bucket of
+            # the version after this call finds the version in the pool.
             payload = self._pool.take(version, slot if is_held else None)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._gathering, self._gather, slot, version, payload)
@@ -85,15 +88,15 @@ class Agent:
 
     @operation
     async def drop(self, version: int) -> None:
-        """Returns when the version is no longer read and its buffers are free."""
+        """Drops a version, and returns when it is no longer read and its buffers are free."""
         if self._pool is None:
             return
         self._pool.drop(version)
-        # A broadcast that its lane has given up ends at the group's timeout at the latest.
+        # A broadcast that was cancelled by its lane ends no later than the group's timeout.
         while self._pool.holds(version):
             await asyncio.sleep(_POLL_SECONDS)
 
     async def close(self) -> None:
-        """Ends the gathering threads. A thread that hangs is left to the process's end."""
+        """Ends the gathering threads. A thread that hangs ends with the process."""
         self._gatherer.close()
         self._gathering.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Puts the weight push together from the configuration."""
+"""Builds the weight push from the configuration."""
 
 import asyncio
 import functools
@@ -45,18 +45,18 @@ from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports import make_transport
 from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
 
-# A push makes many requests in a row, and connecting costs as much as a request. Servers keep
-# idle connections open for at least 5 s (uvicorn, which vLLM and SGLang use).
+# A push makes many requests in a row, and opening a connection takes as long as a request. Servers
+# keep idle connections open for at least 5 s (uvicorn, which vLLM and SGLang use).
 _IDLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class _Hands:
+class _RankParts:
     """Holds the objects of one rank whose operations the leader calls.
 
     Attributes:
-        agent: Copies and gathers.
-        sender: Sends to servers; ``None`` if this rank is not a source.
+        agent: Takes part in copying and gathering versions.
+        sender: Sends versions to servers; ``None`` if this rank is not a source.
     """
 
     agent: Agent
@@ -84,7 +84,7 @@ def build_publisher(
         model_parts: The parts of the model on this rank.
         adapter: State-dict adapter of the model family.
         device: The training device.
-        link: The link to the rollout process on rank 0, which leads; ``None`` on other ranks.
+        link: The link to the rollout process. Only rank 0, which leads, has one.
         servers: On rank 0, the servers to push to.
         vocab_size: Size of the vocabulary from which probe tokens are drawn.
     """
@@ -106,12 +106,12 @@ def build_publisher(
         slots.wait_filled(slot, version, _patience_seconds(sync))
         return snapshots.read(slot)
 
-    hands = _make_hands(sync, plan, memory_slots, transport, gatherer, read)
+    rank_parts = _make_rank_parts(sync, plan, memory_slots, transport, gatherer, read)
     channel, address = _make_channel(sync)
     probes, make_leader = Probes(), None
     if link is not None:
         assert channel is not None and isinstance(slots, SlotTable)
-        make_parts = functools.partial(_leader_parts, config, plan, hands, channel, transport)
+        make_parts = functools.partial(_leader_parts, config, plan, rank_parts, channel, transport)
         attestation = _attestation(config, plan, probes, vocab_size)
         make_leader = functools.partial(
             _make_leader, sync, slots, make_parts, attestation, link, servers
@@ -122,7 +122,7 @@ def build_publisher(
         probes=probes,
         attest_every=sync.attest_every,
         make_leader=make_leader,
-        follow=lambda: serve(hands.served, dist.get_rank(), address),
+        follow=lambda: serve(rank_parts.served, dist.get_rank(), address),
     )
 
 
@@ -133,7 +133,7 @@ def _agree_on_plan(
     *,
     contiguous: bool,
 ) -> tuple[PushPlan, BaseStateDictAdapter]:
-    """Returns what is pushed, and the adapter under whose names it travels; collective."""
+    """Returns the plan of the push, and the adapter that gives the names; collective."""
     selection = ALL_PARAMETERS
     if config.lora.rank and config.lora.push == "adapters":
         selection, adapter = ADAPTERS, AdapterNames(adapter, config.model.hf_assets_path)
@@ -167,26 +167,26 @@ def _patience_seconds(sync: WeightSync) -> float:
 
 
 def _agree_on_held(sync: WeightSync, num_servers: int) -> int:
-    """Returns how many slots may be held for versions that are sent from them; collective.
+    """Returns the maximum number of slots that may be HELD; collective.
 
     Args:
         sync: The table ``[weight_sync]``.
-        num_servers: Number of servers that rank 0 knows of. Others may join later. If more
-            versions are then alive than slots can be held, buckets are copied out of the slots.
+        num_servers: Number of servers that rank 0 knows. Others may join later. If more versions
+            then have buffers than slots can be HELD, buckets are copied out of the slots.
     """
     max_held = [max_alive(sync, num_servers)]
     dist.broadcast_object_list(max_held, src=0)
     return max_held[0]
 
 
-def _make_hands(
+def _make_rank_parts(
     sync: WeightSync,
     plan: PushPlan,
     slots: SnapshotSlots,
     transport: Transport[Any],
     gatherer: Gatherer,
     read: ReadSnapshot,
-) -> _Hands:
+) -> _RankParts:
     rank, pool, sender = dist.get_rank(), None, None
     own = plan.source(rank)
     if own is not None:
@@ -197,7 +197,7 @@ def _make_hands(
             slots.buckets,
         )
         sender = transport.make_sender(rank, pool)
-    return _Hands(Agent(rank, gatherer, read, pool), sender)
+    return _RankParts(Agent(rank, gatherer, read, pool), sender)
 
 
 def _make_channel(sync: WeightSync) -> tuple[LeaderChannel | None, Address]:
@@ -242,7 +242,7 @@ def _make_leader(
 def _leader_parts(
     config: JobConfig,
     plan: PushPlan,
-    own: _Hands,
+    own: _RankParts,
     channel: LeaderChannel,
     transport: Transport[Any],
 ) -> LeaderParts:

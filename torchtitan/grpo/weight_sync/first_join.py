@@ -1,27 +1,28 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ends a run whose server refuses the first weights, instead of asking it without end."""
+"""Ends a run if a server refuses the first weights, instead of asking the server forever."""
 
 from torchtitan.grpo.inference.client import ServerError
 
-# More than one, because a server may still be busy with what an earlier trainer left behind.
+# More than one refusal is allowed, because a server may still be busy with an update that an
+# earlier trainer left behind.
 _MAX_REFUSALS = 3
 
 
 class WeightsRefused(RuntimeError):
-    """A server that was there at the start of the run refuses the run's weights."""
+    """Raised if a server that was present at the start of the run refuses the run's weights."""
 
 
 class FirstJoin:
-    """Counts refusals of one server, until it has taken a version.
+    """Counts the refusals of one server until the server has taken a version.
 
-    Later refusals, and those of servers that join during the run, are losses of the server: the
-    run goes on with others.
+    Later refusals, and refusals by servers that join during the run, count as losses of the server,
+    and the run continues with other servers.
 
     Args:
         url: URL of the server.
-        is_initial: Whether the server was there at the start of the run.
+        is_initial: Whether the server was present at the start of the run.
     """
 
     def __init__(self, url: str, *, is_initial: bool) -> None:
@@ -29,14 +30,14 @@ class FirstJoin:
         self._num_left = _MAX_REFUSALS if is_initial else None
 
     def succeed(self) -> None:
-        """Notes that the server has taken a version."""
+        """Records that the server has taken a version."""
         self._num_left = None
 
     def fail(self, error: BaseException) -> None:
-        """Notes that the server was lost.
+        """Records that the server was lost.
 
         Raises:
-            WeightsRefused: If the server has answered each of the first pushes with a refusal.
+            WeightsRefused: If the server has refused each of the first pushes.
         """
         if self._num_left is None:
             return

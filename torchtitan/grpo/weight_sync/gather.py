@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""From shards to full tensors with Hugging Face names, in buckets, on the source ranks.
+"""Gathers shards on the source ranks into buckets of full tensors with Hugging Face names.
 
-Gathering runs on threads of its own on every rank, one for each source that the rank contributes
-to, so that sources do not wait for one another. Each thread has a process group of its own,
-because two threads must not issue collectives on one communicator. What each rank sends is
-decided once, at construction, for every layout; see `plan.py`. If ranks write into their
-source's memory (see `slot_memory.py`), the buckets that lie in the slot are complete as soon
-as all ranks have copied, except for parameters that must be converted.
+Gathering runs on threads of its own on every rank, one for each source to which the rank
+contributes, so that sources do not wait for one another. Each thread has a process group of its
+own, because two threads must not issue collectives on one communicator. What each rank sends is
+decided once, at construction; see `plan.py`. If ranks write into their source's memory (see
+`slot_memory.py`), the buckets in the slot are complete as soon as all ranks have copied, except
+for parameters that must be converted.
 
-Snapshots lie in host memory whatever the training device is, so gathering uses the CPU and
-gloo alone. NVIDIA does not promise progress for NCCL communicators that are used at the same
-time, and FSDP's are in use while a version is gathered.
+Snapshots lie in host memory on every training device, so gathering uses only the CPU and gloo.
+NVIDIA does not guarantee progress for NCCL communicators that are used at the same time, and the
+communicators of FSDP are in use while a version is gathered.
 """
 
 import functools
@@ -78,11 +78,11 @@ def agree_on_push(
 class Gatherer:
     """Does one rank's part of gathering versions on their source ranks.
 
-    All ranks must construct it at the same time.
+    All ranks must construct this object at the same time.
 
     Args:
         plan: What each rank sends.
-        slots: The snapshot slots, as this rank sees them.
+        slots: The snapshot slots that this rank has allocated or mapped.
         adapter: State-dict adapter of the model family.
         timeout_seconds: Maximum duration of one transfer between ranks.
 
@@ -101,7 +101,7 @@ class Gatherer:
         rank = dist.get_rank()
         self.own = plan.source(rank)
         self._layout = plan.layouts.get(rank)
-        # Every rank must take part in the creation of every group, also as no member of it.
+        # Every rank must take part in the creation of every group, even if it is not a member.
         self._collectors: list[tuple[SourcePlan, Collector]] = []
         self._threads: ThreadPoolExecutor | None = None
         for source in plan.sources:
@@ -119,7 +119,7 @@ class Gatherer:
     def gather(
         self, slot: int, shards: Mapping[str, torch.Tensor], payload: Payload | None
     ) -> None:
-        """Gathers a version: all ranks take part, and a source fills its payload in order.
+        """Gathers a version. All ranks take part, and a source fills its payload in order.
 
         Args:
             slot: Slot in which all ranks have their shards of the version.
@@ -133,7 +133,7 @@ class Gatherer:
                 gather_one(source, collector)
             return
         gathering = [self._threads.submit(gather_one, *each) for each in self._collectors]
-        wait(gathering)  # also when one fails: until then the others use the slot
+        wait(gathering)  # even if one fails, because the others still use the slot
         for each in gathering:
             each.result()
 
@@ -147,19 +147,19 @@ class Gatherer:
     ) -> None:
         """Does this rank's part for one source."""
         if source is not self.own:
-            # Iterating is what sends; nothing is received here.
+            # The iteration sends this rank's shards. Nothing is received here.
             for _ in collector.collect(shards):
                 raise AssertionError("only the source rank may receive shards")
             return
         assert payload is not None
         assert self._layout is not None
         others = self._slots.shards_of_writers(slot)
-        # Parameters that are not converted are put together in their buckets.
+        # Parameters that are not converted are assembled directly in their buckets.
         places = self._layout.wholes_in(payload.buffers)
         self._fill_all(collector.collect(shards, others=others, places=places), payload)
 
     def close(self) -> None:
-        """Ends the threads. One that waits for another rank is left to its timeout."""
+        """Ends the threads. A thread that waits for another rank ends at its timeout."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -180,13 +180,13 @@ class Gatherer:
             name, full = next(whole)
             assert name == assembly.name, (name, assembly.name)
             if is_adapter(name) and not plan.num_bytes_of[name]:
-                merge.add(name, full)  # it travels as a part of its target
+                merge.add(name, full)  # the adapter is sent as a part of its target
                 continue
             begin = position
             for tensor in self._adapter.to_hf({name: full}).values():
                 flat = tensor.contiguous().view(-1).view(torch.uint8)
                 part = buffer[position : position + flat.numel()]
-                if part.data_ptr() != flat.data_ptr():  # otherwise it was put together in place
+                if part.data_ptr() != flat.data_ptr():  # otherwise it was assembled in place
                     part.copy_(flat)
                 position += flat.numel()
             if position > begin:

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One server's pushes, through the states of `lane_state.py`.
+"""Pushes versions to one server, following the states of `lane_state.py`.
 
-The newest version wins: after a push a lane takes the version that is the newest then, and
-skips those between. A lane waits for its own server alone, each time with a timeout, so a
-slow, stopped or dead server delays no other. A lost server gets no work until it has been
-joined again and has confirmed the newest weights.
+After each push, a lane takes the version that is the newest by then and skips the versions in
+between. A lane waits only for its own server, each time with a timeout, so a slow, stopped or dead
+server does not delay any other server. A lost server gets no work until it has been joined again
+and has confirmed the newest weights.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ from torchtitan.grpo.weight_sync.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-# How often an idle lane asks whether the server still serves what was pushed. A server that
-# was restarted answers, but serves other weights.
+# Interval at which an idle lane asks whether the server still serves what was pushed. A server
+# that was restarted answers but serves other weights.
 _CHECK_SECONDS = 5.0
-# How often a lane that is held looks whether it still is: another thread releases it.
+# Interval at which a held lane checks whether another thread has released it.
 _HELD_SECONDS = 0.05
 _LOSSES = (ServerError, OSError, TimeoutError, RuntimeError)
-"""Exceptions that a server may cause in a push. ``RuntimeError`` covers those of torch."""
+"""Exceptions that a server may cause in a push. ``RuntimeError`` covers exceptions of torch."""
 
 
 class VersionMismatch(ServerError):
-    """The server does not serve the weights that were pushed to it."""
+    """Raised if the server does not serve the weights that were pushed to it."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Listeners:
 
     Attributes:
         on_change: Called after each change of a public attribute of a lane.
-        on_version: Called with URL and version when a server has confirmed a version.
-        on_lost: Called with URL and reason when a server is lost.
+        on_version: Called with the URL and the version when a server has confirmed a version.
+        on_lost: Called with the URL and the reason when a server is lost.
     """
 
     on_change: Callable[[], None]
@@ -62,26 +62,26 @@ class Lane:
     """Keeps one server at the newest version; see the module's docstring.
 
     Args:
-        connection: The way to the server.
+        connection: The connection to the server.
         versions: The record of which version is where.
         sync: The table ``[weight_sync]``.
-        attestation: What servers must prove after a push.
+        attestation: Settings of the check that a server serves what was pushed.
         listeners: Callbacks of all lanes.
-        is_initial: Whether the server was there at the start of the run.
+        is_initial: Whether the server was present at the start of the run.
 
     Attributes:
         url: Address of the server.
         state: Current state.
         num_pushes: Number of confirmed pushes.
-        num_attested: Number of them that were attested by log-probabilities.
-        num_failures: How often the server was lost.
+        num_attested: Number of confirmed pushes that were attested by log-probabilities.
+        num_failures: Number of times that the server was lost.
         is_blocked: Whether the trainer could not prepare the newest version. The server
-            continues with an older one.
-        last_error: Reason of the last loss, or why the last version could not be prepared.
+            continues with an older version.
+        last_error: Reason for the last loss, or for the failure to prepare the last version.
         last_push: Report of the last confirmed push.
-        held_from: The first version from this one on that the server confirms is kept there, and
-            newer ones are not brought. ``None`` keeps the server at the newest. Any thread may
-            set it.
+        held_from: Once the server has confirmed this version or a newer one, no newer version is
+            pushed to it. ``None`` keeps the server at the newest version. Any thread may set this
+            attribute.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Lane:
 
     @property
     def version(self) -> int:
-        """Version that the server has confirmed; -1 before that, and while it is lost."""
+        """Version that the server has confirmed; see :attr:`ServerVersions.confirmed`."""
         return self._server.confirmed
 
     @property
@@ -122,7 +122,7 @@ class Lane:
         return self.num_failures > 0 and self.version < 0
 
     async def run(self) -> None:
-        """Keeps the server at the newest version until cancelled."""
+        """Keeps the server at the newest version until this call is cancelled."""
         while True:
             try:
                 newer = await self._next_version()
@@ -131,7 +131,7 @@ class Lane:
                 elif self.state is LaneState.READY:
                     await self._check_idle()
             except _LOSSES as error:
-                # Reported first, since recovering may take as long as its timeouts allow.
+                # The loss is reported first, because recovering may take as long as its timeouts.
                 pause = self._backoff.seconds_after_failure()
                 self._lose(error, pause)
                 if not isinstance(error, VersionMismatch):
@@ -146,14 +146,14 @@ class Lane:
             self._listeners.on_version(self.url, self.version)
 
     async def close(self) -> None:
-        """Leaves the server and closes the client."""
+        """Closes the connection to the server and the client."""
         self._keep_as_base(None)
         self._take(LaneEvent.REMOVED)
         await self._connection.close()
         await self._client.close()
 
     async def _next_version(self) -> int | None:
-        """Waits for a version to push; returns ``None`` if there is none for some seconds."""
+        """Waits for a version to push; returns ``None`` if there is none for ``_CHECK_SECONDS``."""
         if not self._is_held():
             newer = await self._versions.newer_than(self.version, _CHECK_SECONDS)
             return None if self._is_held() else newer
@@ -171,7 +171,7 @@ class Lane:
             await self._connection.join()
             await self._attestation.observe()
             self._take(LaneEvent.JOINED)
-            version = self._versions.newest  # newer ones may have come meanwhile
+            version = self._versions.newest  # a newer version may have been published meanwhile
         with self._versions.sending(version):
             if self.state is LaneState.READY:
                 if not await self._prepare(version):
@@ -184,10 +184,10 @@ class Lane:
         self._confirm(report)
 
     async def _prepare(self, version: int) -> bool:
-        """Prepares a version on the trainer's side; returns whether it is ready.
+        """Prepares a version on the trainer's side and returns whether this succeeded.
 
-        If it is not, the server continues with the version that it has, and the method waits
-        before the next attempt.
+        If preparing failed, the server continues with its current version, and the method waits
+        before it returns.
         """
         try:
             await self._connection.prepare(version)
@@ -210,11 +210,11 @@ class Lane:
                 with self._versions.sending(base):
                     return await self._connection.push(version, base)
         except TimeoutError as error:
-            if str(error):  # a timeout within the push, which has a message of its own
+            if str(error):  # a timeout within the push has a message of its own
                 raise
             raise TimeoutError(
                 f"{self.url} must take version {version} within weight_sync.push_timeout_seconds "
-                f"= {timeout_seconds:g} (from disk: weight_sync.timeout_seconds) and did not."
+                f"= {timeout_seconds:g} (from disk, weight_sync.timeout_seconds), but it did not."
             ) from error
 
     async def _attest(self, version: int) -> None:
@@ -226,18 +226,18 @@ class Lane:
 
     async def _check_idle(self) -> None:
         if self._client.stops_for != "nothing":
-            # A stopped server may since have received a pause request that was given up.
+            # A server that was stopped may by now have received a pause request that was cancelled.
             await self._client.resume()
         await self._check_version(self.version)
-        # The dispatcher may have lost the server for reasons of its own.
+        # The dispatcher may have marked the server as lost for reasons of its own.
         self.announce()
 
     async def _check_version(self, version: int) -> None:
         served = await self._client.version()
         if served != version:
             raise VersionMismatch(
-                f"{self.url} must serve version {version}, but it reports {served}. It was "
-                "restarted, or another trainer updates it."
+                f"{self.url} must serve version {version}, but it reports version {served}. Either "
+                "the server was restarted, or another trainer updates it."
             )
 
     def _confirm(self, report: PushReport) -> None:
@@ -262,7 +262,7 @@ class Lane:
         if self._lost_at is None:
             self._lost_at, self._reminders = time.monotonic(), Reminders()
             logger.warning(
-                "Lost %s while %s: %s It is tried again in %g s.",
+                "Lost %s while %s: %s The trainer tries again in %g s.",
                 self.url, self.state.value, reason, pause,
             )  # fmt: skip
         else:
@@ -270,7 +270,7 @@ class Lane:
             seconds = time.monotonic() - self._lost_at
             if self._reminders.is_due(seconds) or reason != self.last_error:
                 logger.warning(
-                    "%s has not joined again since %.0f s: %s It is tried every %g s.",
+                    "%s has not joined again for %.0f s: %s The trainer tries again every %g s.",
                     self.url, seconds, reason, pause,
                 )  # fmt: skip
         self.num_failures += 1

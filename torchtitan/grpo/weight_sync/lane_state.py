@@ -14,21 +14,22 @@
 
 A failure in JOINING leads to LOST as well, and every state but CLOSED leads to CLOSED when
 the server is removed. A lane joins when it has a version to send. The first push after a
-join sends everything, whatever the server says it holds, since the server may be another
-process than before.
+join sends everything, whatever version the server reports, because the server may be a new
+process.
 
-What the dispatcher may assume follows from the state:
+The state determines what the dispatcher may assume:
 
-- It learns of a version at ``attested``, never before: the server has answered the commit,
-  and has named the version itself after that.
-- It keeps assuming the former version while the next push of a READY lane is under way: the
-  server generates with the former one until it commits, and names the version of every
-  token.
-- It learns of a loss at ``failed`` and ``version_mismatch``, before the lane recovers
-  (leaves the groups, ends the pause). The retry is due after that.
+- The dispatcher learns of a version at ``attested`` and never before. By then, the server has
+  answered the commit and has afterwards reported the version itself.
+- While the next push of a READY lane is under way, the dispatcher continues to assume the
+  former version. The server generates with the former version until it commits, and it reports
+  the version of every token.
+- The dispatcher learns of a loss at ``failed`` and ``version_mismatch``, before the lane
+  recovers (leaves the groups and ends the pause). The retry is due after the recovery.
 
-The lane of a READY server keeps asking for its version. A server that was restarted answers
-but serves other weights, and nothing else would reveal that while no newer version comes.
+The lane of a READY server asks repeatedly for the server's version. A server that was restarted
+answers but serves other weights, and no other check would reveal this until a newer version is
+pushed.
 """
 
 from enum import Enum
@@ -42,7 +43,7 @@ class LaneState(Enum):
     ATTESTING = "attesting"
     """The weights that the server serves are being compared with those that were sent."""
     READY = "ready"
-    """The server serves an attested version; nothing is under way."""
+    """The server serves an attested version, and no push is under way."""
     LOST = "lost"
     """The lane recovers from a failure, then waits until it is time to join again."""
     CLOSED = "closed"
@@ -55,7 +56,7 @@ class LaneEvent(Enum):
     COMMITTED = "committed"
     ATTESTED = "attested"
     FAILED = "failed"
-    """Something failed. The lane keeps the reason; the next state does not depend on it."""
+    """A request or a transfer failed. The lane records the reason; the next state is LOST."""
     VERSION_MISMATCH = "version_mismatch"
     RETRY_DUE = "retry_due"
     REMOVED = "removed"
@@ -90,7 +91,7 @@ def next_state(state: LaneState, event: LaneEvent) -> LaneState:
     if following is None:
         possible = sorted(e.value for s, e in _NEXT if s is state)
         raise ValueError(
-            f"A lane that is {state.value} can take {possible or 'no event'}, got {event.value!r}."
+            f"A lane that is {state.value} can take {possible or 'no event'}, but got {event.value!r}."
         )
     return following
 
@@ -114,11 +115,11 @@ class Backoff:
 
     def seconds_after_failure(self) -> float:
         """Counts a failure and returns the pause after it."""
-        # Bounded, since a float overflows at 2 to the power of 1024.
+        # The exponent is bounded, because a float overflows at 2 to the power of 1024.
         doublings = min(self.num_failures, 64)
         self.num_failures += 1
         return min(self._first_seconds * 2.0**doublings, self._longest_seconds)
 
     def reset(self) -> None:
-        """Makes the next failure the first one again; called after a success."""
+        """Makes the next failure count as the first one; called after a success."""
         self.num_failures = 0

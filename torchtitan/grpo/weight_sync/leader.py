@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Rank 0's part of the push: it has versions gathered, and keeps a lane for each server.
+"""Leads the push on rank 0: makes all ranks gather versions, and runs a lane for each server.
 
     consumes        filled slots
     produces        versions that the source ranks hold, for the lanes
-    waits for       a filled slot; all ranks' copies and shards; room for a further version
+    waits for       a filled slot; all ranks' copies and shards; room for another version
     unblocked by    the training threads; `weight_sync.timeout_seconds`
 
-All of it runs in one event loop, on the publisher's thread.
+The leader runs in one event loop, on the publisher's thread.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ from torchtitan.grpo.weight_sync.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-# How often an idle leader checks whether it should end, and whether servers have changed.
+# Interval at which an idle leader checks whether it should end and whether servers have changed.
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """Holds what a leader uses; it is made within the publisher's event loop.
+    """Holds the objects that a leader uses. It is made within the publisher's event loop.
 
     Attributes:
         agents: Agents of all ranks, in the order of ranks.
-        sources: Those of them that are source ranks.
-        transport: How versions travel to servers; it leads already.
+        sources: Agents of the source ranks.
+        transport: Sends versions to servers. Its ``lead`` method has been called.
         make_client: Makes the client of one server.
-        listen: Starts to receive the other ranks' answers, until the task is cancelled.
-        close: Ends what the above have started.
+        listen: Starts a task that receives the other ranks' answers until it is cancelled.
+        close: Closes the objects above.
     """
 
     agents: Sequence[Agent]
@@ -56,22 +56,22 @@ class LeaderParts:
 
 
 class Leader:
-    """Has versions gathered and keeps a lane for each server; see the module's docstring.
+    """Makes ranks gather versions and runs a lane for each server; see the module's docstring.
 
     Args:
         slots: The slots, which the training thread fills.
-        parts: What the leader uses.
+        parts: The objects that the leader uses.
         sync: The table ``[weight_sync]``.
-        attestation: What servers must prove after a push.
+        attestation: Settings of the check that a server serves what was pushed.
         listeners: Callbacks of all lanes.
         servers: The servers at the start.
-        changed_servers: Called from time to time. Returns all servers if they have changed
-            since the last call, else ``None``.
+        changed_servers: Called repeatedly. Returns all servers if they have changed since the last
+            call, and otherwise ``None``.
 
     Attributes:
-        lanes: One for each server that belongs to the run.
-        gather_seconds: How long the last version took to gather.
-        error: What has ended :meth:`run`; set before the method has finished closing.
+        lanes: The lanes, one for each server that belongs to the run.
+        gather_seconds: Duration of gathering the last version.
+        error: The error that ended :meth:`run`. It is set before the method has finished closing.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class Leader:
         return self._versions.num_alive
 
     async def run(self, should_end: Callable[[], bool]) -> None:
-        """Works until ``should_end`` returns True; raises what ends a lane or the gathering."""
+        """Leads the push until ``should_end`` returns True.
+
+        The method raises any error that ends a lane or the gathering.
+        """
         listening = self._parts.listen()
         self._set_servers(self._servers)
         try:
@@ -118,15 +121,15 @@ class Leader:
             await self._end(listening)
 
     async def _gather_next(self) -> None:
-        """Gathers the version in the newest filled slot, if there is one and room for it."""
+        """Gathers the newest version, if a slot is filled and there is room for the version."""
         taken = await self._versions.take_newest(_POLL_SECONDS)
         if taken is None:
             return
         slot, version = taken.slot, taken.version
         begin = time.perf_counter()
         agents = self._parts.agents
-        # No server hears of the version before all ranks have copied it. Otherwise it would
-        # wait in the middle of a push for a rank that is behind, or, on a shared host, take
+        # The push of the version starts only after all ranks have copied it. Otherwise, a server
+        # would wait in the middle of a push for a rank that is behind or, on a shared host, take
         # cores from that rank at its step boundary.
         await _all([asyncio.create_task(agent.wait_copied(slot, version)) for agent in agents])
         gathering = [
@@ -135,11 +138,11 @@ class Leader:
             )
             for agent in agents
         ]
-        # Lets the source ranks take buffers before any lane asks for the version.
+        # This lets the source ranks take buffers before any lane asks for the version.
         await asyncio.sleep(0)
         await self._versions.begin(version)
         await _all(gathering)
-        # All ranks have read the slot. The newest version is not dropped before the next begins.
+        # All ranks have read the slot. The newest version is not dropped before the next one begins.
         self._versions.gathered(taken)
         self.gather_seconds = time.perf_counter() - begin
 
@@ -148,10 +151,10 @@ class Leader:
         await asyncio.gather(*(agent.drop(version) for agent in self._parts.sources))
 
     def _set_servers(self, servers: Sequence[ServerInfo]) -> None:
-        """Begins lanes of new servers and ends those of servers that are gone.
+        """Starts lanes for new servers and ends the lanes of servers that have left.
 
-        A server that went and came back since the last call has kept its lane, but the rollout
-        process no longer knows its version, so the lane announces the version again.
+        A server that has left and returned since the last call has kept its lane. The rollout
+        process no longer knows the version of this server, so the lane announces it again.
         """
         is_start = not self._was_started
         self._was_started = True
@@ -203,8 +206,8 @@ class Leader:
 
 def max_alive(sync: WeightSync, num_servers: int) -> int:
     """Resolves ``weight_sync.max_versions``: how many versions may have buffers at once."""
-    # The newest, one that is being gathered, and for each server the version that it still
-    # receives, together with the base of a delta.
+    # These are the newest version, one that is being gathered and, for each server, the version
+    # that it still receives together with the base of a delta.
     return sync.max_versions or num_servers * (2 if sync.delta else 1) + 2
 
 
@@ -220,7 +223,7 @@ async def _all(tasks: Sequence["asyncio.Task[None]"]) -> None:
 async def _run_after(former: "asyncio.Task[None] | None", lane: Lane) -> None:
     """Runs a lane once a former lane of the same server has left the server."""
     if former is not None:
-        await asyncio.wait({former})  # does not cancel the former lane's closing
+        await asyncio.wait({former})  # unlike await, this never cancels the former lane's closing
     await lane.run()
 
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""How much memory the push of weights will hold, told before a run starts.
+"""Predicts, before a run starts, how much memory the weight push will hold.
 
-All of it is allocated at the start: snapshot slots in the memory of hosts, and over NCCL a buffer
-for each server on the GPUs of ranks that send.
+All of this memory is allocated at the start: snapshot slots in host memory and, over NCCL, a buffer
+for each server on the GPU of each rank that sends.
 """
 
 import math
@@ -29,22 +29,22 @@ from torchtitan.grpo.weight_sync.sources import SourceLimits
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 _MIB, _GIB = 1024**2, 1024**3
-# Parameters that tensor parallelism divides by columns, so that a rank's part is not contiguous.
+# Tensor parallelism divides these parameters by columns, so that a rank's part is not contiguous.
 _BY_COLUMNS = (".attention.wo.weight", ".feed_forward.w2.weight")
 
 
 @dataclass(frozen=True)
 class PushMemory:
-    """What the push holds, in bytes.
+    """The memory that the push holds, in bytes.
 
     Attributes:
-        version: One version of the weights, as it is sent.
-        slot: One version in the snapshot slots of all ranks that send.
+        version: Size of one version of the weights, as it is sent.
+        slot: Size of one version in the snapshot slots of all ranks that send.
         num_slots: Number of slots.
-        num_held: How many of them are for versions that servers still receive.
-        largest_bucket: The largest message to a server.
+        num_held: Number of slots for versions that servers still receive.
+        largest_bucket: Size of the largest bucket that is sent to a server.
         num_servers: Number of servers that are known at the start.
-        model: One version of the whole model, also if adapters alone are sent.
+        model: Size of one version of the whole model, even if only adapters are sent.
     """
 
     version: int
@@ -57,7 +57,7 @@ class PushMemory:
 
     @property
     def slots(self) -> int:
-        """Host memory of all slots, over all ranks that send."""
+        """Host memory of all slots, summed over all ranks that send."""
         return self.slot * self.num_slots
 
     def describe(self, *, on_gpu: bool) -> Iterator[str]:
@@ -119,9 +119,10 @@ def predict_memory(
 ) -> PushMemory:
     """Returns the memory that a push will need, before any rank exists.
 
-    The layout matters in two ways. GPUs copy to contiguous memory only, so that parameters which
-    tensor parallelism divides by columns lie in a slot twice. And parameters are divided among the
-    ranks that send them, so that a rank may have less to send than one bucket holds.
+    The parallel layout affects the memory in two ways. First, GPUs copy only to contiguous memory, so
+    that parameters which tensor parallelism divides by columns lie in a slot twice. Second,
+    parameters are divided among the ranks that send them, so that a rank may have less to send than
+    one bucket holds.
 
     Args:
         config: Configuration of the run.
@@ -150,7 +151,7 @@ def predict_memory(
 
 
 def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
-    """Yields for which placement of stages memory is predicted, if the run will choose it later.
+    """Yields a note on the assumed placement of stages if the run chooses the placement later.
 
     Args:
         config: Configuration of the run.
@@ -165,8 +166,8 @@ def describe_placement(config: JobConfig, num_layers: int) -> Iterator[str]:
     if len({(row.placement, row.stages_per_rank) for row in rows}) > 1:
         yield (
             f"(for {total // degree} stages a rank in a V: the schedule is not chosen yet, because "
-            f"parallelism.pipeline_parallel_schedule = {AUTO!r}; other placements divide the same "
-            "weights among the ranks in another way, so that the figures may differ slightly)"
+            f"parallelism.pipeline_parallel_schedule = {AUTO!r}; other placements divide the "
+            "weights among the ranks in other ways, so that the figures may differ slightly)"
         )
 
 
@@ -187,7 +188,7 @@ def _ranks_by_module(
     num_layers = sum(module.startswith("layers.") for module in modules)
     stages = stage_modules(settings, num_layers)
     per_rank = num_ranks // settings.pipeline_parallel_degree
-    # Pipelines are the outermost dimension of the mesh of ranks.
+    # Pipeline parallelism is the outermost dimension of the mesh of ranks.
     return {
         module: range(place * per_rank, (place + 1) * per_rank)
         for stage, place in zip(stages, stage_ranks(settings, len(stages)), strict=True)
@@ -196,7 +197,10 @@ def _ranks_by_module(
 
 
 def _assembly(name: str, shape: tuple[int, ...], degree: int, ranks: Sequence[int]) -> Assembly:
-    """Returns a parameter as tensor parallelism divides it; FSDP's parts are contiguous."""
+    """Returns a parameter in the parts into which tensor parallelism divides it.
+
+    The parts into which FSDP divides it further are contiguous and do not affect the layout.
+    """
     if degree == 1 or not name.endswith(_BY_COLUMNS) or shape[-1] % degree:
         whole = Block((0,) * len(shape), shape)
         return Assembly(name, shape, (Piece(ranks[0], whole, tuple(ranks[1:])),))

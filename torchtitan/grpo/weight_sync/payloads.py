@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The buffers of the versions that a source rank sends, in host memory.
+"""Manages the buffers, in host memory, of the versions that a source rank sends.
 
     (free buffers) --take--> filled bucket by bucket --> read by senders
           ^                                                  |
           +--- dropped by the leader, no reader is left <----+
 
-A bucket is sent as soon as it is filled, while later ones are still being gathered. A slow
-server may still receive a version while newer ones are gathered, so every version has
-buffers of its own: those of a snapshot slot that is held for it, or copies. They are used
-again only when the leader has dropped the version and the last thread that reads them has
-returned, however long ago its lane has given the push up.
+A bucket is sent as soon as it is filled, while later buckets are still being gathered. A slow
+server may still receive a version while newer versions are gathered, so every version has
+buffers of its own. They are either the buffers of a snapshot slot that is held for the version,
+or copies. Buffers are reused only when the leader has dropped the version and the last thread that
+reads them has returned, however long ago that thread's lane has abandoned the push.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ class Bucket:
 
 
 class PayloadFailed(RuntimeError):
-    """A version was not gathered completely, or is no longer held."""
+    """Raised if a version was not gathered completely or is no longer held."""
 
 
 class Payload:
-    """One version of what a source sends; immutable once it is filled.
+    """The buckets that a source sends for one version. They do not change after they are filled.
 
     A payload is made on the event loop of the publisher's thread and filled by the
     gathering thread.
@@ -59,7 +59,8 @@ class Payload:
     Attributes:
         version: Policy version.
         buffers: A uint8 tensor for each bucket.
-        deltas: Buckets as changes to another version, by that version and their index.
+        deltas: Buckets that are encoded as changes to another version. The key is the other version
+            and the index of the bucket.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Payload:
         self._loop.call_soon_threadsafe(self._announce)
 
     def fail(self, reason: str) -> None:
-        """Gives up the buckets that are not filled yet."""
+        """Records that the buckets that are not filled yet will never be filled."""
         self._failure = reason
         self._loop.call_soon_threadsafe(self._announce)
 
@@ -101,7 +102,7 @@ class Payload:
                 while self._num_filled <= index and self._failure is None:
                     await self._progress.wait()
         if self._num_filled <= index:
-            reason = self._failure or f"it was not complete within {timeout_seconds:g} s"
+            reason = self._failure or f"it was not gathered within {timeout_seconds:g} s"
             raise PayloadFailed(
                 f"Bucket {index} of version {self.version} could not be gathered: {reason}. Check "
                 "the logs of the other training ranks, or raise weight_sync.timeout_seconds."
@@ -114,7 +115,7 @@ class Payload:
 
 
 def with_checksums(spec: BucketSpec, payload: torch.Tensor) -> BucketSpec:
-    """Adds the checksum of each tensor to the description of a bucket that holds them whole."""
+    """Adds the checksum of each tensor to the description of a bucket that is not a delta."""
     parts = payload.split(tensor_bytes(spec.dtypes, spec.shapes))
     return replace(spec, checksums=tuple(tensor_checksum(part) for part in parts))
 
@@ -137,17 +138,17 @@ class _Held:
 
 
 class PayloadPool:
-    """The buffers of all versions that a source rank holds.
+    """Holds the buffers of all versions that a source rank holds.
 
-    The pool decides nothing: the leader's :class:`Versions` has it take and drop versions.
-    Any thread may call any method but :meth:`take`.
+    The pool makes no decisions: the leader's :class:`Versions` makes it take and drop versions.
+    Any thread may call any method except :meth:`take`.
 
     Args:
         specs: Descriptions of the source's buckets.
         sizes: Number of bytes of each bucket.
         checksum: Whether checksums are added to the buckets' descriptions.
-        buckets_in_slot: Returns the buckets that lie in a snapshot slot, or ``None``; see
-            :meth:`SnapshotSlots.buckets`.
+        buckets_in_slot: Returns the buckets that lie in a snapshot slot, or ``None`` if there are
+            none; see :meth:`SnapshotSlots.buckets`.
     """
 
     def __init__(
@@ -165,15 +166,15 @@ class PayloadPool:
         self._lock = threading.Lock()
 
     def take(self, version: int, held_slot: int | None = None) -> Payload:
-        """Returns a payload with buffers for a new version, to be filled.
+        """Returns a payload with buffers for a new version, which must be filled.
 
-        Called on the event loop of the publisher's thread. Buffers of a dropped version are
-        used again if there are any.
+        This method must be called on the event loop of the publisher's thread. Buffers of a dropped
+        version are reused if there are any.
 
         Args:
             version: Policy version.
-            held_slot: Slot of the version, if that stays untouched for as long as the version
-                is held. Buckets that lie in it are then sent from there.
+            held_slot: Slot of the version, if the slot is not written as long as the version is
+                held. Buckets that lie in the slot are then sent from there.
         """
         in_slot = self._buckets_in_slot(held_slot) if held_slot is not None else None
         buffers = in_slot if in_slot is not None else self._own_buffers()
@@ -186,7 +187,8 @@ class PayloadPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        # Not pinned, although a GPU may read them: pinning waits for everything that the GPU does.
+        # The buffers are not pinned, although a GPU may read them, because pinning waits for all
+        # work of the GPU.
         return [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
 
     @contextmanager
@@ -209,7 +211,7 @@ class PayloadPool:
                 self._maybe_free(held)
 
     def drop(self, version: int) -> None:
-        """Admits no further reader of a version, and frees its buffers after the last one."""
+        """Admits no further reader of a version and frees its buffers after the last reader."""
         with self._lock:
             held = self._held.get(version)
             if held is not None:

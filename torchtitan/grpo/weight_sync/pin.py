@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Keeps a server at the weights of an evaluation, as long as training does not need the server.
+"""Keeps a server at the weights of an evaluation as long as training does not need the server.
 
     free --- set ---> pinned --- set(None), or the server is gone ---> free
                         |
                         +------- yield_if_needed --------------------> free
 
-A pinned server takes no new weights, so its rollouts become too old to be trained on. Another
-server has to take them meanwhile. If no other server does, training needs the pinned one, and the
-pin ends, so that training never waits for an evaluation.
+A pinned server takes no new weights, so its rollouts become too old for training. Another server
+has to take the new weights meanwhile. If no other server takes them, training needs the pinned
+server. The pin then ends, so that training never waits for an evaluation.
 """
 
 import threading
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from torchtitan.grpo.weight_sync.lane import Lane
 
-# Other servers may lag behind for this time, or for this many times the duration of their last push.
+# Other servers may lag behind for this time or, if it is longer, for this many times the duration of
+# their last push.
 _PATIENCE_SECONDS = 10.0
 _PATIENCE_PUSHES = 4
 
@@ -29,31 +30,33 @@ class Pin:
     def __init__(self) -> None:
         self._lane: Lane | None = None
         self._lock = threading.Lock()
-        self._progress = (-1, 0.0)  # newest version of the other servers, and since when
+        self._progress = (-1, 0.0)  # newest version of the other servers, and time of its arrival
 
     @property
     def url(self) -> str | None:
-        """URL of the server that is left at its version; ``None`` if none is."""
+        """URL of the pinned server; ``None`` if no server is pinned."""
         lane = self._lane
         return lane.url if lane is not None else None
 
     def set(self, lanes: Sequence[Lane], version: int | None) -> list[str]:
-        """Pins the newest of several servers, in place of one that is pinned.
+        """Pins the server with the newest version, and unpins the server that was pinned before.
 
         Args:
             lanes: The lanes of all servers.
-            version: The first version from this one on is kept. ``None`` pins no server.
+            version: The server keeps the first version that is not older than this one. ``None``
+                pins no server.
 
         Returns:
-            The URL of the server, or nothing if none is pinned.
+            A list with the URL of the pinned server, which is empty if no server is pinned.
         """
         with self._lock:
             self._release()
-            # A server that is only starting would leave all rollouts to the pinned one.
+            # A server that is still starting does not count, because the pinned server would then
+            # have to generate all rollouts.
             able = [lane for lane in lanes if _is_able(lane)]
             if version is None or len(able) < 2:
                 return []
-            chosen = max(able, key=lambda lane: lane.version)  # it has to wait least
+            chosen = max(able, key=lambda lane: lane.version)  # it reaches the version first
             chosen.held_from, self._lane = version, chosen
             self._progress = (-1, time.monotonic())
             return [chosen.url]
@@ -88,5 +91,5 @@ class Pin:
 
 
 def _is_able(lane: Lane) -> bool:
-    """Returns whether a server serves, and newer versions can be prepared for it."""
+    """Returns whether a server serves a version, and newer versions can be prepared for it."""
     return lane.version >= 0 and not lane.is_blocked

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Decides which rank assembles which parameters, and in which buckets they travel.
+"""Decides which rank assembles which parameters, and in which buckets they are sent.
 
 The functions are pure and give the same result on all ranks. Every source sends what it has
 assembled to every server; `sources.py` chooses the sources.
@@ -25,9 +25,9 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 @dataclass(frozen=True)
 class ParameterSelection:
-    """A named set of parameters that are pushed together; the same on all ranks.
+    """A named set of parameters that are pushed together. The set is the same on all ranks.
 
-    Plan, snapshot slots and push contain these parameters and no others.
+    The plan, the snapshot slots and the push contain exactly these parameters.
 
     Attributes:
         name: Name of the selection, for reports.
@@ -52,9 +52,10 @@ class BucketPlan:
     """Describes one bucket: which native parameters it needs, and what it holds.
 
     Attributes:
-        assemblies: How its parameters are put together, in the order of the bytes.
+        assemblies: How the bucket's parameters are assembled, in the order of the bytes.
         spec: Hugging Face names, dtypes and shapes, in the order of the bytes.
-        num_bytes_of: Number of bytes of what each parameter becomes, by native name.
+        num_bytes_of: Number of bytes that each parameter occupies after its conversion to the
+            Hugging Face layout, by native name.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -74,7 +75,7 @@ class SourcePlan:
     Attributes:
         rank: Rank of the source in the default process group.
         members: The source and all ranks that send it blocks, ascending.
-        buckets: Its buckets, in the order in which they travel.
+        buckets: Its buckets, in the order in which they are sent.
     """
 
     rank: int
@@ -94,14 +95,14 @@ def plan_sources(
     bucket_bytes: int,
     limits: SourceLimits = SourceLimits(),  # noqa: B008  (immutable)
 ) -> list[SourcePlan]:
-    """Divides parameters among sources, then into buckets; ascending by rank.
+    """Divides parameters among sources and then into buckets. The plans ascend by rank.
 
     Args:
         assemblies: All parameters, in the order of the model.
         adapter: State-dict adapter of the model family.
         wire_dtype: Dtype of the buckets.
         bucket_bytes: See :func:`plan_buckets`.
-        limits: How many ranks may be sources, and on which hosts the ranks are.
+        limits: Limits on the choice of sources.
     """
     by_source = choose_sources(assemblies, limits)
     return [
@@ -120,7 +121,10 @@ def plan_buckets(
     wire_dtype: torch.dtype,
     bucket_bytes: int,
 ) -> list[BucketPlan]:
-    """Divides parameters into buckets of at most ``bucket_bytes``, or of one parameter."""
+    """Divides parameters into buckets of at most ``bucket_bytes`` bytes.
+
+    A bucket with only one parameter may be larger.
+    """
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
 
     def num_bytes(assembly: Assembly) -> int:

@@ -7,15 +7,16 @@ Every rank has one publisher. The training thread starts the copy of its shards 
 and continues; other threads do the rest:
 
     training thread     reserve_slot (rank 0) -> fence -> optimizer step -> publish
-    snapshot-copy       fills the slot on CPU; on CUDA a side stream does
+    snapshot-copy       fills the slot on CPU; on CUDA, a side stream fills it
     weight-publisher    runs an event loop: on rank 0 the leader and its lanes (`leader.py`,
                         `lane.py`), on other ranks an agent that does what the leader asks
-    weight-gather       sends this rank's shards to their source rank (or notifies it, if they
-                        were copied into its memory); on a source rank receives them
+    weight-gather       sends this rank's shards to their source rank, or notifies the source
+                        rank if the shards were copied into its memory; on a source rank, this
+                        thread receives the shards
     weight-push-URL     broadcasts to one server, on source ranks
 
-The training thread waits in two places: in `fence` for a copy within this process, and in
-`wait_for` for servers (in the foreground mode, and at the start and the end of a run).
+The training thread waits in two places: in `fence`, for a copy within this process, and in
+`wait_for`, for servers (in the foreground mode, and at the start and the end of a run).
 """
 
 import asyncio
@@ -42,11 +43,11 @@ _POLL_SECONDS = 0.2
 
 
 class PublisherFailed(RuntimeError):
-    """An error has ended the publisher's thread; the message names it."""
+    """Raised if an error has ended the publisher's thread. The message names the error."""
 
 
 class Publisher(ABC):
-    """Lets the training thread start weight pushes, and learn how they go.
+    """Lets the training thread start weight pushes and ask how they proceed.
 
     :class:`WeightPublisher` pushes to servers; :class:`Unpublished` takes its place in runs
     that have no servers. The leader is rank 0.
@@ -60,12 +61,12 @@ class Publisher(ABC):
     @property
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """What has ended this rank's part of the push; ``None`` while it runs."""
+        """The error that ended this rank's part of the push, or ``None`` while it is running."""
 
     @property
     @abstractmethod
     def num_failures(self) -> int:
-        """How often a server was lost."""
+        """Number of times that a server was lost."""
 
     @abstractmethod
     def is_attested(self, version: int) -> bool:
@@ -77,11 +78,11 @@ class Publisher(ABC):
 
     @abstractmethod
     def fence(self) -> None:
-        """Orders the optimizer step, which comes next, after the last copy of the parameters."""
+        """Orders the next optimizer step after the last copy of the parameters."""
 
     @abstractmethod
     def publish(self, version: int, slot: int) -> None:
-        """Starts to push the current parameters, after the optimizer step, and returns.
+        """Starts to push the current parameters and returns. Call it after the optimizer step.
 
         Args:
             version: Policy version of the parameters.
@@ -94,47 +95,48 @@ class Publisher(ABC):
     ) -> None:
         """Waits until the servers serve ``version`` or a newer one; called on the leader.
 
-        Lost servers are not waited for as long as another server is present. A present server
-        is waited for without a timeout here, since its lane has timeouts of its own, unless
-        the version cannot be prepared for it.
+        As long as at least one server is present, the method does not wait for lost servers. The
+        wait for a present server has no timeout here, because the server's lane has timeouts of its
+        own. The timeout applies while every server is lost or the version cannot be prepared.
 
         Args:
             version: Policy version.
-            timeout_seconds: How long there may be no server that could take the version.
+            timeout_seconds: Maximum time during which no server can take the version.
             should_stop: Ends the wait when it returns True.
 
         Raises:
-            TimeoutError: If no server could take the version for longer than that.
+            TimeoutError: If no server could take the version for ``timeout_seconds``.
             PublisherFailed: If the publisher's thread has ended.
         """
 
     def pin(self, version: int | None) -> list[str]:
-        """Leaves one of several servers at the first version that it gets from ``version`` on.
+        """Keeps one of several servers at the first version not older than ``version``.
 
-        The other servers go on taking new versions, and a server that is alone is not pinned: it
-        has to take them. For the same reason a pin ends by itself when no other server is left,
-        or none takes them; :meth:`pinned` tells. Called on the leader.
+        The other servers continue to take new versions, because training needs a server with
+        current weights. For this reason, the only server of a run is never pinned, and a pin ends
+        by itself when no other server is left or takes new versions. :meth:`pinned` tells whether
+        the pin still holds. This method is called on the leader.
 
         Args:
             version: Policy version. ``None`` lets every server take new versions again.
 
         Returns:
-            The URL of the server, or nothing if none is pinned.
+            A list with the URL of the pinned server, which is empty if no server is pinned.
         """
         return []
 
     def pinned(self) -> list[str]:
-        """Returns the URL of the server that is pinned now, or nothing if none is."""
+        """Returns a list with the URL of the server that is pinned now, if there is one."""
         return []
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Returns the state of the push, for the step's metrics. Only the leader has it."""
+        """Returns metrics of the push for the current step. Only the leader has them."""
 
     def server_states(self) -> dict[str, dict[str, str | int]]:
-        """Returns state and version of each server, by URL; empty on ranks other than the leader.
+        """Returns the state and the version of each server, by URL.
 
-        Any thread may call it.
+        The result is empty on ranks other than the leader. Any thread may call this method.
         """
         return {}
 
@@ -144,29 +146,29 @@ class Publisher(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Ends the push. It is idempotent.
+        """Ends the push. This method is idempotent.
 
-        Whatever is still under way after ``timeout_seconds`` is given up.
+        Work that is still under way after ``timeout_seconds`` is abandoned.
         """
 
 
 class WeightPublisher(Publisher):
-    """The background push; see the module's docstring.
+    """Pushes weights in the background; see the module's docstring.
 
     Args:
         snapshots: Copies this rank's shards into slots.
-        slots: Which versions the slots hold; on rank 0 a :class:`SlotTable`.
+        slots: The record of which versions the slots hold; on rank 0, a :class:`SlotTable`.
         probes: The trainer's log-probabilities of the probe tokens.
         attest_every: ``weight_sync.attest_every``.
-        make_leader: On rank 0: makes the leader, in the thread's own event loop. The argument
-            is to be called after each change of a lane. ``None`` on other ranks.
-        follow: On other ranks: does what the leader asks, until cancelled.
+        make_leader: On rank 0, makes the leader in the event loop of the publisher's thread. The
+            leader calls the argument after each change of a lane. ``None`` on other ranks.
+        follow: On other ranks, does what the leader asks until it is cancelled.
 
     Attributes:
         snapshots: The snapshots that were passed to the constructor.
         slots: The slots that were passed to the constructor.
         is_leader: Whether this is rank 0.
-        error: What has ended the publisher's thread.
+        error: The error that ended the publisher's thread, or ``None``.
     """
 
     def __init__(
@@ -218,8 +220,8 @@ class WeightPublisher(Publisher):
                     deadline = time.monotonic() + timeout_seconds
                 elif time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"A server must take policy_version {version}, but for {timeout_seconds:.0f} s "
-                        f"no server was able to: {self._describe_lag(version)}. Check the "
+                        f"A server must take policy_version {version}, but no server could take it "
+                        f"for {timeout_seconds:.0f} s: {self._describe_lag(version)}. Check the "
                         "servers' logs, or raise weight_sync.timeout_seconds."
                     )
                 self._changed.wait(_POLL_SECONDS)
@@ -233,7 +235,7 @@ class WeightPublisher(Publisher):
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """The lanes, one for each server; on ranks other than the leader there are none."""
+        """The lanes, one for each server. Ranks other than the leader have no lanes."""
         return self._leader.lanes if self._leader is not None else []
 
     @property
@@ -291,13 +293,13 @@ class WeightPublisher(Publisher):
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             logger.warning(
-                "The weight publisher did not end within %.1f s; it will end with the process.",
+                "The weight publisher did not end within %.1f s. It will end with the process.",
                 timeout_seconds,
             )
         try:
             self.snapshots.close(timeout_seconds)
-        except TimeoutError as error:  # not raised, since the caller has more to close
-            logger.warning("%s It will end with the process.", error)
+        except TimeoutError as error:  # not raised, because the caller has more to close
+            logger.warning("%s The thread will end with the process.", error)
 
     def _are_served(self, version: int) -> bool:
         present = [lane for lane in self.lanes if not lane.is_lost]
@@ -305,7 +307,7 @@ class WeightPublisher(Publisher):
 
     def _describe_lag(self, version: int) -> str:
         return "; ".join(
-            f"{lane.url} is {lane.state.value}, serves version {lane.version}"
+            f"{lane.url} is {lane.state.value} and serves version {lane.version}"
             + (f" ({lane.last_error})" if lane.last_error else "")
             for lane in self.lanes
             if lane.version < version
@@ -317,7 +319,7 @@ class WeightPublisher(Publisher):
         yield_to_training()
         try:
             asyncio.run(self._lead() if self.is_leader else self._serve())
-        except BaseException as error:  # the thread's boundary: kept for the training thread
+        except BaseException as error:  # the thread's boundary; the training thread raises it
             if not self._closing.is_set():
                 self.error = error
                 if not self.is_leader:  # the leader's training thread raises it

@@ -3,15 +3,15 @@
 
 """Computes where each shard lies in a snapshot slot of one source.
 
-    | bucket 0 | bucket 1 | ... | blocks that are not copied right into a bucket |
+    | bucket 0 | bucket 1 | ... | blocks that are not copied directly into a bucket |
 
 The functions are pure and give the same result on all ranks.
 
-Ranks copy their shards right into the buckets that are sent, so nothing is left to gather. Two
-kinds of shards have blocks of their own, from which they are put together in their buckets: those
-of parameters whose bytes differ in the Hugging Face layout and, if a GPU makes the copies, those
-whose elements are not contiguous in the parameter. A GPU's copy engine writes contiguous memory;
-for anything else torch would make the training thread wait.
+Ranks copy most shards directly into the buckets that are sent, so that these shards need no
+gathering. Two kinds of shards are first copied into blocks of their own and are assembled from there
+in the buckets: shards of parameters whose bytes differ in the Hugging Face layout and, if a GPU makes
+the copies, shards whose elements are not contiguous in the parameter. A GPU's copy engine writes
+contiguous memory. To any other memory, torch would copy in a way that makes the training thread wait.
 """
 
 import math
@@ -26,14 +26,20 @@ from torchtitan.grpo.models.shards import Assembly, Piece
 from torchtitan.grpo.weight_sync.plan import ParameterSelection, SourcePlan
 
 Shards = Mapping[str, torch.Tensor]
-"""A rank's part of each of the parameters that it sends, by native name."""
+"""A rank's part of each parameter to which the rank contributes, by native name."""
 
 _ALIGNMENT = 64  # bytes at which buckets and blocks are aligned: a cache line
 
 
 @dataclass(frozen=True)
 class Place:
-    """Tells where a whole parameter lies: the index of its bucket, and the byte at which it begins."""
+    """Tells where a whole parameter lies.
+
+    Attributes:
+        shape: Shape of the parameter.
+        bucket: Index of its bucket.
+        begin: Byte of the bucket at which the parameter begins.
+    """
 
     shape: tuple[int, ...]
     bucket: int
@@ -49,8 +55,8 @@ class SlotLayout:
         assemblies: The source's parameters.
         buckets: First byte of each bucket, and the byte after its last.
         places: Places of the parameters that are not converted, by native name.
-        blocks: First byte of each block that is not copied right into a bucket, by native name
-            and rank.
+        blocks: First byte of each block that is not copied directly into a bucket, by native
+            name and rank.
         num_bytes: Number of bytes of a slot.
     """
 
@@ -89,14 +95,17 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """Tells which rank sends which parameters, and where they lie before; the same on every rank.
+    """Tells which rank sends which parameters, and where they lie in the slots.
+
+    The plan is the same on every rank.
 
     Attributes:
         selection: The parameters that are pushed.
         sources: What each source sends, ascending by rank.
         layouts: Layout of each source's slots, by rank.
         wire_dtype: Dtype of the snapshots and of the buckets.
-        model_bytes: Number of bytes of one version of the whole model, also if only a part is pushed.
+        model_bytes: Number of bytes of one version of the whole model, even if only a part of the
+            model is pushed.
     """
 
     selection: ParameterSelection
@@ -106,7 +115,7 @@ class PushPlan:
     model_bytes: int = 0
 
     def source(self, rank: int) -> SourcePlan | None:
-        """Returns what a rank sends; ``None`` if it is not a source."""
+        """Returns what a rank sends, or ``None`` if the rank is not a source."""
         return next((source for source in self.sources if source.rank == rank), None)
 
     @property
@@ -136,7 +145,7 @@ def lay_out_slot(
         source: What the source sends.
         adapter: State-dict adapter of the model family.
         wire_dtype: Dtype of the snapshots and of the buckets.
-        contiguous: Whether every shard is copied to contiguous memory, as GPUs need it.
+        contiguous: Whether every shard must be copied to contiguous memory, as GPUs require.
     """
     end = 0
     buckets, places, blocks = [], {}, {}

@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Snapshot slots in the host memory of their source, into which the ranks of its host write.
+"""Allocates snapshot slots in the host memory of their source, where ranks of the same host write.
 
-Each rank copies its shards right into the buckets that its source sends from (see
+Each rank copies its shards directly into the buckets from which its source sends (see
 `system/shared_slots.py`). Sending a shard through a socket, or copying it again, would take
-cores from training. With GPUs, their copy engines write the slots, for which the memory is
-pinned in each process. No version occupies memory of a GPU, and no kernel gathers one.
+cores from training. On GPUs, copy engines write the slots, and each process pins the memory
+for this purpose. No version occupies GPU memory, and no kernel gathers a version.
 
-The memory of all slots is allocated at once. Otherwise it would happen in the middle of the
-run, when a slow server makes one more slot necessary, and the copy into that slot would not
-have ended when the next optimizer step begins.
+The memory of all slots is allocated at the start. Otherwise, it would be allocated in the middle
+of the run, when a slow server makes one more slot necessary, and the copy into that slot would
+not have ended when the next optimizer step begins.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,12 +30,10 @@ from torchtitan.grpo.weight_sync.slot_layout import PushPlan, Shards, pieces_of
 
 
 class SnapshotSlots:
-    """Allocates and maps the slots of one host; see the module's docstring.
+    """Allocates the slots of this rank and maps the slots of other ranks on the same host.
 
-    All ranks must construct it at the same time.
-
-    Ranks that cannot reach the memory of their source copy into memory of their own, and
-    send their shards to the source.
+    All ranks must construct this object at the same time. A rank that cannot map the memory of its
+    source copies its shards into memory of its own and sends them to the source.
 
     Args:
         plan: What each rank sends.
@@ -87,20 +85,20 @@ class SnapshotSlots:
             ]
 
     def buckets(self, slot: int) -> list[torch.Tensor] | None:
-        """Returns the buckets of this source that lie in a slot; ``None`` if it is no source."""
+        """Returns this source's buckets in a slot, or ``None`` if this rank is not a source."""
         return None if self._buckets is None else self._buckets[slot]
 
     def writers(self, source: int) -> Collection[int]:
-        """Returns the ranks other than ``source`` that copy right into its slots."""
+        """Returns the ranks other than ``source`` that copy directly into its slots."""
         return self._writers.get(source, ())
 
     def shards_of_writers(self, slot: int) -> Mapping[int, Shards]:
-        """Returns, on a source, the shards that other ranks copied into its slot, by rank."""
+        """Returns the shards that other ranks copied into this source's slot, by rank."""
         return self._shards_of_writers[slot]
 
 
 def _attached(shared: SharedSlots | None, wanted: list[int]) -> dict[int, list[torch.Tensor]]:
-    """Maps the slots of other ranks that can be reached; collective over all ranks."""
+    """Maps the slots of those wanted ranks whose memory can be shared; collective over all ranks."""
     offers: list[SlotOffer | None] = [None] * dist.get_world_size()
     dist.all_gather_object(offers, shared.offer if shared is not None else None)
     reached = {}
@@ -113,7 +111,10 @@ def _attached(shared: SharedSlots | None, wanted: list[int]) -> dict[int, list[t
 
 
 def _who_reaches(reached: set[int]) -> dict[int, set[int]]:
-    """Returns by source which other ranks have mapped its slots; collective over all ranks."""
+    """Returns, for each source, which other ranks have mapped its slots.
+
+    This function is collective over all ranks.
+    """
     reached_by: list[set[int]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(reached_by, reached)
     return {
@@ -125,7 +126,7 @@ def _who_reaches(reached: set[int]) -> dict[int, set[int]]:
 def _shards_in(
     plan: PushPlan, memory: Mapping[int, list[torch.Tensor]], slot: int, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Returns where a rank copies the shards of those sources whose memory it reaches."""
+    """Returns the tensors into which a rank copies its shards in the memory of mapped sources."""
     shards: dict[str, torch.Tensor] = {}
     for source in plan.sources:
         if rank in source.members and source.rank in memory:
@@ -136,7 +137,7 @@ def _shards_in(
 def _own_shards(
     plan: PushPlan, memory: Mapping[int, list[torch.Tensor]], rank: int
 ) -> dict[str, torch.Tensor]:
-    """Allocates one slot of a rank's shards for those sources whose memory it does not reach."""
+    """Allocates one slot for a rank's shards of those sources whose memory it has not mapped."""
     return {
         assembly.name: own_memory(piece.block.shape, layout.dtype)
         for source, layout in plan.layouts.items()

@@ -8,30 +8,31 @@
                           +---- reserve ------+                        +-hold-> HELD -release
                 (the waiting snapshot is superseded)
 
-Only rank 0 keeps these states. Its decisions travel to the other ranks with the batch
-(which slot to fill) and with the leader's calls (which slot to read). Two slots are enough
-for the newest weights always to find a place: at most one slot is SENDING, and a slot that
-is merely PENDING may be overwritten by a newer version. Leaving out the newer version
-instead could end in a deadlock, because the trainer may wait for rollouts of that version.
+Only rank 0 keeps these states. It sends its decisions to the other ranks: the batch says which
+slot to fill, and the leader's calls say which slot to read. With two slots, there is always
+room for the newest weights: at most one slot is SENDING, and a slot that is only PENDING may be
+overwritten by a newer version. If the newer version were left out instead, the run could
+deadlock, because the trainer may wait for rollouts of that version.
 
 A slot that is SENDING is being gathered, one version at a time, until all ranks have read
 it. If buckets lie in the slots (see `slot_memory.py`), gathering copies nothing, and the
-slot stays HELD for as long as servers may be sent the version. Slots beyond the two exist
-for that purpose; if too many are HELD, buckets are copied out of the slot instead.
+slot stays HELD as long as the version may be sent to servers. Slots beyond the first two exist
+for this purpose. If too many slots are HELD, buckets are copied out of the slot instead.
 
 No rank writes a slot that is being read or copied into, although copies run on a thread of
-their own, and ranks may be ahead of or behind one another:
+their own and ranks may be ahead of or behind one another:
 
-- A copy never meets another copy: each rank makes its copies one at a time, in order.
-- A copy never meets a reader. A slot is never both RESERVED and SENDING or HELD, and it
-  becomes SENDING, and then HELD, only with the version that it was last reserved for. So
-  each decision to write the slot was made at one of two times. Either it was made before
-  the decision for that version: then its copy was also started earlier on every rank, and
-  the reader waits for the later copy. Or it was made after the release: then all ranks have
-  read the slot and nobody sends from it.
+- Two copies never overlap, because each rank makes its copies one at a time, in order.
+- A copy never overlaps with a reader. A slot is never both RESERVED and SENDING or HELD, and it
+  becomes SENDING, and then HELD, only with the version for which it was last reserved. Each
+  other decision to write the slot was therefore made at one of two times. If it was made before
+  the decision for that version, its copy was also started earlier on every rank, and the
+  reader waits for the later copy. If it was made after the release, all ranks have read the
+  slot and no source rank sends from it.
 
-The fence is not needed for this. It keeps the optimizer from overwriting parameters that
-are being copied. `test_interleavings.py` checks all interleavings of a model.
+The fence is not needed for these guarantees. It prevents the optimizer from overwriting
+parameters that are being copied. `test_interleavings.py` checks all interleavings of a model of
+this protocol.
 """
 
 import threading
@@ -50,13 +51,15 @@ class SlotState(Enum):
 
 @dataclass(frozen=True)
 class Slots:
-    """The states of all slots. Immutable: each method returns the states afterwards.
+    """The states of all slots.
+
+    The object is immutable: each method that changes a state returns a new object.
 
     Attributes:
         states: State of each slot.
-        versions: Version that each slot was last filled with; -1 before the first.
-        max_held: How many slots may be HELD.
-        num_superseded: Number of versions that were never taken, because a newer one came.
+        versions: Version with which each slot was last filled; -1 before the first.
+        max_held: Maximum number of slots that may be HELD.
+        num_superseded: Number of versions that were never taken, because a newer one was filled.
     """
 
     states: tuple[SlotState, ...]
@@ -66,24 +69,24 @@ class Slots:
 
     @classmethod
     def free(cls, num_slots: int, max_held: int = 0) -> Self:
-        """Returns ``num_slots`` free slots, and as many more as may be held.
+        """Returns ``num_slots`` free slots and ``max_held`` more.
 
         Raises:
             ValueError: If ``num_slots`` is below 2.
         """
         if num_slots < 2:
             raise ValueError(
-                "weight_sync.num_slots must be at least 2, since one slot is sent while another "
+                "weight_sync.num_slots must be at least 2, because one slot is sent while another "
                 f"is filled, got {num_slots}."
             )
         total = num_slots + max_held
         return cls((SlotState.FREE,) * total, (-1,) * total, max_held)
 
     def reserve(self) -> tuple[Self, int]:
-        """Picks the slot for the coming version: a free one, or else the oldest that waits."""
+        """Reserves a slot for the next version: a free slot or, if none is free, the oldest PENDING."""
         free = self._in_state(SlotState.FREE)
         waiting = self._in_state(SlotState.PENDING)
-        assert free or waiting, f"one slot is reserved at a time, and one sent: {self}"
+        assert free or waiting, f"at most one slot may be RESERVED and one SENDING: {self}"
         slot = free[0] if free else min(waiting, key=lambda s: self.versions[s])
         after = self._with(slot, SlotState.RESERVED)
         return (after if free else replace(after, num_superseded=self.num_superseded + 1)), slot
@@ -95,14 +98,15 @@ class Slots:
         return replace(self._with(slot, SlotState.PENDING), versions=versions)
 
     def take_newest(self) -> tuple[Self, int] | None:
-        """Makes the filled slot with the newest version SENDING; ``None`` if none is filled.
+        """Makes the PENDING slot with the newest version SENDING.
 
-        Waiting slots with older versions are freed, because they are no longer needed.
+        Other PENDING slots are freed, because their older versions are no longer needed. Returns
+        ``None`` if no slot is PENDING.
         """
         waiting = self._in_state(SlotState.PENDING)
         if not waiting:
             return None
-        assert SlotState.SENDING not in self.states, f"one slot is sent at a time: {self}"
+        assert SlotState.SENDING not in self.states, f"at most one slot may be SENDING: {self}"
         newest = max(waiting, key=lambda s: self.versions[s])
         after = self._with(newest, SlotState.SENDING)
         for slot in waiting:
@@ -115,12 +119,12 @@ class Slots:
         return len(self._in_state(SlotState.HELD)) < self.max_held
 
     def hold(self, slot: int) -> Self:
-        """Keeps a slot that all ranks have read, because its version is sent from there."""
+        """Makes a slot that all ranks have read HELD, because its version is sent from the slot."""
         assert self.states[slot] is SlotState.SENDING and self.can_hold(), (slot, self)
         return self._with(slot, SlotState.HELD)
 
     def release(self, slot: int) -> Self:
-        """Frees a slot that nobody reads any more."""
+        """Frees a slot that is no longer read."""
         assert self.states[slot] in (SlotState.SENDING, SlotState.HELD), (slot, self)
         return self._with(slot, SlotState.FREE)
 
@@ -132,15 +136,14 @@ class Slots:
 
 
 class SlotVersions:
-    """Records which version each slot of this rank holds, or is being filled with.
+    """Records which version each slot of this rank holds or is being filled with.
 
-    Every rank has one.
-
-    The training thread writes it and the gathering thread waits on it. Any thread may call
-    any method. The lock is held for microseconds and never while a thread waits.
+    Every rank has one such record. The training thread writes the record, and the gathering thread
+    waits for its changes. Any thread may call any method. The lock is held for microseconds and
+    never while a thread waits.
 
     Attributes:
-        published: Newest version that was filled; -1 before the first.
+        published: Newest version with which a slot was filled; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -149,21 +152,23 @@ class SlotVersions:
         self._version_in: dict[int, int] = {}
 
     def filled(self, slot: int, version: int) -> None:
-        """Notes that the copy of ``version`` into ``slot`` is about to be started.
+        """Records that the copy of ``version`` into ``slot`` is about to be started.
 
-        No thread is woken up: on a busy machine a thread that the training thread wakes takes
-        its core. See :meth:`wake`.
+        The method wakes no thread, because on a busy machine a thread that the training thread
+        wakes up takes the training thread's core. See :meth:`wake`.
         """
         with self._changed:
             self._version_in[slot] = self.published = version
 
     def wake(self) -> None:
-        """Lets all threads that wait look again."""
+        """Wakes all waiting threads, so that they check the record again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_filled(self, slot: int, version: int, timeout_seconds: float) -> None:
-        """Waits until this rank's training thread, which may lag rank 0's, has filled a slot.
+        """Waits until this rank's training thread has filled a slot with ``version``.
+
+        The training thread of this rank may lag behind the training thread of rank 0.
 
         Raises:
             TimeoutError: If the slot does not hold ``version`` within ``timeout_seconds``.
@@ -173,21 +178,22 @@ class SlotVersions:
                 lambda: self._version_in.get(slot) == version, timeout_seconds
             ):
                 raise TimeoutError(
-                    f"This rank must have published version {version} within "
-                    f"{timeout_seconds:g} s of rank 0; slot {slot} holds version "
-                    f"{self._version_in.get(slot)}. Does its training thread still run?"
+                    f"This rank must publish version {version} within {timeout_seconds:g} s "
+                    f"after rank 0, but slot {slot} still holds version "
+                    f"{self._version_in.get(slot)}. Check whether the training thread of this rank "
+                    "is still running."
                 )
 
 
 class SlotTable(SlotVersions):
     """The :class:`SlotVersions` of rank 0, with the states of the slots.
 
-    The training thread reserves and fills slots; the leader takes, holds and releases them,
-    through :class:`Versions`.
+    The training thread reserves and fills slots. The leader takes, holds and releases slots through
+    :class:`Versions`.
 
     Args:
         num_slots: ``weight_sync.num_slots``.
-        max_held: How many slots there are beyond these, so that as many may be held.
+        max_held: Maximum number of slots that may be HELD. There are as many additional slots.
     """
 
     def __init__(self, num_slots: int, max_held: int = 0) -> None:
@@ -196,24 +202,24 @@ class SlotTable(SlotVersions):
 
     @property
     def num_superseded(self) -> int:
-        """Number of versions that were never sent, because a newer one came."""
+        """Number of versions that were never sent, because a newer one was filled."""
         return self._slots.num_superseded
 
     def reserve(self) -> int:
-        """Picks the slot for the coming version: a free one, or else the oldest that waits."""
+        """Reserves a slot for the next version; see :meth:`Slots.reserve`."""
         with self._changed:
             self._slots, slot = self._slots.reserve()
             return slot
 
     def filled(self, slot: int, version: int) -> None:
-        with self._changed:  # reentrant
+        with self._changed:  # the lock is reentrant
             self._slots = self._slots.filled(slot, version)
             super().filled(slot, version)
 
     def take_newest(self, timeout_seconds: float) -> tuple[int, int] | None:
-        """Waits for a filled slot; returns it with its version, now SENDING.
+        """Waits for a PENDING slot, makes it SENDING, and returns its index and its version.
 
-        Slots with older versions that wait are freed. Returns ``None`` after the timeout.
+        PENDING slots with older versions are freed. Returns ``None`` after the timeout.
         """
         with self._changed:
             taken = self._changed.wait_for(self._slots_after_taking, timeout_seconds)
@@ -223,17 +229,17 @@ class SlotTable(SlotVersions):
             return slot, self._slots.versions[slot]
 
     def can_hold(self) -> bool:
-        """Returns whether the slot that was taken last may be held once it is gathered."""
+        """Returns whether the slot that was taken last may be HELD after it has been gathered."""
         with self._changed:
             return self._slots.can_hold()
 
     def hold(self, slot: int) -> None:
-        """Keeps a slot from which servers are sent its version, until :meth:`release`."""
+        """Keeps a slot, from which its version is sent to servers, until :meth:`release`."""
         with self._changed:
             self._slots = self._slots.hold(slot)
 
     def release(self, slot: int) -> None:
-        """Frees a slot that nobody reads any more."""
+        """Frees a slot that is no longer read."""
         with self._changed:
             self._slots = self._slots.release(slot)
 

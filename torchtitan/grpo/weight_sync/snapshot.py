@@ -1,16 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Copies of this rank's shards, taken at a step boundary.
+"""Copies this rank's shards at a step boundary.
 
 The training thread only starts a copy, which includes the cast to the wire dtype:
 
-- On CUDA a copy engine writes pinned host memory, on a side stream, and
-  :meth:`Snapshots.fence` orders the next optimizer step after it, on the device alone.
-- On CPU it runs on the thread ``snapshot-copy``, which makes one copy at a time in the order
-  in which they were started. Only the fence before the next optimizer step may wait.
+- On CUDA, a copy engine writes pinned host memory on a side stream. :meth:`Snapshots.fence`
+  orders the next optimizer step after the copy on the device, without a wait on the host.
+- On CPU, the thread ``snapshot-copy`` makes one copy at a time, in the order in which the copies
+  were started. Only the fence before the next optimizer step may wait.
 
-So a slot is never written by two copies at the same time, and a step without an optimizer
+Two copies therefore never write a slot at the same time, and a step without an optimizer
 step needs no fence. `slots.py` ensures that no copy writes a slot that is still read.
 """
 
@@ -27,16 +27,16 @@ from torchtitan.grpo.system.priority import yield_to_training
 from torchtitan.grpo.weight_sync.slot_layout import Shards
 
 _WAIT_SECONDS = 120.0
-# A copy begins this much later. The threads that its end wakes up, on all ranks, then find the
-# training thread past the step boundary. There they would compete with it for the interpreter
-# and, on few cores, for a core.
+# A copy begins with this delay. When the end of the copy wakes up other threads, the training
+# threads of all ranks have then passed the step boundary, where the woken threads would compete with
+# them for the interpreter and, on few cores, for a core.
 _HEAD_START_SECONDS = 0.003
-# How often a reader polls a CUDA event, which has no wait with a timeout.
+# Interval at which a reader polls a CUDA event, because waiting for an event has no timeout.
 _POLL_SECONDS = 0.0005
 
 
-def _nobody() -> None:
-    """Does nothing, because no thread waits."""
+def _no_op() -> None:
+    """Does nothing. It is the callback of a copy for which no thread waits."""
 
 
 class Snapshots:
@@ -44,9 +44,9 @@ class Snapshots:
 
     Args:
         parameters: Names and (sharded) parameters of this rank.
-        slots: For each slot the tensors to copy into, by name; see ``SnapshotSlots.shards``. On
-            CUDA they are contiguous and pinned.
-            Parameters without such a tensor are not copied.
+        slots: For each slot, the tensors into which the shards are copied, by name; see
+            ``SnapshotSlots.shards``. On CUDA, they must be contiguous and pinned. Parameters
+            without such a tensor are not copied.
         device: The training device.
     """
 
@@ -64,28 +64,28 @@ class Snapshots:
     def copy_into(
         self,
         slot: int,
-        announce: Callable[[], None] = _nobody,
-        wake: Callable[[], None] = _nobody,
+        announce: Callable[[], None] = _no_op,
+        wake: Callable[[], None] = _no_op,
     ) -> None:
         """Starts the copy of the current shards and returns; called on the training thread.
 
         The caller must call :meth:`fence` before the parameters change again, and must ensure
-        that nobody still reads the slot.
+        that the slot is no longer read.
 
         Args:
             slot: Index of the slot to copy into.
-            announce: Called here, as soon as :meth:`read` waits for this copy and no longer for
-                an earlier one. A reader must not be told of the slot before that.
-            wake: Called when readers may look. On CPU the copying thread calls it at the end
-                of the copy, so that the training thread wakes up no other thread.
+            announce: Called on the training thread as soon as :meth:`read` waits for this copy and
+                no longer for an earlier one. A reader must not read the slot before this call.
+            wake: Called when readers may read the slot. On CPU, the copying thread calls it at the
+                end of the copy, so that the training thread does not wake up another thread.
         """
         self._copies.start(slot, announce, wake)
 
     def fence(self, timeout_seconds: float = _WAIT_SECONDS) -> None:
-        """Orders what the training thread does next after all copies that were started.
+        """Orders the training thread's subsequent work after all copies that were started.
 
         Args:
-            timeout_seconds: Maximum duration of the wait. Only on CPU does this method wait.
+            timeout_seconds: Maximum duration of the wait. This method waits only on CPU.
 
         Raises:
             RuntimeError: If the last copy failed.
@@ -95,13 +95,13 @@ class Snapshots:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the GPU stood still in the last fence that it has passed; 0 on CPU."""
+        """How long the training stream waited in the last fence that it has passed; 0 on CPU."""
         return self._copies.stalled_seconds
 
     def read(self, slot: int, timeout_seconds: float = _WAIT_SECONDS) -> Shards:
         """Waits for the last copy into a slot and returns the slot's shards.
 
-        Called on the gathering thread.
+        The gathering thread calls this method.
 
         Raises:
             RuntimeError: If the copy failed.
@@ -114,13 +114,13 @@ class Snapshots:
         """Waits for copies that were started, and ends the copying thread.
 
         Raises:
-            TimeoutError: If the thread did not end in time. It will end with the process.
+            TimeoutError: If the thread did not end in time. The thread will end with the process.
         """
         self._copies.close(timeout_seconds)
 
 
 class _Copy:
-    """One copy on the copying thread; ``error`` is the exception that ended it, if any."""
+    """One copy on the copying thread. ``error`` is the exception that ended it, if any."""
 
     def __init__(self, slot: int, wake: Callable[[], None]) -> None:
         self.slot, self.wake = slot, wake
@@ -131,8 +131,9 @@ class _Copy:
         # is_set() comes first because wait() takes a lock, which may release the interpreter.
         if not self.ended.is_set() and not self.ended.wait(timeout_seconds):
             raise TimeoutError(
-                f"{who} needs the copy of the shards into slot {self.slot}, which must end "
-                f"within {timeout_seconds:g} s and has not. Is this host out of memory or cores?"
+                f"{who} needs the copy of the shards into slot {self.slot}. The copy must end "
+                f"within {timeout_seconds:g} s, but it has not ended. Check whether this host is "
+                "short of memory or of cores."
             )
         if self.error is not None:
             raise RuntimeError(
@@ -142,12 +143,13 @@ class _Copy:
 
 
 class _ThreadCopies:
-    """Copies on CPU, by a thread.
+    """Copies on CPU, on a thread.
 
-    The training thread never waits here and never releases the interpreter, except in a
-    fence whose copy has not ended. If it did while another thread is busy, it would get the
-    interpreter back up to 5 ms later. For that reason this is not a ``ThreadPoolExecutor``,
-    whose ``submit`` takes locks that all executors of the process share.
+    The training thread never waits in this class and never releases the interpreter, except in a
+    fence whose copy has not ended. If the training thread released the interpreter while another
+    thread is busy, it would get the interpreter back up to 5 ms later. For this reason, the class
+    does not use a ``ThreadPoolExecutor``, whose ``submit`` takes locks that all executors of the
+    process share.
     """
 
     stalled_seconds = 0.0
@@ -160,9 +162,9 @@ class _ThreadCopies:
         self._last_of_slot: list[_Copy | None] = [None] * len(slots)
         self._last: _Copy | None = None
         self._is_closed = False
-        # A thread's number of OpenMP threads is fixed when the thread first asks torch for it,
-        # to the number that any thread set last. Asking here fixes the training thread's, and
-        # it is set again below, after the copying thread has set its own.
+        # When a thread first asks torch for its number of OpenMP threads, the number is fixed to
+        # the value that any thread set last. The call here fixes the number of the training thread.
+        # It is set again below, after the copying thread has set its own number.
         num_threads = torch.get_num_threads()
         is_settled = threading.Event()
         self._thread = threading.Thread(
@@ -178,7 +180,7 @@ class _ThreadCopies:
 
     def start(self, slot: int, announce: Callable[[], None], wake: Callable[[], None]) -> None:
         if self._is_closed:
-            raise RuntimeError("No copy can be started: the snapshots are closed.")
+            raise RuntimeError("No copy can be started, because the snapshots are closed.")
         copy = _Copy(slot, wake)
         self._last_of_slot[slot] = self._last = copy
         announce()
@@ -208,29 +210,30 @@ def _copy_all(
     is_settled: threading.Event,
 ) -> None:
     # A second team of OpenMP threads would take cores from the training thread's team. One
-    # thread is enough for a copy that has a whole step's time. Asking first fixes the number.
+    # thread is enough for a copy that may take as long as a whole step. The first call fixes the
+    # number, which is then set.
     torch.get_num_threads()
     torch.set_num_threads(1)
     yield_to_training()
     is_settled.set()
-    with torch.no_grad():  # each thread has its own setting
+    with torch.no_grad():  # each thread has its own grad mode
         while (copy := queue.get()) is not None:
             time.sleep(_HEAD_START_SECONDS)
             try:
                 # One call for all tensors releases and retakes the interpreter only once.
                 if sources:  # a replica has nothing to copy
                     torch._foreach_copy_(slots[copy.slot], sources)
-            except BaseException as error:  # the thread's boundary: raised to whoever waits
+            except BaseException as error:  # the thread's boundary; the waiting thread raises it
                 copy.error = error
             copy.ended.set()
             copy.wake()
 
 
 class _StreamCopies:
-    """Copies on CUDA, by a side stream and copy engines.
+    """Copies on CUDA, on a side stream and with copy engines.
 
-    The training thread only queues work. It would wait for the device if a target were not
-    pinned, or not contiguous.
+    The training thread only queues work. It would wait for the device if a target were not pinned
+    or not contiguous.
     """
 
     def __init__(
@@ -248,8 +251,8 @@ class _StreamCopies:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in zip(self._slots[slot], self._sources, strict=True):
-                # The cast runs on the device. Its result is memory of this stream's pool, which
-                # the allocator hands to no other stream.
+                # The cast runs on the device. Its result lies in the memory pool of this stream,
+                # which the allocator gives to no other stream.
                 cast = source.to(target.dtype)
                 target.copy_(cast, non_blocking=True)
             copied = torch.cuda.Event()
@@ -284,9 +287,10 @@ class _StreamCopies:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"The copy of the shards into slot {slot} must end within "
-                    f"{timeout_seconds:g} s and has not: the training stream before it is stuck."
+                    f"{timeout_seconds:g} s, but it has not ended, because earlier work on the "
+                    "training stream has not ended."
                 )
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout_seconds: float) -> None:
-        """Does nothing, since the stream ends with the process."""
+        """Does nothing, because the stream ends with the process."""

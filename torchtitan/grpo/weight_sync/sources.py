@@ -1,17 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the ranks that send parameters to servers, so that each sends equally many bytes.
+"""Chooses the ranks that send parameters to servers, so that each sends about equally many bytes.
 
-A server receives from all sources at the same time, so that the network interface of one rank, or
-the copies that one process makes, do not bound a push. The functions are pure and give the same
-result on all ranks.
+A server can receive from all sources at the same time, so that neither the network interface of one
+rank nor the copies that one process makes limit the speed of a push. The functions are pure and give
+the same result on all ranks.
 
-Ranks that share a parameter form a family: all ranks without pipeline parallelism, the ranks of
-one place in the pipeline with it. Each family has at least one source, because others do not hold
-its parameters. Within a family parameters are assigned largest first, each to the source that
-has the fewest bytes so far (R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969), so
-no source sends more than the mean and one parameter.
+Ranks that share a parameter form a family. Without pipeline parallelism, all ranks form one family.
+With it, the ranks of each pipeline rank form a family. Each family has at least one source, because
+other ranks do not hold its parameters. Within a family, parameters are assigned in descending order
+of size, each to the source that has the fewest elements so far (R. L. Graham, "Bounds on
+multiprocessing timing anomalies", 1969). No source therefore sends more than the mean plus one
+parameter.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,11 +24,12 @@ from torchtitan.grpo.weight_wire.adapter_names import is_adapter, target_of
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """Says which ranks may be sources.
+    """Tells which ranks may be sources.
 
     Attributes:
         max_sources: ``weight_sync.max_sources``; 0 allows every rank.
-        hosts: For each rank, a number of its host. Ranks beyond the list are on host 0.
+        hosts: For each rank, the number of its host. Ranks beyond the end of the tuple are on
+            host 0.
     """
 
     max_sources: int = 0
@@ -43,8 +45,9 @@ def choose_sources(
 ) -> dict[int, list[Assembly]]:
     """Returns what each source assembles, in the order of ``assemblies``.
 
-    Each block is sent to the source by the source itself if it holds the block, else by a rank of
-    its host, else by any rank that holds it; of several such ranks, by the one that sends least.
+    A block that the source holds itself need not be sent. Any other block is sent to the source by
+    a rank that holds it, preferably a rank on the source's host, and among several such ranks by the
+    rank that has the least to send.
 
     Args:
         assemblies: All parameters.
@@ -84,7 +87,7 @@ def _holders(assembly: Assembly) -> set[int]:
 
 
 def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[int]:
-    """Returns the ranks of a family, so that the first ones lie on as many hosts as possible."""
+    """Returns the ranks of a family, ordered so that the first ones lie on many different hosts."""
     num_on_host: dict[int, int] = {}
     keys = {}
     for rank in sorted(family):
@@ -94,7 +97,7 @@ def _spread_over_hosts(family: Collection[int], limits: SourceLimits) -> list[in
 
 
 def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str, int]:
-    """Returns the source of each parameter, by name. Adapters have the source of their target."""
+    """Returns the source of each parameter, by name. An adapter has the source of its target."""
     num_elements = dict.fromkeys(sorted(sources), 0)
     source_of = {}
     targets = {a.name for a in assemblies if not is_adapter(a.name)}
@@ -112,7 +115,7 @@ def _assign(assemblies: Sequence[Assembly], sources: Sequence[int]) -> dict[str,
 def _with_senders(
     assembly: Assembly, source: int, limits: SourceLimits, num_sent: dict[int, int]
 ) -> Assembly:
-    """Returns the parameter with a sender for each block; adds to what each rank sends."""
+    """Chooses a sender for each block of the parameter, and counts its elements in ``num_sent``."""
 
     def sent(piece: Piece) -> Piece:
         rank = min(

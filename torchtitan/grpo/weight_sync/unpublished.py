@@ -10,7 +10,7 @@ from torchtitan.grpo.weight_sync.publisher import Publisher
 
 
 class Unpublished(Publisher):
-    """The publisher of a replay and of supervised training, whose weights go nowhere."""
+    """The publisher of a replay or of supervised training, which sends no weights."""
 
     def __init__(self) -> None:
         self.probes = Probes()
@@ -30,21 +30,21 @@ class Unpublished(Publisher):
         return 0
 
     def fence(self) -> None:
-        """Does nothing, since nothing is copied."""
+        """Does nothing, because nothing is copied."""
 
     def publish(self, version: int, slot: int) -> None:
-        """Does nothing, since there is no server to push to."""
+        """Does nothing, because there is no server to which to push."""
 
     def wait_for(
         self, version: int, timeout_seconds: float, should_stop: Callable[[], bool]
     ) -> None:
-        """Returns at once, since no server has to take the version."""
+        """Returns immediately, because no server has to take the version."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def raise_if_failed(self) -> None:
-        """Does nothing, since nothing runs that could fail."""
+        """Does nothing, because no thread runs that could fail."""
 
     def close(self, timeout_seconds: float = 2.0) -> None:
-        """Does nothing, since nothing was started."""
+        """Does nothing, because nothing was started."""

@@ -1,29 +1,30 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Records where each version is; rank 0 keeps this record for the whole run.
+"""Records where each version is. Rank 0 keeps this record for the whole run.
 
     published -> taken -> begun (the newest) -> sent by lanes -> dropped by the source ranks
     in a slot    slot SENDING                   slot HELD or FREE     slot FREE
 
-Everything that must know where a version is asks :class:`Versions`, which owns
+All code that needs to know where a version is asks :class:`Versions`. That object owns the
+following information:
 
 - the slots and the versions in them (:class:`SlotTable`, which the training thread shares);
 - which versions have buffers on source ranks, and whether a slot is held for them;
-- which of them are being sent, kept as bases of deltas, or being dropped;
+- which versions are being sent, kept as bases of deltas, or being dropped;
 - what each server has confirmed (:class:`ServerVersions`, one for each lane).
 
-Source ranks (:class:`PayloadPool`) and transports keep buffers and files of a version until
-this record has them dropped; they decide nothing.
+Source ranks (:class:`PayloadPool`) and transports make no decisions: they keep the buffers and
+files of a version until :class:`Versions` makes them drop the version.
 
 A version is kept while it is the newest or a lane sends it. A version that a server has
-confirmed is wanted as the base of its next delta as well, but a base is dropped when room
-is needed; the next push to that server then sends everything. So at most ``max_alive``
-versions have buffers, whatever servers do.
+confirmed is also kept as the base of the server's next delta. If room is needed, however, a base
+is dropped, and the next push to that server then sends everything. At most ``max_alive``
+versions therefore have buffers, whatever servers do.
 
-Threads: the training thread reaches nothing here but the slot table, whose lock is held for
-microseconds. All the rest belongs to the leader's event loop and has no locks. Any thread
-may read :attr:`ServerVersions.confirmed` and :attr:`Versions.num_alive`.
+The training thread accesses only the slot table, whose lock is held for microseconds. Everything
+else belongs to the leader's event loop and has no locks. Any thread may read
+:attr:`ServerVersions.confirmed` and :attr:`Versions.num_alive`.
 """
 
 import asyncio
@@ -41,10 +42,10 @@ class _Version:
 
     Attributes:
         number: Policy version.
-        held_slot: Slot from which it is sent, if one is held for it.
-        num_sending: Number of pushes that send it, or changes to it.
-        num_bases: Number of servers that want it as the base of their next delta.
-        dropping: Runs while it is being dropped.
+        held_slot: Slot that is held for the version and from which it is sent, or ``None``.
+        num_sending: Number of pushes that send the version, or a delta against it.
+        num_bases: Number of servers for which it is kept as the base of their next delta.
+        dropping: The task that drops the version. ``None`` until it is being dropped.
     """
 
     number: int
@@ -74,13 +75,13 @@ class Versions:
 
     Args:
         slots: The slots, which the training thread fills.
-        max_alive: How many versions may have buffers at once, at least 2.
-        drop: Makes all source ranks and the transport let go of a version; returns when its
+        max_alive: Maximum number of versions that may have buffers at once, at least 2.
+        drop: Makes all source ranks and the transport drop a version, and returns when its
             buffers are free.
 
     Attributes:
         newest: Newest version that was begun; -1 before the first.
-        max_alive: See above; it may be changed.
+        max_alive: The argument of the same name. It may be changed.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class Versions:
     # -- from a slot to the source ranks -------------------------------------------------
 
     async def take_newest(self, timeout_seconds: float) -> TakenSlot | None:
-        """Takes the filled slot with the newest version, once a further one may be begun.
+        """Takes the filled slot with the newest version, once there is room for another version.
 
-        Returns ``None`` if there is no room for a version, or no version, before the timeout.
+        Returns ``None`` if there is no room, or if no slot is filled, before the timeout.
         """
         if not await self.room(timeout_seconds):
             return None
@@ -113,7 +114,7 @@ class Versions:
         return None if taken is None else TakenSlot(*taken, is_held=self._slots.can_hold())
 
     async def room(self, timeout_seconds: float) -> bool:
-        """Waits until a further version may be begun; returns whether it may."""
+        """Waits until there is room for another version, and returns whether there is."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -125,7 +126,7 @@ class Versions:
     def _has_room(self) -> bool:
         if len(self._alive) < self.max_alive:
             return True
-        # The oldest versions that are only bases are dropped, until enough are on their way out.
+        # The oldest versions that are only bases are dropped until enough versions are being dropped.
         kept = sorted(number for number, version in self._alive.items() if not version.dropping)
         num_kept = len(kept)
         for version in (self._alive[number] for number in kept):
@@ -137,7 +138,7 @@ class Versions:
         return False
 
     async def begin(self, number: int) -> None:
-        """Makes a version the newest: the source ranks have begun to gather it."""
+        """Makes a version the newest, because the source ranks have begun to gather it."""
         async with self._changed:
             former, self.newest = self._alive.get(self.newest), number
             self._alive[number] = _Version(number)
@@ -160,7 +161,10 @@ class Versions:
         return ServerVersions(self)
 
     async def newer_than(self, number: int, timeout_seconds: float) -> int | None:
-        """Waits for a version newer than ``number``; returns the newest, or ``None``."""
+        """Waits for a version newer than ``number``.
+
+        Returns the newest version, or ``None`` if there is no newer version before the timeout.
+        """
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -171,7 +175,7 @@ class Versions:
 
     @contextmanager
     def sending(self, number: int) -> Iterator[None]:
-        """Keeps a version while it, or changes to it, are sent."""
+        """Keeps a version while it, or a delta against it, is being sent."""
         version = self._alive[number]
         version.num_sending += 1
         try:
@@ -186,11 +190,11 @@ class Versions:
         return version is not None and version.dropping is None
 
     def want_base(self, number: int) -> None:
-        """Notes that a server's next delta should be against this version."""
+        """Records that a server's next delta should be against this version."""
         self._alive[number].num_bases += 1
 
     def release_base(self, number: int) -> None:
-        """Undoes one :meth:`want_base`, also of a version that has been dropped since."""
+        """Undoes one :meth:`want_base`, even if the version has been dropped since."""
         version = self._alive.get(number)
         if version is not None:
             version.num_bases -= 1
@@ -199,12 +203,15 @@ class Versions:
     # -- dropping ------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises what kept a version from being dropped: its buffers would be lost for good."""
+        """Raises the error that prevented a version from being dropped, if there was one.
+
+        The buffers of such a version would otherwise be lost for the rest of the run.
+        """
         if self._error is not None:
             raise self._error
 
     async def close(self) -> None:
-        """Ends the waits, and gives up what is being dropped."""
+        """Ends the waits and cancels the tasks that drop versions."""
         tasks = [version.dropping for version in self._alive.values() if version.dropping]
         for task in tasks:
             task.cancel()
@@ -233,15 +240,16 @@ class Versions:
 
 
 class ServerVersions:
-    """Records what one server serves, and which version its next delta may be against.
+    """Records which version one server serves, and which version its next delta may be against.
 
-    Each lane has one.
+    Each lane has one such record.
 
     Args:
-        versions: The record that this one belongs to.
+        versions: The record of all versions.
 
     Attributes:
-        confirmed: Version that the server has confirmed; -1 before that, and while it is lost.
+        confirmed: Version that the server has confirmed. It is -1 before the first confirmation
+            and while the server is lost.
     """
 
     def __init__(self, versions: Versions) -> None:
@@ -251,12 +259,12 @@ class ServerVersions:
 
     @property
     def base(self) -> int | None:
-        """Version that changes may be sent against; ``None`` if everything must be sent."""
+        """Version against which a delta may be sent; ``None`` if everything must be sent."""
         has_base = self._base is not None and self._versions.has(self._base)
         return self._base if has_base else None
 
     def keep_as_base(self, number: int | None) -> None:
-        """Asks for a version, instead of the former one, to be kept as the base."""
+        """Requests that a version is kept as the base instead of the former base."""
         if number is not None:
             self._versions.want_base(number)
         if self._base is not None:
@@ -264,6 +272,6 @@ class ServerVersions:
         self._base = number
 
     def lose(self) -> None:
-        """Notes that nothing is known any more of what the server serves."""
+        """Records that it is no longer known what the server serves."""
         self.confirmed = -1
         self.keep_as_base(None)

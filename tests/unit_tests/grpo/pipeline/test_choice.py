@@ -20,7 +20,7 @@ def test_with_memory_the_one_without_idle_time_is_taken():
     assert choose(without, 1.5, 8) == "ZBVZeroBubble"
     text = describe(tried, {"VZB": 3.5, "1F1B": 4.0}, "VZB", costs, 32)
     assert text.startswith(
-        "The pipeline takes the schedule VZB. F, I and W of a stage take 500, 500,"
+        "The pipeline uses the schedule VZB. F, I and W of a stage take 500, 500,"
     )
     assert "Measured with 32 microbatches: VZB 3500 ms, 1F1B 4000 ms." in text
     assert "1F1B 1.17e+05 ms (idle 17.9%, holds 8)" in text
@@ -122,7 +122,7 @@ def test_the_command_shows_what_would_be_chosen(capsys):
     arguments += ["--parallelism.pipeline_parallel_schedule", "auto", "--times", "1", "1", "1"]
     assert run(["schedule", *arguments]) == 0
     assert (
-        "For these times, auto expects most of InterleavedZeroBubble; a run measures its own."
+        "For these times, auto would choose InterleavedZeroBubble. A run measures its own times."
         in capsys.readouterr().out
     )
 
@@ -134,7 +134,7 @@ def test_the_command_chooses_among_schedules_with_the_configured_stages(layers, 
     arguments += ["--parallelism.pipeline_parallel_schedule", "auto"]
     arguments += ["--parallelism.pipeline_parallel_layers_per_stage", layers]
     assert run(["schedule", *arguments]) == 0
-    assert f"auto expects most of {chosen}; a run" in capsys.readouterr().out
+    assert f"auto would choose {chosen}. A run" in capsys.readouterr().out
 
 
 def test_the_command_refuses_stages_that_ranks_cannot_share(capsys):
@@ -143,5 +143,5 @@ def test_the_command_refuses_stages_that_ranks_cannot_share(capsys):
     arguments += ["--parallelism.pipeline_parallel_layers_per_stage", "2"]
     assert run(["schedule", *arguments]) == 2
     error = capsys.readouterr().err
-    assert "parallelism.pipeline_parallel_layers_per_stage (2) cuts 6 layers" in error
+    assert "parallelism.pipeline_parallel_layers_per_stage (2) divides 6 layers" in error
     assert "auto needs the same number of stages, at least 1, on each of 2 ranks" in error

@@ -41,7 +41,7 @@ def test_the_command_compares_all_schedules(capsys, tmp_path):
     arguments += ["--parallelism.pipeline_parallel_schedule", "VHalf"]
     assert run(["schedule", *arguments, "--picture", str(tmp_path / "all.png")]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("VHalf on 2 ranks, 5 microbatches; F, I, W take 1, 2, 0.5;")
+    assert out.startswith("VHalf on 2 ranks with 5 microbatches. F, I, W take 1, 2, 0.5.")
     rows = {line[2:].split()[0]: line[0] for line in out.splitlines() if line[2:3].strip()}
     assert set(SCHEDULES) - {AUTO} <= set(rows)
     assert [name for name, mark in rows.items() if mark == "*"] == ["VHalf"]

@@ -39,7 +39,7 @@ def test_passes_of_any_length_give_the_same_sums_without_inferring_shapes_again(
     if schedule == "auto":
         (chosen,) = {result["schedule"] for result in results}
         report = (tmp_path / "pipeline_schedule.txt").read_text()
-        assert report.startswith(f"The pipeline takes the schedule {chosen}. F, I and W of a stage")
+        assert report.startswith(f"The pipeline uses the schedule {chosen}. F, I and W of a stage")
         assert "Measured with 8 microbatches: " in report and "Predicted: 1F1B" in report
         assert "\nrank  1  " in report
         assert (tmp_path / "pipeline_schedule.png").read_bytes().startswith(b"\x89PNG")

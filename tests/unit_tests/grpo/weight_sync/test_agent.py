@@ -47,7 +47,7 @@ def snapshot(version: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def make_hands(
+def make_rank_parts(
     read: Any = lambda slot, version: snapshot(version),
 ) -> tuple[Agent, GroupSender, DiskSender]:
     """An agent and the senders of both transports, of one source rank."""
@@ -59,7 +59,7 @@ def make_hands(
 
 def test_a_bucket_comes_whole_or_as_changes_to_an_older_version():
     async def body() -> None:
-        agent, sender, _ = make_hands()
+        agent, sender, _ = make_rank_parts()
         for version in (3, 4):
             await agent.gather(0, version, False)
         whole = await sender.prepare(4, 1, None)
@@ -118,7 +118,7 @@ def test_what_was_dropped_or_could_not_be_gathered_says_so():
                 tensors["b"][7] = float("nan")
             return tensors
 
-        agent, sender, _ = make_hands(read)
+        agent, sender, _ = make_rank_parts(read)
         await agent.gather(0, 1, False)
         with pytest.raises(RuntimeError, match="rank 3 is gone"):
             await agent.gather(0, 2, False)
@@ -128,7 +128,7 @@ def test_what_was_dropped_or_could_not_be_gathered_says_so():
         await agent.drop(1)
         with pytest.raises(PayloadFailed, match="Version 1 is no longer held"):
             await sender.prepare(1, 0, None)
-        with pytest.raises(RuntimeError, match="no group with http://server: open one first"):
+        with pytest.raises(RuntimeError, match="must open a group with http://server before"):
             await sender.send("http://server", 2, 0, None)
         await sender.leave("http://server")
         await agent.close()
@@ -151,7 +151,7 @@ def test_a_version_that_is_being_written_keeps_its_buffers_though_nobody_waits(
     monkeypatch.setattr(disk_transport, "write_part", slow_write)
 
     async def body() -> None:
-        agent, _, sender = make_hands()
+        agent, _, sender = make_rank_parts()
         await agent.gather(0, 1, False)
         writing = asyncio.create_task(sender.write(1, str(tmp_path)))
         await asyncio.to_thread(begun.wait, 30)

@@ -401,8 +401,8 @@ def test_a_loss_is_told_once_for_each_reason_and_ends_with_a_line_of_its_own(cap
     with caplog.at_level(logging.WARNING):
         run_rig(body)
     lost, other, joined = [record.getMessage() for record in caplog.records]
-    assert lost == "Lost http://a while syncing: no connection It is tried again in 0.01 s."
+    assert lost == "Lost http://a while syncing: no connection The trainer tries again in 0.01 s."
     assert other.startswith(
-        "http://a has not joined again since 0 s: another model It is tried every"
+        "http://a has not joined again for 0 s: another model The trainer tries again every"
     )
     assert joined == "http://a has joined again, 0 s after it was lost."

@@ -46,7 +46,7 @@ def test_what_will_never_be_gathered_fails_its_readers_with_the_reason():
         await payload.wait_filled(0, 10)
         with pytest.raises(PayloadFailed, match=r"Bucket 1 of version 1 .* rank 3 is gone"):
             await payload.wait_filled(1, 10)
-        with pytest.raises(PayloadFailed, match=r"it was not complete within 0\.01 s"):
+        with pytest.raises(PayloadFailed, match=r"it was not gathered within 0\.01 s"):
             await new_pool().take(2).wait_filled(0, 0.01)
 
     asyncio.run(body())

@@ -37,7 +37,9 @@ def lane(**changes: Any) -> Any:
 
 def test_a_version_that_cannot_be_written_is_not_waited_for_without_end():
     publisher = Waiting(lane(is_blocked=True, last_error="no space left on the device"))
-    with pytest.raises(TimeoutError, match=r"http://a is ready, serves version 3 \(no space left"):
+    with pytest.raises(
+        TimeoutError, match=r"http://a is ready and serves version 3 \(no space left"
+    ):
         publisher.wait_for(4, 0.3, lambda: False)
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Actions of pipeline ranks, and the tables that say in which order the ranks run them.
+"""Actions of pipeline ranks, and the tables that define the order in which the ranks run them.
 
-A table is data: generators make it, the simulator judges it, and the runtime runs it. Nothing in
+A table is data: generators make it, the simulator evaluates it, and the runtime runs it. No module in
 this package imports torch.
 """
 
@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "I", "W", "B", "G"]
-"""Forward pass, gradient of the input, gradient of the weights, or the last two at once; and the
-forward pass of a row that belongs to another pass and fills a gap (`gaps.py`)."""
+"""The kind of an action.
+
+F is a forward pass, I computes the gradient of the input, W computes the gradients of the weights, and
+B computes both at once. G is the forward pass of a row that belongs to another pass and fills a gap
+(`gaps.py`).
+"""
 
 Placement = Literal["loop", "v"]
-"""Which rank holds which stage, see :func:`ranks_of_stages`."""
+"""The assignment of stages to ranks; see :func:`ranks_of_stages`."""
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one stage. ``str()`` gives ``F2`` of stage 5 as ``5F2``."""
+    """One pass of one microbatch through one stage.
+
+    ``str()`` writes the forward pass of microbatch 2 through stage 5 as ``5F2``.
+    """
 
     stage: int
     kind: Kind
@@ -30,7 +37,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     def after(self, num_stages: int) -> Iterator["tuple[Action, ...]"]:
-        """Yields what must be complete before, as alternatives of which one is in the table."""
+        """Yields the actions that must be complete before this one can run.
+
+        Each item is a tuple of alternatives. Exactly one of them is in the table.
+        """
         stage, kind, microbatch = self
         if kind in ("F", "G"):
             if stage > 0:
@@ -48,11 +58,11 @@ class Table:
     """The order of the actions of each pipeline rank.
 
     Attributes:
-        ranks: For each stage of the pipeline, the rank that holds it.
-        num_microbatches: Number of microbatches that pass the pipeline.
+        ranks: For each stage of the pipeline, the rank that holds the stage.
+        num_microbatches: Number of microbatches that pass through the pipeline.
         actions: For each rank, its actions in order.
         is_forward_only: Whether there are no backward passes.
-        num_gap_microbatches: Number of microbatches that pass the stages by actions G.
+        num_gap_microbatches: Number of microbatches that pass through the stages in actions G.
     """
 
     ranks: tuple[int, ...]
@@ -63,20 +73,21 @@ class Table:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of ranks of the pipeline."""
         return len(self.actions)
 
 
 def ranks_of_stages(num_ranks: int, stages_per_rank: int, placement: Placement) -> tuple[int, ...]:
     """Returns the rank of each stage.
 
-    Under ``loop``, stage s lies on rank s mod p. Under ``v``, the stages go down the ranks and up
-    again, so that rank 0 holds the first and the last one of each pair of rounds.
+    Under ``loop``, stage s lies on rank s mod p, where p is the number of ranks. Under ``v``, the
+    stages go down the ranks and then up again, so that rank 0 holds the first and the last stage of
+    each pair of rounds.
     """
     down, up = tuple(range(num_ranks)), tuple(reversed(range(num_ranks)))
     rounds = [up if placement == "v" and i % 2 else down for i in range(stages_per_rank)]

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the actions of a pipeline cost in time and memory."""
+"""Costs, in time and memory, of the actions of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from torchtitan.grpo.pipeline.tables.actions import Action
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one stage and a microbatch of average size.
+    """Costs of one stage for a microbatch of average size.
 
     Attributes:
         forward: Time of F.
         input_grad: Time of I, in which checkpointed blocks are recomputed.
         weight_grad: Time of W.
-        full_backward: Time of B, or None for that of I and W together. Splitting a backward pass
-            can cost time.
-        activation: Memory that F leaves and that I, or B, gives back when it ends.
-        pending: Memory that I leaves and that W gives back when it ends.
-        recompute: Part of I, or B, that computes checkpointed blocks again and needs no gradient. A
-            rank that waits for the gradient from another rank computes it meanwhile.
+        full_backward: Time of B. None means the sum of the times of I and W. Splitting a backward
+            pass can take additional time.
+        activation: Memory that F allocates and that is freed at the end of I or B.
+        pending: Memory that I allocates and that is freed at the end of W.
+        recompute: Time within I or B in which checkpointed blocks are recomputed. Recomputation
+            needs no gradient, so a rank does it while it waits for the gradient from another rank.
     """
 
     forward: float
@@ -46,11 +46,11 @@ class Costs:
     """Costs of all stages and microbatches.
 
     Attributes:
-        stages: One for each stage.
-        hop: Time for which a tensor travels from one rank to another. Both go on meanwhile.
-        sizes: For each microbatch, its time relative to an average one; all 1 if it is empty.
-            Rows of equal length differ because attention's cost depends on how they are packed.
-            Their memory does not.
+        stages: Costs of each stage.
+        hop: Time to send a tensor from one rank to another. Both ranks compute meanwhile.
+        sizes: For each microbatch, its time relative to an average one. If the tuple is empty, all
+            are 1. Rows of equal length take different times, because the cost of attention depends
+            on how they are packed. Their memory is equal.
     """
 
     stages: tuple[StageCosts, ...]
@@ -65,14 +65,17 @@ class Costs:
         times: Sequence[float] = (1.0, 1.0, 1.0),
         hop: float = 0.0,
     ) -> "Costs":
-        """Equal stages. A rank's stages together take ``times`` for F, I and W, and memory 1."""
+        """Returns the costs of equal stages.
+
+        The stages of a rank together take ``times`` for F, I and W, and hold memory 1.
+        """
         forward, input_grad, weight_grad = (time / stages_per_rank for time in times)
         memory = 1.0 / stages_per_rank
         stage = StageCosts(forward, input_grad, weight_grad, activation=memory, pending=memory)
         return cls((stage,) * (num_ranks * stages_per_rank), hop)
 
     def with_unit_memory(self) -> "Costs":
-        """Returns the same times, with memory counted in microbatches of one stage."""
+        """Returns the same times with memory counted in microbatches of one stage."""
         stages = (replace(stage, activation=1.0, pending=1.0) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
@@ -89,7 +92,7 @@ class Costs:
         return time * self._size(action)
 
     def recompute(self, action: Action) -> float:
-        """Returns for how long an action needs no gradient, and so can run before it is there."""
+        """Returns the maximum time by which an action can begin before its gradient arrives."""
         is_backward = action.kind in ("I", "B")
         return self.stages[action.stage].recompute * self._size(action) if is_backward else 0.0
 
@@ -98,7 +101,7 @@ class Costs:
         return self.sizes[action.microbatch] if has_size else 1.0
 
     def memory(self, action: Action) -> float:
-        """Returns by how much an action changes the memory held on its rank."""
+        """Returns the change that an action makes to the memory held on its rank."""
         stage = self.stages[action.stage]
         return {
             "F": stage.activation,

@@ -3,8 +3,9 @@
 
 """Fills the idle time of a table with forward passes of other rows.
 
-The rows of a later minibatch, for example, have to pass the reference model, which lies on the same
-ranks in the same stages. PipeFill describes this use of idle time (https://arxiv.org/abs/2410.07192).
+For example, the rows of a later minibatch must pass through the reference model, which lies on the
+same ranks in the same stages. PipeFill describes this use of idle time
+(https://arxiv.org/abs/2410.07192).
 """
 
 from dataclasses import replace
@@ -14,21 +15,21 @@ from torchtitan.grpo.pipeline.tables.actions import Action, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
 Gaps = list[list[tuple[float, float]]]
-"""For each rank, the begin and the end of its idle times, in order."""
+"""For each rank, the start and the end of each of its idle times, in order."""
 _ROUNDING = 1e-9
-"""Share of a time by which sums of the same times may differ."""
+"""Relative rounding error by which equal sums of times may differ."""
 
 
 def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
     """Adds forward passes of other microbatches where ranks would wait.
 
-    No action of the table starts later because of them. A microbatch is added if it fits in on its
-    way through all stages, so that fewer than ``limit`` may be added.
+    The added passes delay no action of the table. A microbatch is added only if its passes through
+    all stages fit into gaps, so that fewer than ``limit`` microbatches may be added.
 
     Args:
         table: A table without such passes.
-        costs: Costs of its actions. The added passes take as long as F.
-        limit: The largest number of microbatches to add.
+        costs: Costs of its actions. An added pass takes as long as F.
+        limit: Maximum number of microbatches to add.
     """
     simulation = simulate(table, costs)
     gaps = _gaps_of(table, simulation)
@@ -47,7 +48,7 @@ def fill_gaps(table: Table, costs: Costs, limit: int) -> Table:
 
 
 def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
-    """Returns when ranks are idle. The step is over when the last rank has ended."""
+    """Returns the idle times of all ranks. The step ends when the last rank has ended."""
     gaps: Gaps = []
     for actions in table.actions:
         ends = [0.0, *(simulation.ends[action] for action in actions)]
@@ -59,7 +60,10 @@ def _gaps_of(table: Table, simulation: Simulation) -> Gaps:
 def _place(
     microbatch: int, table: Table, costs: Costs, gaps: Gaps
 ) -> list[tuple[Action, float]] | None:
-    """Returns when a microbatch passes each stage at the earliest; None if it does not fit in."""
+    """Returns the earliest time at which a microbatch can pass through each stage.
+
+    Returns None if the microbatch does not fit into the gaps.
+    """
     ready, starts = 0.0, []
     taken: Gaps = [list(of_rank) for of_rank in gaps]
     for stage, rank in enumerate(table.ranks):
@@ -85,7 +89,7 @@ def _place(
 def _without(
     gaps: list[tuple[float, float]], begin: float, end: float
 ) -> list[tuple[float, float]]:
-    """Returns the gaps without a part of one of them."""
+    """Returns the gaps without the time from ``begin`` to ``end``, which lies in one of them."""
     left = []
     for gap in gaps:
         if gap[0] <= begin < gap[1]:

@@ -1,14 +1,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Improves a table of actions for given times, under a bound of memory.
+"""Improves a table of actions for given times, within a bound on memory.
 
-The method is forward-backward improvement, as known from project scheduling
-(https://doi.org/10.1016/0377-2217(92)90046-Y): a table is packed to the left, where each rank takes
-the first action that can run, then to the right in the same way with time reversed, and so on. Each
-pass closes gaps that the other one cannot see: the first those of the warm-up, the second those of
-the cool-down. An action may overtake others only if the rank's memory stays within the bound
-in between, so that a table that kept to the bound still does.
+The method is forward-backward improvement from project scheduling
+(https://doi.org/10.1016/0377-2217(92)90046-Y). A table is packed to the left: each rank runs the
+first action that can run. The table is then packed to the right in the same way with time reversed,
+and the two passes are repeated. Packing to the left closes gaps in the warm-up, and packing to the
+right closes gaps in the cool-down. An action may overtake others only if the rank's memory stays
+within the bound meanwhile. A table that was within the bound therefore stays within the bound.
 """
 
 import heapq
@@ -20,7 +20,7 @@ from torchtitan.grpo.pipeline.tables.actions import Action, Table
 from torchtitan.grpo.pipeline.tables.costs import Costs
 
 _ROUND = 1e-9
-"""Times and memories that differ by less are equal; sums of floats are not exact."""
+"""Times and memories that differ by less than this count as equal, because float sums are inexact."""
 
 Orders = list[list[int]]
 """For each rank, its actions by number."""
@@ -29,14 +29,16 @@ Orders = list[list[int]]
 def improve(
     tables: Iterable[Table], costs: Costs, max_memory: float = math.inf, rounds: int = 4
 ) -> Table:
-    """Returns the best table found from these ones: the least makespan, then the least span.
+    """Returns the best table that was found by improving the given tables.
+
+    The best table is the one with the shortest makespan and, among equal ones, the shortest span.
 
     Args:
-        tables: Tables of the same actions and placement that a pipeline can run.
+        tables: Tables with the same actions and the same placement that a pipeline can run.
         costs: Times and memories of the actions.
-        max_memory: Bound of each rank's memory, in the unit of ``costs``. If all of ``tables``
-            exceed it, so may the result, which then exceeds it least.
-        rounds: Passes to the right and back to the left, for each table and preference.
+        max_memory: Bound on each rank's memory, in the unit of ``costs``. If all of ``tables`` exceed
+            the bound, the result may exceed it too; it is then a table that exceeds it least.
+        rounds: Number of passes to the right and back to the left, for each table and preference.
     """
     best: tuple[tuple[float, float, float], Table] | None = None
     for table in tables:
@@ -46,14 +48,15 @@ def improve(
             score = (excess, *work.makespan_and_span(orders))
             if best is None or score < best[0]:
                 best = score, replace(table, actions=work.named(orders))
-    assert best is not None, "There is no table to improve."
+    assert best is not None, "there must be at least one table to improve"
     return best[1]
 
 
 def _output_layer(action: Action, table: Table) -> Iterator[tuple[Action, ...]]:
-    """Yields that the last stage finishes a microbatch's backward pass before the next begins.
+    """Yields a further dependency for the forward passes of the last stage.
 
-    The logits of more than one microbatch would take too much memory.
+    The last stage must finish the backward pass of a microbatch before it begins the next microbatch,
+    because the logits of several microbatches would take too much memory.
     """
     stage, kind, microbatch = action
     if kind == "F" and stage == table.num_stages - 1 and microbatch > 0:
@@ -69,21 +72,26 @@ def _weights_last(action: Action) -> int:
 
 
 _PREFERENCES: tuple[Callable[[Action], int], ...] = (_as_listed, _weights_last)
-"""Orders of the actions that could run, from 0 on; equal ones run as they are listed."""
+"""Functions that rank the actions that can run.
+
+The action with the lowest number, which is 0 or more, runs first. Actions with equal numbers run in
+the order in which they are listed.
+"""
 
 
 @dataclass
 class Work:
-    """The actions of a table by number, with what packing needs to know about each.
+    """The numbered actions of a table, with the information that packing needs about each action.
 
     Attributes:
         actions: The actions.
         ranks: Rank of each action.
-        times: Duration of each.
-        changes: Change of the rank's memory by each.
-        kinds: Number of the stage and kind of each. Of these, microbatches run in order.
-        before: For each action, those that it waits for, with the time between.
-        after: For each action, those that wait for it, with the time between.
+        times: Duration of each action.
+        changes: Change that each action makes to the memory of its rank.
+        kinds: For each action, a number that stands for its stage and its kind. Actions with the same
+            number run in the order of the microbatches.
+        before: For each action, the actions for which it waits, each with the time of the hop.
+        after: For each action, the actions that wait for it, each with the time of the hop.
         num_ranks: Number of ranks.
     """
 
@@ -122,7 +130,7 @@ class Work:
         )
 
     def candidates(self, table: Table, max_memory: float, rounds: int) -> Iterator[Orders]:
-        """Yields the table as it is and what packing makes of it."""
+        """Yields the orders of the table, and then the orders that packing produces from them."""
         numbers = {action: number for number, action in enumerate(self.actions)}
         given = [[numbers[action] for action in actions] for actions in table.actions]
         yield given
@@ -140,11 +148,11 @@ class Work:
                 yield [order[::-1] for order in from_right]
                 yield to_left
                 if to_left == orders:
-                    break  # further rounds would end here as well
+                    break  # further rounds would have the same result
                 orders = to_left
 
     def ends(self, orders: Orders) -> list[float]:
-        """Returns when each action ends if the ranks run them in these orders."""
+        """Returns the time at which each action ends if the ranks run the actions in these orders."""
         ends, ready = [0.0] * len(self.actions), [0.0] * len(self.actions)
         waits_for = [len(before) for before in self.before]
         free_at, positions = [0.0] * self.num_ranks, [0] * self.num_ranks
@@ -165,13 +173,13 @@ class Work:
         return ends
 
     def makespan_and_span(self, orders: Orders) -> tuple[float, float]:
-        """Returns the time of the whole table, and the longest one of a single rank."""
+        """Returns the time of the whole table, and the longest time that one rank takes."""
         ends = self.ends(orders)
         spans = (ends[o[-1]] - ends[o[0]] + self.times[o[0]] for o in orders if o)
         return max(ends), max(spans)
 
     def peak(self, orders: Orders) -> float:
-        """Returns the most memory that a rank holds."""
+        """Returns the maximum memory that a rank holds."""
         peak = 0.0
         for order in orders:
             held = 0.0
@@ -181,20 +189,19 @@ class Work:
         return peak
 
     def named(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
-        """Returns the actions of orders."""
+        """Returns orders of numbers as orders of actions."""
         return tuple(tuple(self.actions[number] for number in order) for order in orders)
 
 
 def pack(work: Work, orders: Orders, max_memory: float, prefer: Callable[[Action], int]) -> Orders:
-    """Returns orders in which each rank, when it is free, runs an action that can run.
+    """Returns orders in which each rank runs an action that can run whenever it is free.
 
     Args:
         work: The actions.
-        orders: Orders that the ranks can run, from which the result deviates where a rank would
+        orders: Orders that the ranks can run. The result deviates from them where a rank would
             wait.
-        max_memory: Bound of each rank's memory. Actions that come next in ``orders`` may exceed
-            it.
-        prefer: Of the actions that can run, the one with the lowest number comes first.
+        max_memory: Bound on each rank's memory. The next action in ``orders`` may exceed it.
+        prefer: Ranks the actions that can run. The action with the lowest number runs first.
     """
     packer = _Packer(work, orders, max_memory, prefer)
     while packer.visits:
@@ -220,7 +227,7 @@ class _Packer:
         self._held = [0.0] * work.num_ranks
 
     def visit(self, now: float, rank: int) -> None:
-        """Lets a rank choose at a time at which something may have changed for it."""
+        """Lets a rank choose its next action, at a time when its choice may have changed."""
         if not self._left[rank] or self._free_at[rank] > now + _ROUND:
             return
         position, later = self._choose(now, rank)
@@ -230,7 +237,7 @@ class _Packer:
             heapq.heappush(self.visits, (later, rank))
 
     def _choose(self, now: float, rank: int) -> tuple[int | None, float | None]:
-        """Returns the position of the action to run, or when the first one will be ready."""
+        """Returns the position of the action to run, or the time when the first one will be ready."""
         work, held = self.work, self._held[rank]
         chosen: tuple[int, int] | None = None
         later: float | None = None
@@ -244,7 +251,7 @@ class _Packer:
                     if self._ready[number] <= now + _ROUND:
                         choice = self.preferences[number], position
                         chosen = choice if chosen is None else min(chosen, choice)
-                        if choice[0] == 0:  # none that comes later is preferred to it
+                        if choice[0] == 0:  # no later action is preferred to this one
                             break
                     elif later is None or self._ready[number] < later:
                         later = self._ready[number]

@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Orders of actions in which the backward pass is one action: GPipe, 1F1B and Interleaved1F1B."""
+"""Tables in which the backward pass is one action: GPipe, 1F1B and Interleaved1F1B.
+
+The module also holds what interleaved zero-bubble tables share with Interleaved1F1B.
+"""
 
 import math
 from collections import Counter
@@ -26,7 +29,7 @@ class RankOrder:
         self._counts[stage, kind] += 1
 
     def of(self, num_microbatches: int) -> tuple[Action, ...]:
-        """Returns the actions of the microbatches that exist."""
+        """Returns the actions of the first ``num_microbatches`` microbatches."""
         return tuple(action for action in self.actions if action.microbatch < num_microbatches)
 
     def add_all(self, stage: int, kinds: Literal["FIW", "IW"]) -> None:
@@ -36,7 +39,10 @@ class RankOrder:
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Table:
-    """All forward passes, then all backward passes (https://arxiv.org/abs/1811.06965)."""
+    """Makes the table of GPipe: all forward passes, and then all backward passes.
+
+    See https://arxiv.org/abs/1811.06965.
+    """
     return Table(
         ranks_of_stages(num_ranks, 1, "loop"),
         num_microbatches,
@@ -48,7 +54,10 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
-    """1F1B (https://arxiv.org/abs/1806.03377): as few microbatches as possible are in flight."""
+    """Makes the table of 1F1B, in which as few microbatches as possible are in flight.
+
+    See https://arxiv.org/abs/1806.03377.
+    """
     orders = []
     for rank in range(num_ranks):
         order = RankOrder()
@@ -67,12 +76,12 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Table:
 def interleaved_one_forward_one_backward(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
 ) -> Table:
-    """Interleaved1F1B (https://arxiv.org/abs/2104.04473).
+    """Makes the table of Interleaved1F1B (https://arxiv.org/abs/2104.04473).
 
     Args:
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
         num_microbatches: Number of microbatches.
-        stages_per_rank: Stages that each rank holds.
+        stages_per_rank: Number of stages that each rank holds.
     """
     return interleave(num_ranks, num_microbatches, stages_per_rank, splits_backward=False)
 
@@ -80,9 +89,10 @@ def interleaved_one_forward_one_backward(
 def interleave(
     num_ranks: int, num_microbatches: int, stages_per_rank: int, *, splits_backward: bool
 ) -> Table:
-    """Makes an interleaved table, whose backward passes are B, or I and W.
+    """Makes an interleaved table with backward passes B or, if they are split, I and W.
 
-    Rank r delays each W by r microbatches, and then needs fewer forward passes to warm up.
+    With split backward passes, rank r delays each W by r microbatches, and a rank needs fewer forward
+    passes to warm up.
     """
     orders = []
     for rank in range(num_ranks):
@@ -105,10 +115,12 @@ def interleave(
 
 
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
-    """Forward passes alone: all microbatches pass a rank's first stage, then its next one.
+    """Makes a table without backward passes.
+
+    On each rank, all microbatches pass through the first stage, and then through the next stage.
 
     Args:
-        ranks: For each stage of the pipeline, the rank that holds it.
+        ranks: For each stage of the pipeline, the rank that holds the stage.
         num_microbatches: Number of microbatches.
     """
     actions = tuple(
@@ -124,11 +136,11 @@ def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Table:
 
 
 class Rounds:
-    """The stages through which a rank of an interleaved schedule goes, step by step.
+    """The order in which a rank of an interleaved schedule runs its stages.
 
-    About as many microbatches as there are ranks pass the rank's first stage, then the same ones
-    its second stage, and so on; the next round follows. All rounds are equally long, so that the
-    last one may have passes of microbatches that do not exist.
+    In a round, about as many microbatches as there are ranks pass through the rank's first stage,
+    then the same microbatches pass through its second stage, and so on. All rounds are equally long,
+    so that the last round may contain passes of microbatches that do not exist.
     """
 
     def __init__(
@@ -140,20 +152,23 @@ class Rounds:
         self.num_steps = rounds * self.per_round * stages_per_rank
 
     def warm_up(self, steps_to_neighbour: int) -> int:
-        """Forward passes before the first backward pass of a rank.
+        """Returns the number of forward passes before the first backward pass of the rank.
 
         Args:
-            steps_to_neighbour: By how many there are fewer on the next rank.
+            steps_to_neighbour: Number of forward passes by which the next rank has fewer.
         """
         ranks_below = self.num_ranks - 1 - self.rank
         passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbour * ranks_below
         return min(passes, self.num_steps)
 
     def stage(self, step: int) -> int:
-        """Stage of a forward pass."""
+        """Returns the stage of the forward pass in a step."""
         return step // self.per_round % self.stages_per_rank * self.num_ranks + self.rank
 
     def backward_stage(self, step: int) -> int:
-        """Stage of a backward pass. Within a round, the last stage comes first."""
+        """Returns the stage of the backward pass in a step.
+
+        Within a round, the last stage comes first.
+        """
         local = self.stages_per_rank - 1 - step // self.per_round % self.stages_per_rank
         return local * self.num_ranks + self.rank

@@ -1,12 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Zero-bubble schedules in V placement that hold a chosen amount of memory: V-Min, V-Half, V-ZB.
+"""Zero-bubble schedules in V placement with a chosen amount of memory: V-Min, V-Half and V-ZB.
 
-They repeat a building block, the passes of one microbatch, once a period. How long a rank keeps a
-microbatch within the block decides how much memory the schedule holds
-(https://arxiv.org/abs/2405.15362). Repeated blocks leave gaps at the beginning and the end of the
-step, and wherever times are not those for which the block was made. `improve.py` closes them.
+These schedules repeat a building block once per period. The block consists of the passes of one
+microbatch. The time for which a rank keeps a microbatch within the block determines how much memory
+the schedule holds (https://arxiv.org/abs/2405.15362). Repeated blocks leave gaps at the beginning and
+at the end of the step, and wherever the actual times differ from the times for which the block was
+made. `improve.py` closes these gaps.
 """
 
 import itertools
@@ -18,41 +19,47 @@ from torchtitan.grpo.pipeline.tables.improve import improve
 from torchtitan.grpo.pipeline.tables.zero_bubble import zbv
 
 Block = dict[tuple[int, Kind], int]
-"""When each pass of one microbatch starts: the cell of time of a stage's F, I or W."""
+"""The time at which each pass of one microbatch starts, in cells, by stage and kind of pass."""
 
 _PERIOD = 6
-"""Cells of a period. A rank has two stages, with an F, an I and a W of one cell each."""
+"""Number of cells in a period. A rank has two stages with an F, an I and a W of one cell each."""
 
 _NEXT = (1, 1, 1, 1)
 
 
 def v_min(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """V-Min: about a third of 1F1B's memory. Its bubble is large unless all times are equal."""
+    """Makes the table of V-Min, which holds about a third of the memory of 1F1B.
+
+    Its bubble is large unless all times are equal.
+    """
     return _v_schedule(num_microbatches, costs, _NEXT, (num_ranks + 4) // 3)
 
 
 def v_half(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """V-Half: about half of 1F1B's memory."""
+    """Makes the table of V-Half, which holds about half of the memory of 1F1B."""
     return _v_schedule(num_microbatches, costs, (2, 1, 2, 1), (num_ranks + 2) // 2)
 
 
 def v_zb(num_ranks: int, num_microbatches: int, costs: Costs) -> Table:
-    """V-ZB: the memory of 1F1B. Without hops and at equal times, no rank waits in its span."""
+    """Makes the table of V-ZB, which holds as much memory as 1F1B.
+
+    If hops take no time and all passes take equal times, no rank waits within its span.
+    """
     return _v_schedule(num_microbatches, costs, (4, 2, 4, 2), num_ranks)
 
 
 def _v_schedule(
     num_microbatches: int, costs: Costs, offsets: tuple[int, int, int, int], microbatches_held: int
 ) -> Table:
-    """Makes a table of at most so many whole microbatches' memory a rank.
+    """Makes a table in which a rank holds the memory of at most ``microbatches_held`` microbatches.
 
     Args:
         num_microbatches: Number of microbatches.
-        costs: Times and memories, of two stages a rank. They shape the table; the memory is
-            counted in stages, because ranks run out of it one by one.
-        offsets: Cells between neighbouring ranks in the forward passes down and up the ranks, and
-            in the backward passes down and up.
-        microbatches_held: Bound of the memory, in microbatches of both stages of a rank.
+        costs: Times and memories, for two stages on each rank. The times shape the table. The memory
+            is counted in microbatches of one stage, because the bound applies to each rank.
+        offsets: Number of cells between neighbouring ranks in the forward passes down and up the
+            ranks, and in the backward passes down and up the ranks.
+        microbatches_held: Bound on the memory, in microbatches of both stages of a rank.
     """
     num_ranks = len(costs.stages) // 2
     unit = costs.with_unit_memory()
@@ -67,7 +74,10 @@ def _v_schedule(
 
 
 def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Block]:
-    """Yields blocks with these offsets, turning at once or a cell later at one of the ends."""
+    """Yields blocks with these offsets.
+
+    In some of the blocks, the microbatch waits for one more cell where it turns at an end of the V.
+    """
     found = []
     for own, turns in itertools.product(dict.fromkeys(offsets), ((0, 0, 0), (0, 1, 0), (1, 0, 0))):
         block = building_block(num_ranks, own, turns)
@@ -77,13 +87,13 @@ def _blocks(num_ranks: int, offsets: tuple[tuple[int, ...], ...]) -> Iterator[Bl
 
 
 def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, ...]) -> Block:
-    """Places the passes of one microbatch so that the same places a period later are free.
+    """Places the passes of one microbatch so that the block can be repeated once per period.
 
     Args:
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
         offsets: See :func:`_v_schedule`. A pass is placed later if its cell is taken.
-        turns: Cells that pass additionally where the microbatch turns: at the last rank, at the
-            last stage, and at the last rank again.
+        turns: Number of additional cells where the microbatch turns: at the last rank, at the last
+            stage, and at the last rank again.
     """
     num_stages = 2 * num_ranks
     ranks = ranks_of_stages(num_ranks, 2, "v")
@@ -109,11 +119,11 @@ def building_block(num_ranks: int, offsets: tuple[int, ...], turns: tuple[int, .
 
 
 def held(block: Block, num_ranks: int) -> int:
-    """Returns the most microbatches of a stage that a rank holds if the block is repeated."""
+    """Returns how many microbatches of one stage a rank holds at most if the block is repeated."""
     ranks = ranks_of_stages(num_ranks, 2, "v")
     most = 0
     for cell, rank in itertools.product(range(_PERIOD), range(num_ranks)):
-        # A stage holds a microbatch from its F to the end of its W, one for each period.
+        # A stage holds a microbatch from its F to the end of its W. One microbatch starts per period.
         most = max(
             most,
             sum(
@@ -126,7 +136,7 @@ def held(block: Block, num_ranks: int) -> int:
 
 
 def repeated(block: Block, num_ranks: int, num_microbatches: int) -> Table:
-    """Returns the table in which each microbatch has its block a period after the one before."""
+    """Returns the table in which the block of each microbatch starts a period after the previous."""
     ranks = ranks_of_stages(num_ranks, 2, "v")
     timed: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
     for (stage, kind), cell in block.items():

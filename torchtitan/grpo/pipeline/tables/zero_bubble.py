@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Zero-bubble orders of actions that are given by rules: ZB-H1, ZB-H2, interleaved, and ZBV.
+"""Zero-bubble tables that follow fixed rules: ZB-H1, ZB-H2, interleaved zero bubble, and ZBV.
 
-All are from https://arxiv.org/abs/2401.10241. They delay the gradients of weights, W, which nothing
-waits for, into the time in which a rank would otherwise wait.
+All of them are from https://arxiv.org/abs/2401.10241. No other action waits for the gradients of
+weights, W. These schedules therefore delay W to times at which a rank would otherwise be idle.
 """
 
 from torchtitan.grpo.pipeline.tables.actions import Table, ranks_of_stages
@@ -12,9 +12,10 @@ from torchtitan.grpo.pipeline.tables.plain import RankOrder, interleave
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
-    """ZB-H1: at most as many microbatches are held as by 1F1B, and a third of its bubble is left.
+    """Makes the table of ZB-H1, which holds at most as many microbatches as 1F1B.
 
-    The bubble of each rank's span is (p - 1) (F + I - W).
+    Its bubble is a third of that of 1F1B if F, I and W take equal times. The bubble within each rank's
+    span is (p - 1) (F + I - W), where p is the number of ranks.
     """
     return _handcrafted(
         num_microbatches,
@@ -24,9 +25,10 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
-    """ZB-H2: almost twice the memory of 1F1B, and no bubble where F, I and W take equal times.
+    """Makes the table of ZB-H2, which holds almost twice the memory of 1F1B.
 
-    The bubble of each rank's span is (p - 1) (F + I - 2W), from 2p - 1 microbatches on.
+    It has no bubble if F, I and W take equal times. With at least 2p - 1 microbatches on p ranks, the
+    bubble within each rank's span is (p - 1) (F + I - 2W).
     """
     return _handcrafted(
         num_microbatches,
@@ -36,12 +38,18 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) -> Table:
-    """One stage a rank, from forward passes before the first I, and Is before the first W."""
+    """Makes a table with one stage on each rank.
+
+    Args:
+        num_microbatches: Number of microbatches.
+        warm_ups: For each rank, the number of forward passes before its first I.
+        delays: For each rank, the number of microbatches by which each W is delayed after its I.
+    """
     orders = []
     for rank, (warm_up, delay) in enumerate(zip(warm_ups, delays, strict=True)):
         order = RankOrder()
         for step in range(num_microbatches + max(warm_up, delay)):
-            # A step is one I, the W that lies `delay` microbatches back, and the next F.
+            # A step consists of one I, the W of the microbatch `delay` steps before, and the next F.
             if step == 0:
                 for _ in range(min(warm_up, num_microbatches)):
                     order.add(rank, "F")
@@ -58,22 +66,25 @@ def _handcrafted(num_microbatches: int, warm_ups: list[int], delays: list[int]) 
 def interleaved_zero_bubble(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
 ) -> Table:
-    """Interleaved1F1B with split backward passes. Rank r delays each W by r microbatches.
+    """Makes the table of Interleaved1F1B with split backward passes.
+
+    Rank r delays each W by r microbatches.
 
     Args:
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Number of ranks of the pipeline.
         num_microbatches: Number of microbatches.
-        stages_per_rank: Stages that each rank holds.
+        stages_per_rank: Number of stages that each rank holds.
     """
     return interleave(num_ranks, num_microbatches, stages_per_rank, splits_backward=True)
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Table:
-    """ZB-V: two stages a rank in V placement, with the memory of 1F1B.
+    """Makes the table of ZB-V: two stages on each rank in V placement, with the memory of 1F1B.
 
-    Without hops and at equal times of F, I and W, no rank waits within its span.
+    If hops take no time and F, I and W take equal times, no rank waits within its span.
     """
-    # The rule needs this many microbatches; passes of those that do not exist are left out.
+    # The rule needs at least 2p - 1 microbatches. Passes of microbatches that do not exist are left
+    # out.
     count = max(2 * num_ranks - 1, num_microbatches)
     orders = []
     for rank in range(num_ranks):
@@ -82,7 +93,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Table:
 
 
 def _zbv_rank(rank: int, num_ranks: int, count: int) -> RankOrder:
-    """The order of one rank for at least 2p - 1 microbatches."""
+    """Returns the order of one rank for ``count`` microbatches, which must be at least 2p - 1."""
     down, up, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
     order = RankOrder()
     for _ in range(2 * to_turn - 1):

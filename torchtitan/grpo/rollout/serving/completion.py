@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion, as the dispatcher follows it from its submission to its end."""
+"""The record that the dispatcher keeps of one completion in flight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ class Completion:
     Attributes:
         prompt: The prompt to answer.
         sampling: Sampling settings.
-        floor: Oldest policy version that may generate it.
+        floor: Oldest policy version that may generate the completion.
         expected_tokens: Number of tokens that are expected to be generated.
-        jobs: Its job on each server that is generating it: none, one, or two if it is hedged.
-        allowed: Whether a server may generate a completion of an evaluation. ``None`` for a
-            rollout, which any server may generate.
+        jobs: The completion's job on each server that is generating it. There are two if the
+            completion is hedged, and none while it waits for a server.
+        allowed: Returns whether a server may generate this completion of an evaluation. It is
+            ``None`` for a rollout, which any server may generate.
     """
 
     prompt: Prompt
@@ -34,5 +35,8 @@ class Completion:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it belongs to an evaluation, which gets what rollouts leave free."""
+        """Whether the completion belongs to an evaluation.
+
+        An evaluation uses only capacity that rollouts leave free.
+        """
         return self.allowed is not None

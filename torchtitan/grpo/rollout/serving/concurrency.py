@@ -26,9 +26,9 @@ class ConcurrencyWindow:
 
         OPEN --pressure: size is halved--> SHUT --a completion begun since then ended--> OPEN
 
-    While the window is SHUT, it is not cut again: completions that end now were begun before the
-    cut and say nothing about its effect. So there is at most one cut in the time that a completion
-    takes.
+    While the window is SHUT, it is not cut again, because the completions that end meanwhile were
+    begun before the cut and say nothing about its effect. There is therefore at most one cut in the
+    time that a completion takes.
 
     A group starts as a whole while fewer than ``size`` completions are in flight. Hence the
     invariants::
@@ -60,7 +60,7 @@ class ConcurrencyWindow:
     def offer(self, quota: int) -> None:
         """Enlarges the window to ``quota``, for example after another server has left.
 
-        The call has no effect once the window was cut.
+        The call has no effect if the window has been cut before.
         """
         if self.num_cuts == 0:
             self.size = min(max(quota, self.size), self.ceiling)

@@ -69,10 +69,11 @@ class Dispatcher:
         servers: All servers by URL.
         in_flight: Number of rollouts that were submitted and have not ended, over all servers.
             A hedged rollout counts twice.
-        in_flight_evaluation: The same of completions of evaluations.
+        in_flight_evaluation: Number of completions of evaluations that were submitted and have not
+            ended, over all servers.
         listeners: Called when a server may have become free or ready.
         num_hedged: Number of completions that were sent to a second server.
-        num_hedges_won: Number of those that the second server answered first.
+        num_hedges_won: Number of hedged completions that the second server answered first.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Dispatcher:
 
     @property
     def last_error(self) -> str:
-        """The last failed request or lost server. Empty if there was none."""
+        """Message about the last failed request or lost server. Empty if there was none."""
         return self._attempts.last_error
 
     # -- servers ----------------------------------------------------------------------
@@ -138,11 +139,11 @@ class Dispatcher:
         server.window = self._window()
 
     def remove(self, url: str) -> list[asyncio.Task[Generation]]:
-        """Removes a server from those that get requests. Its completions are moved to other servers immediately.
+        """Stops requests to a server and moves its completions to other servers immediately.
 
         Returns:
-            Cancelled requests of which the server is still being notified. Close the client after
-            they have ended.
+            Tasks of cancelled requests that are still notifying the server. The caller closes the
+            client after these tasks have ended.
         """
         server = self.servers.pop(url)
         server.leave()
@@ -151,7 +152,7 @@ class Dispatcher:
         return list(server.requests)
 
     def set_version(self, url: str, version: int) -> None:
-        """Records that the server at ``url`` was attested to serve ``version``: it is READY.
+        """Records that the server at ``url`` is READY, because it was attested to serve ``version``.
 
         The call has no effect if the server was removed or has ended in the meantime.
         """
@@ -175,13 +176,16 @@ class Dispatcher:
         self._changed()
 
     def set_down(self, url: str, reason: str) -> None:
-        """Records that the server's process has ended: it is lost until :meth:`set_running`."""
+        """Records that the server's process has ended.
+
+        The server is lost until :meth:`set_running` is called and a version is attested.
+        """
         if url in self.servers:
             self.servers[url].is_down = True
         self.set_lost(url, reason)
 
     def set_running(self, url: str) -> None:
-        """Records that the server at ``url`` was restarted: it is WAITING."""
+        """Records that the server at ``url`` was restarted and is WAITING."""
         if url in self.servers:
             self.servers[url].is_down = False
             self.servers[url].window = self._window()
@@ -189,7 +193,7 @@ class Dispatcher:
     async def watch_loads(self) -> None:
         """Polls the load of all servers forever.
 
-        Without it, only failed requests count as pressure on a server.
+        If this method is not run, only failed and overdue requests count as pressure on a server.
         """
         await watch_loads(self.servers, self._changed)
 
@@ -240,7 +244,8 @@ class Dispatcher:
 
         Args:
             usable: Returns whether a server of the given version may be used.
-            prefer: URL of a server that has computed the prefix. It is chosen if it may be.
+            prefer: URL of a server that has computed the prefix. It is chosen if it is usable and
+                has room.
             has_begun: Whether this continues earlier work, which does not wait for room.
         """
         return best_server(
@@ -259,7 +264,7 @@ class Dispatcher:
         expected_tokens: float | None = None,
         allowed: Callable[[Server], bool] | None = None,
     ) -> asyncio.Task[Generation]:
-        """Starts one completion on a ready ``server``. It is in flight immediately.
+        """Starts one completion on a ready ``server``. The completion is in flight immediately.
 
         A failed request is retried once. A request whose server was lost is retried as often as
         necessary. A retry goes to the first ready server whose weights are not older than those of
@@ -271,8 +276,9 @@ class Dispatcher:
             sampling: Sampling settings.
             expected_tokens: Number of tokens that are expected to be generated, including later
                 segments of the same completion. ``None`` uses the mean of the answers so far.
-            allowed: For a completion of an evaluation, whether a server may generate it. It is not
-                counted among the rollouts, and is not hedged. ``None`` for a rollout.
+            allowed: For a completion of an evaluation, returns whether a server may generate it.
+                Such a completion is not counted among the rollouts and is not hedged. ``None``
+                means that the completion is a rollout.
 
         Returns:
             A task with the completion. It raises :class:`ServerError` if both attempts failed, or
@@ -294,7 +300,7 @@ class Dispatcher:
     def hold(self, *, is_evaluation: bool = False) -> Iterator[None]:
         """Counts a completion as in flight while no server is generating it.
 
-        Its environment is working, and no new completion may take its place meanwhile.
+        The completion's environment is working meanwhile, and no new completion may take its place.
         """
         self._enter_flight(is_evaluation)
         try:
@@ -321,7 +327,7 @@ class Dispatcher:
 
     def _place(self, completion: Completion, server: Server) -> None:
         is_evaluation = completion.is_evaluation
-        # The numbers of held-out prompts are not those of groups.
+        # The indices of held-out prompts are not group IDs.
         group_id = None if is_evaluation else completion.prompt.index
         job = server.begin_job(completion.expected_tokens, group_id, is_evaluation=is_evaluation)
         completion.jobs[server] = job
@@ -383,11 +389,10 @@ class Dispatcher:
             num_tokens = len(generation.token_ids)
             self._vacate(completion, server, num_tokens)
         finally:
-            self._vacate(
-                completion, server
-            )  # no effect after a success, which has ended the job already
+            # This call has no effect after a success, which has ended the job already.
+            self._vacate(completion, server)
         if completion.is_evaluation:
-            return generation  # other prompts and settings, so of other lengths
+            return generation  # its prompt and settings differ, and so does its length
         former = num_tokens if self._mean_tokens is None else self._mean_tokens
         self._mean_tokens = former + _LENGTH_GAIN * (num_tokens - former)
         return generation
@@ -415,10 +420,10 @@ class Dispatcher:
         return task
 
     async def _next_server(self, completion: Completion, error: ServerError) -> Server:
-        """Waits for a ready server of at least the completion's version.
+        """Waits for a ready server whose version is at least the completion's floor.
 
-        Among several, a server that is generating other completions of the same group is preferred,
-        because it has computed the prompt.
+        A server that is generating other completions of the same group is preferred, because it has
+        computed the prompt.
         """
         deadline, floor = time.monotonic() + self._request_timeout, completion.floor
         while True:

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The servers of a run: those that ``[inference]`` names, or those that it launches.
+"""The servers of a run, which ``[inference]`` names or launches.
 
-The set of servers changes during the run: ``inference.urls_file`` may name other servers, servers
-register themselves and leave, and a launched server may end for good. Each change is reported to the dispatcher first and then to
-rank 0.
+The set of servers can change during the run: ``inference.urls_file`` may name other servers,
+servers may register themselves and leave, and a launched server may end for good. Each change is
+reported first to the dispatcher and then to rank 0.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _FILE_POLL_SECONDS = 1.0
 _JOINS_OF_A_PROCESS = 1_000_000
 _CLOSE_SECONDS = 0.5
-# How long a server that joins during the run is asked for what it is.
+# Time within which a server that joins during the run must answer what it is.
 _LATE_SECONDS = 600.0
 _STOP_GRACE_SECONDS = 1.5
 
@@ -55,8 +55,8 @@ class ServerFleet:
 
     Args:
         config: Settings of the rollout process.
-        announce: Called with sentences that the user should read now: what is waited for, and why
-            a server is not used. By default they are logged.
+        announce: Called with sentences that the user should read now. They say what the run waits
+            for and why it does not use a server. By default, they are logged as warnings.
 
     :meth:`close` may be called at any time, also after a :meth:`start` that failed.
     """
@@ -99,7 +99,8 @@ class ServerFleet:
         inference = self._config.inference
         if inference.launch:
             self._ports = held = HeldPorts(inference.num_servers)
-            # Not in another thread: the kernel ends a child with the thread that started it.
+            # A thread must not do this: the kernel ends a child together with the thread that
+            # started it.
             self._launched = start_servers(self._config, held.ports)
             urls = [server.url for server in self._launched]
         elif isinstance(self._source, UrlsFile):
@@ -146,7 +147,7 @@ class ServerFleet:
         self._reread.set()
 
     async def close(self) -> None:
-        """Closes the clients and ends the launched servers. It is idempotent."""
+        """Closes the clients and ends the launched servers. This method is idempotent."""
         launched = {server.url: server for server in self._launched}
         self._launched = []
         for supervisor in self._supervisors:
@@ -173,7 +174,7 @@ class ServerFleet:
             return
         key = inference.admin_key or os.environ[ADMIN_KEY_VARIABLE]
         folder = registry_folder(inference, self._config.dump_folder)
-        assert folder is not None, "an address implies one"
+        assert folder is not None, "a registry address implies a registry folder"
         self._registry = RegistryServer(inference.registry_address, key, RegistryFolder(folder))
         await self._registry.start()
 
@@ -187,12 +188,12 @@ class ServerFleet:
             if waited > limit:
                 raise TimeoutError(
                     f"A {self._config.inference.kind} server must register itself within "
-                    f"inference.startup_timeout_seconds ({limit:g} s), and none did. Start one with "
-                    f"`serve ... --register` and {where}."
+                    f"inference.startup_timeout_seconds ({limit:g} s), but none has registered. Start "
+                    f"a server with `serve ... --register` and {where}."
                 )
             if reminders.is_due(waited):
                 self._announce(
-                    f"Waiting for the first server that registers itself at {where} since "
+                    f"No server has registered itself at {where} yet. The run has waited for "
                     f"{waited:.0f} s (at most {limit:g} s, inference.startup_timeout_seconds)."
                 )
             await asyncio.sleep(_REGISTRY_POLL_SECONDS)
@@ -202,21 +203,21 @@ class ServerFleet:
         facts, warnings = await check_server(client, self._needs)
         for warning in warnings:
             self._announce(warning)
-        if client in self.clients:  # it may have left meanwhile
+        if client in self.clients:  # the server may have left meanwhile
             info, _ = self._members[client.url]
             self._members[client.url] = replace(info, software=facts.software), client
 
     async def _check_late(
         self, client: InferenceClient, dispatcher: Dispatcher, tell: Tell
     ) -> None:
-        """Lets a server that joined during the run leave it again if the run cannot use it."""
+        """Checks a server that joined during the run, and removes it if the run cannot use it."""
         try:
             await wait_until_up([client], [], _LATE_SECONDS, check=self._check)
         except TimeoutError:
-            return  # it joins once it can be reached, and then takes the weights or is lost
+            return  # weight synchronization either reaches the server later or reports it lost
         except WrongServer as error:
-            self._announce(f"{error}\nThe run goes on without it.")
-            del self._checks[client.url]  # this task, which must not be cancelled
+            self._announce(f"{error}\nThe run continues without this server.")
+            del self._checks[client.url]  # otherwise _leave would cancel this task
             self._leave(client.url, dispatcher)
             await tell(self.servers)
 
@@ -238,7 +239,7 @@ class ServerFleet:
         while True:
             is_asked = await self._asked_within(_FILE_POLL_SECONDS)
             try:
-                # In a thread, because the file may be on a network file system.
+                # A thread reads the file, because it may be on a network file system.
                 urls = await asyncio.to_thread(source.read if is_asked else source.poll)
             except ValueError as error:
                 logger.error("%s The set of servers does not change.", error)
@@ -265,7 +266,7 @@ class ServerFleet:
         tell: Tell,
         tasks: asyncio.TaskGroup,
     ) -> bool:
-        """Makes ``urls`` the servers. Returns ``False`` if they already are.
+        """Makes ``urls`` the set of servers. Returns ``False`` if it already is.
 
         New servers are checked in ``tasks``, so that an unforeseen error ends the run.
         """
@@ -291,7 +292,7 @@ class ServerFleet:
             control_timeout_seconds=inference.control_timeout_seconds,
             request_timeout_seconds=self._config.rollout.request_timeout_seconds,
         )
-        # Higher than any number that an earlier rollout process can have reported.
+        # The number is higher than any number that an earlier rollout process can have reported.
         before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)
         self._num_joined[client.url] = joined = before + 1
         self._members[client.url] = ServerInfo(client.url, inference.kind, joined), client
@@ -314,7 +315,7 @@ class ServerFleet:
 
 
 def _changing_source(config: RolloutProcessConfig) -> UrlsFile | RegisteredServers | None:
-    """Returns what tells which servers the run has now; ``None`` if they stay the same."""
+    """Returns the source of the changing set of servers, or ``None`` if the set is fixed."""
     inference = config.inference
     if inference.urls_file is not None:
         return UrlsFile(inference.urls_file)

@@ -3,8 +3,8 @@
 
 """Asks the servers about once per second how busy they are.
 
-This never delays other work. If a server does not answer, its load is unknown and it keeps
-receiving requests.
+These questions never delay other work. If a server does not answer, its load is unknown, and the
+server keeps receiving requests.
 """
 
 import asyncio

@@ -3,11 +3,11 @@
 
 """Chooses the server that generates a completion.
 
-This is the server with the least expected remaining work in tokens. It need not be the server
-with the fewest completions, because some completions are long: StreamRL (2025,
-https://arxiv.org/abs/2504.15930). Only tokens still to be generated count. Prompt tokens are
-left out, because they are computed once per group. Free room comes first: completions that run
-are better than little work that waits.
+A server with free room in its window comes first, because a completion that runs is better than
+one that waits. Among the servers with room, the server with the least expected remaining work in
+tokens is chosen. This need not be the server with the fewest completions, because some completions
+are long; see StreamRL (2025, https://arxiv.org/abs/2504.15930). Only tokens that are still to be
+generated count. Prompt tokens are left out, because they are computed once per group.
 """
 
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ def best_server(
         num_completions: Number of completions that are placed together. If no server has room for
             all of them, the server with the most room is chosen, so that as few as possible wait.
         prefer: A server that has computed the prefix. It is chosen if it has room.
-        has_begun: Whether the completions, or their group, were started before. They do not wait
-            for room behind new work: if no window has room, the least busy server gets them.
+        has_begun: Whether the completions, or their group, were started before. Such completions
+            do not wait for room: if no window has room, the least busy server gets them.
     """
     candidates = list(servers)
     with_room = [server for server in candidates if server.free_places() > 0]

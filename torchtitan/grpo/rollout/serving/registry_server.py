@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Takes the registrations of servers that share no disk with the trainer, over HTTP.
+"""Receives, over HTTP, the registrations of servers that share no disk with the trainer.
 
-``PUT /servers`` and ``DELETE /servers`` with a registration as JSON and the admin key; the files are
-written on the server's behalf, see `inference/registry.py`.
+A server sends ``PUT /servers`` or ``DELETE /servers`` with its registration as JSON and the admin
+key. This module then writes or removes the registration file for that server; see
+`inference/registry.py`.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ class RegistryServer:
     Args:
         address: ``host:port``, an address of this host.
         key: Key that every request must carry.
-        folder: Where the registrations are written.
+        folder: Folder to which the registrations are written.
     """
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
@@ -38,10 +39,10 @@ class RegistryServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listens.
+        """Starts to listen.
 
         Raises:
-            ValueError: If the address is none of this host, or in use.
+            ValueError: If the address does not belong to this host or is in use.
         """
         app = web.Application(client_max_size=_MAX_BYTES)
         app.router.add_put("/servers", self._put)
@@ -58,7 +59,7 @@ class RegistryServer:
             ) from error
 
     async def close(self) -> None:
-        """Stops listening. It is idempotent."""
+        """Stops listening. This method is idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()

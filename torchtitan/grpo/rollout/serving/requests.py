@@ -16,8 +16,9 @@ from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 class Sampling:
     """Sampling settings of completions. Lengths are in tokens.
 
-    With a seed, what is sampled depends on the seed, the prompt, the number of the sample in its
-    group, and the tokens written before, and not on other requests; see :meth:`of_sample`.
+    With a seed, the sampled tokens depend only on the seed, the prompt, the number of the sample in
+    its group, and the tokens written before. They do not depend on other requests; see
+    :meth:`of_sample`.
     """
 
     max_new_tokens: int
@@ -41,7 +42,7 @@ class Sampling:
             return self
         text = f"{self.seed} {prompt.index} {sample} {num_written}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        # Of 31 bits: that is what every kind of server takes.
+        # The seed has 31 bits, because every kind of server accepts such a seed.
         return replace(self, seed=int.from_bytes(digest, "big") >> 33)
 
     def room_after(self, prompt: Prompt) -> int:

@@ -28,8 +28,8 @@ class Job:
         expected_tokens: Expected number of tokens.
         started_at: Start time on the monotonic clock.
         number: Number of the completion in the server's window. ``None`` without a window.
-        group_id: Group of the completion. ``None`` if it is not known, or in an evaluation.
-        is_evaluation: Whether it belongs to an evaluation, which gets what rollouts leave free.
+        group_id: Group of the completion. ``None`` if the group is not known, or in an evaluation.
+        is_evaluation: Whether the completion belongs to an evaluation.
     """
 
     expected_tokens: float
@@ -57,8 +57,8 @@ class Server:
         jobs: Completions in flight on the server.
         reported: The load that the server last reported. ``None`` if it is unknown.
         tokens_per_second: Average speed of one completion among others. 0 before the first.
-        requests: Requests until the server has answered them, or was notified of their
-            cancellation.
+        requests: Requests that the server has not answered yet. A cancelled request stays here
+            until the server was notified of the cancellation.
         retry_at: End of the pause after a failure, on the monotonic clock.
         last_failure_at: Time of the last failure, on the monotonic clock.
         failures_in_a_row: Number of failures since the last success.
@@ -98,7 +98,7 @@ class Server:
         return self.version is not None and time.monotonic() >= self.retry_at
 
     def free_places(self) -> float:
-        """Returns how many more rollouts fit into the window, at most 0 if it is full."""
+        """Returns how many more rollouts fit into the window: 0 or less if it is full."""
         return math.inf if self.window is None else self.window.size - self.load
 
     def remaining_tokens(self) -> float:
@@ -107,7 +107,7 @@ class Server:
         return sum(job.remaining_tokens(now, self.tokens_per_second) for job in self.jobs)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the server's work, and those values of its own report that are known."""
+        """Returns the server's number of rollouts and window, and its last reported load."""
         values = {"inflight_rollouts": float(self.load)}
         if self.window is not None:
             values["window"] = float(self.window.size)
@@ -127,7 +127,7 @@ class Server:
         *,
         is_evaluation: bool = False,
     ) -> Job:
-        """Adds a completion in flight. The window counts those of rollouts alone."""
+        """Adds a completion in flight. The window counts only completions of rollouts."""
         number = None if self.window is None or is_evaluation else self.window.begin()
         job = Job(expected_tokens, time.monotonic(), number, group_id, is_evaluation)
         self.jobs.add(job)
@@ -150,7 +150,7 @@ class Server:
     def _end_request(self, request: asyncio.Task[Generation]) -> None:
         self.requests.discard(request)
         if not request.cancelled():
-            request.exception()  # marks the exception as retrieved, because nobody may await it
+            request.exception()  # marks the exception as retrieved, in case no task awaits it
 
     # -- its state --------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Server:
         return self._left
 
     def attest(self, version: int) -> None:
-        """Records that the server serves ``version``: it is READY."""
+        """Records that the server serves ``version`` and is READY."""
         self.version = version
         self.is_lost = False
         self.retry_at = 0.0
@@ -178,8 +178,8 @@ class Server:
     def leave(self) -> None:
         """Records that the server is no longer READY.
 
-        Tasks that wait for a request are notified immediately, because to cancel a request takes
-        as long as the server takes to answer it.
+        Tasks that wait for a request are notified immediately, because a cancelled request ends
+        only when the server has answered its cancellation.
         """
         self.version = None
         self.is_lost = True
@@ -193,7 +193,7 @@ class Server:
         """Records the load that the server reports, or ``None`` if it is unknown."""
         self.reported = load
         if load is not None:
-            # Rollouts are not held back because completions of an evaluation wait.
+            # Waiting completions of an evaluation must not hold back rollouts.
             load = replace(load, waiting=max(0, load.waiting - self.num_evaluated))
         if self.window is not None:
             self.window.report(load, self.load)
@@ -203,8 +203,8 @@ class Server:
 
         Args:
             job: The completion.
-            is_news: Whether the request was sent after the last failure, and so does not belong to
-                the same burst of failures.
+            is_news: Whether the request was sent after the last failure and therefore does not
+                belong to the same burst of failures.
         """
         if self.window is not None and job.number is not None:
             self.window.fail(job.number)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Restarts a launched server when it ends, or no longer listens, a limited number of times.
+"""Restarts a launched server if it ends or no longer listens, a limited number of times.
 
 ::
 
@@ -10,12 +10,13 @@
                    | |                 +-- ended, or not up in time --> DOWN
                    | +-- no restart is left --> GONE
 
-The server returns on the same port, so its URL does not change, and with the weights of its
-model directory. It gets requests again once the weight pusher has pushed and attested newer
+The restarted server listens on the same port, so its URL does not change, and it loads the weights
+of its model directory. It gets requests again once the weight pusher has pushed and attested newer
 weights.
 
-A server whose engine has died may wait for ever while it shuts down, as vLLM's does. It has closed its
-socket by then, and is ended. One that is frozen, or busy, still has its socket.
+A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server has
+already closed its socket, and the supervisor ends it. A frozen or busy server still has its socket
+and is left alone.
 """
 
 import asyncio
@@ -30,10 +31,10 @@ from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 
 logger = logging.getLogger(__name__)
 
-# Shorter than the pause before a request is retried, which then finds the server DOWN.
+# This is shorter than the pause before a request is retried, so that the retry finds the server DOWN.
 _LOOK_SECONDS = 0.05
 _LISTEN_SECONDS = 2.0  # between two looks at a server's socket
-# Longer than a server needs to end in order once it has closed its socket.
+# This is longer than a server needs to end in the normal way after it has closed its socket.
 _DEAF_SECONDS = 10.0
 
 
@@ -41,7 +42,7 @@ class Supervisor:
     """Supervises one launched server. See the module's docstring.
 
     Args:
-        server: A server that is up, or has ended since it was up.
+        server: A server that has been up. It may have ended since.
         client: Client of the server.
         inference: Gives the number of restarts and the pauses between them.
 
@@ -94,7 +95,7 @@ class Supervisor:
         return server
 
     def _start(self) -> None:
-        # Not in another thread: the kernel ends a child together with the thread that started it.
+        # A thread must not do this: the kernel ends a child together with the thread that started it.
         self._last = start_server(self._last.spec, self._last.log_file, keep_log=True)
         self.server = self._last
 
@@ -104,7 +105,7 @@ class Supervisor:
         try:
             await wait_until_up([self.client], [server], timeout_seconds)
         except (RuntimeError, TimeoutError) as error:
-            # In a thread, because a hung server takes some time to stop.
+            # A thread stops the server, because a hung server takes some time to stop.
             await asyncio.to_thread(server.stop)
             return str(error)
         await asyncio.to_thread(server.note_shared_memory)
@@ -121,14 +122,14 @@ class Supervisor:
             deaf.cancel()
         end = ""
         if server.process.poll() is None:
-            end = f"It had not listened for {_DEAF_SECONDS:g} s, and was ended. "
-        # Its own workers may still be running, and may hold its port and its memory.
+            end = f"It was stopped, because it had not listened for {_DEAF_SECONDS:g} s. "
+        # The server's own workers may still be running and may hold its port and its memory.
         await asyncio.to_thread(server.stop, grace_seconds=0.0)
         return end + server.describe_end()
 
 
 async def _until_deaf(server: LaunchedServer) -> None:
-    """Returns when nothing has listened at a server's address for a while."""
+    """Returns once nothing has listened at the server's address for ``_DEAF_SECONDS``."""
     heard_at = time.monotonic()
     while time.monotonic() - heard_at < _DEAF_SECONDS:
         try:
@@ -138,6 +139,6 @@ async def _until_deaf(server: LaunchedServer) -> None:
             heard_at = time.monotonic()
         except ConnectionRefusedError:
             pass
-        except (OSError, TimeoutError):  # it does not accept now, which says nothing
+        except (OSError, TimeoutError):  # a busy server may fail to accept a connection
             heard_at = time.monotonic()
         await asyncio.sleep(_LISTEN_SECONDS)

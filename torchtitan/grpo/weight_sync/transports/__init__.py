@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The ways in which versions travel to servers: one row for each ``weight_sync.transport``.
+"""The transports that carry versions to servers, with one row for each ``weight_sync.transport``.
 
-Process groups serve three of the values, because their backend is chosen for each server when it
-joins (see `handshake.py`).
+Three of the values use process groups, because the backend of a group is chosen for each server when
+the server joins (see `handshake.py`).
 
 To add a transport, implement the classes of `interface.py` in a file of its own, add a
 function here that makes it from the configuration, and name the new value in
@@ -43,8 +43,8 @@ def _make_group_transport(
     config: JobConfig, plan: PushPlan, device: torch.device
 ) -> GroupTransport:
     sync = config.weight_sync
-    assert sync.transport != "disk", "a row of its own"
-    # The configured address is one of rank 0's host. Sources on other hosts find their own.
+    assert sync.transport != "disk", "disk has a row of its own"
+    # The configured address belongs to the host of rank 0. Sources on other hosts find their own.
     is_on_first_host = dist.get_rank() < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     settings = GroupSettings(
         master_address=sync.master_address if is_on_first_host else "auto",

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Versions sent as safetensors files, to servers that share a filesystem with the trainer.
+"""Sends versions as safetensors files to servers that share a filesystem with the trainer.
 
 Every source rank writes its part of a version into one directory (see
 `weight_wire/version_files.py`). Each version is written once, however many servers read it.
@@ -34,8 +34,8 @@ class DiskSender(Sender):
     Args:
         rank: Rank of the current process in the default process group.
         pool: The versions that this rank holds.
-        num_buckets: Number of buckets that this rank has of each version.
-        timeout_seconds: How long the last bucket of a version may take to be gathered.
+        num_buckets: Number of buckets that this rank sends of each version.
+        timeout_seconds: Maximum time until the last bucket of a version has been gathered.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DiskSender(Sender):
             await asyncio.get_running_loop().run_in_executor(self._writing, write)
 
     def _write(self, version: int, directory: Path) -> None:
-        # The thread itself keeps the buffers: a caller that gives up does not stop it.
+        # The thread itself keeps the buffers, because it continues if its caller is cancelled.
         with self.pool.reading(version) as payload:
             buckets = [payload.bucket(index) for index in range(self._num_buckets)]
             write_part(directory, self.rank, [(b.spec, b.payload) for b in buckets])
@@ -68,8 +68,8 @@ class DiskTransport(Transport[DiskSender]):
 
     Args:
         plan: What each source rank sends.
-        make_directories: Opens ``weight_sync.disk_path`` on rank 0, and may block there.
-        timeout_seconds: How long writing a version, and loading it on a server, may take.
+        make_directories: Opens ``weight_sync.disk_path`` on rank 0. The call may block.
+        timeout_seconds: Maximum time for writing a version, and for loading it on a server.
     """
 
     sender_type = DiskSender
@@ -103,11 +103,11 @@ class DiskTransport(Transport[DiskSender]):
     async def written(self, version: int) -> tuple[Path, int]:
         """Returns the directory of a version, and the number of bytes of its tensors.
 
-        The first caller has the version written; others wait for the same files.
+        The first call starts to write the version. Other calls wait for the same files.
 
         Raises:
-            NotPrepared: If the version could not be written, or not in time, for instance
-                because the disk is full. The next caller tries again.
+            NotPrepared: If the version could not be written in time, for example because the disk
+                is full. The next call tries again.
         """
         task = self._writing.get(version)
         if task is None:
@@ -118,7 +118,9 @@ class DiskTransport(Transport[DiskSender]):
                 return await asyncio.shield(task), self._plan.num_bytes
         except (OSError, RuntimeError) as error:
             # A TimeoutError has no message of its own.
-            late = f"it took longer than weight_sync.timeout_seconds = {self._timeout_seconds:g}"
+            late = (
+                f"writing took longer than weight_sync.timeout_seconds = {self._timeout_seconds:g}"
+            )
             reason = str(error) or late
             raise NotPrepared(
                 f"Version {version} could not be written to weight_sync.disk_path: {reason}"
@@ -129,7 +131,8 @@ class DiskTransport(Transport[DiskSender]):
         try:
             partial = await asyncio.to_thread(self._directories.begin, version)
             writing = (sender.write(version, str(partial)) for sender in self._senders)
-            # All are awaited, also when one fails: until then they write into the directory.
+            # All writers are awaited even if one fails, because until they end they write into the
+            # directory.
             for result in await asyncio.gather(*writing, return_exceptions=True):
                 if isinstance(result, BaseException):
                     raise result
@@ -140,10 +143,11 @@ class DiskTransport(Transport[DiskSender]):
             raise
 
     async def forget(self, version: int) -> None:
-        """Deletes the files of a version that no server is to read any more."""
+        """Deletes the files of a version that no server needs any more."""
         task = self._writing.pop(version, None)
         if task is not None and self._directories is not None:
-            # Not cancelled, since what has begun on the writers' threads cannot be.
+            # The task is not cancelled, because work that has begun on the writers' threads cannot
+            # be cancelled.
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.to_thread(self._directories.remove, version)
 
@@ -157,9 +161,9 @@ class DiskConnection(Connection):
 
     Args:
         client: The server.
-        transport: Writes each version once, for all servers.
-        selection: Name of the parameters that are pushed.
-        timeout_seconds: How long the server may take to load a version.
+        transport: Writes each version once for all servers.
+        selection: Name of the set of parameters that are pushed.
+        timeout_seconds: Maximum time for the server to load a version.
     """
 
     def __init__(
@@ -174,7 +178,7 @@ class DiskConnection(Connection):
         self._timeout_seconds = timeout_seconds
 
     async def join(self) -> None:
-        # A predecessor that was killed may have left an update open or the server paused.
+        # A trainer that was killed earlier may have left an update open or the server paused.
         await self.client.leave_weight_groups()
         await self.client.resume()
 
@@ -200,5 +204,5 @@ class DiskConnection(Connection):
         await self.release_server(self._timeout_seconds)
 
     async def close(self) -> None:
-        # The server may have been paused for an update that was broken off.
+        # The server may have been paused for an update that was interrupted.
         await self.release_server(self._timeout_seconds)

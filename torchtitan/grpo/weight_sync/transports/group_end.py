@@ -3,9 +3,10 @@
 
 """A source rank's end of the process group with one server.
 
-A broadcast waits for the server, so each group has a thread of its own for its collectives, and
-over NCCL a stream of its own (see `weight_wire/device_broadcast.py`). Leaving a group may wait for the driver,
-so that has a thread of its own too: the event loop, which serves all servers, never waits.
+A broadcast waits for the server. Each group therefore has a thread of its own for its collectives
+and, over NCCL, a stream of its own (see `weight_wire/device_broadcast.py`). Leaving a group may wait
+for the driver, so a separate thread leaves the group. The event loop, which all servers share, never
+waits.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long leaving a group waits for its communicator, and for a broadcast to notice that the
-# server has left.
+# Maximum time for which leaving a group waits for the communicator to be destroyed and for a
+# broadcast to notice that the server has left.
 _GRACE_SECONDS = 2.0
 
 
@@ -95,7 +96,7 @@ class GroupEnd:
         )
 
     async def join(self) -> None:
-        """Joins the group; returns when the server's workers have joined as well."""
+        """Joins the group, and returns when the server's workers have joined too."""
         self._group = await self._on_thread(self._create)
 
     def _create(self) -> dist.ProcessGroup:
@@ -114,7 +115,7 @@ class GroupEnd:
             info.timeout_seconds,
             store=self._store,
         )
-        if self._is_left:  # leave() was called while the server was waited for
+        if self._is_left:  # leave() was called while this thread waited for the server
             destroy_weight_group(group)
             raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
         return group
@@ -123,19 +124,20 @@ class GroupEnd:
         """Broadcasts one payload to the server's workers.
 
         Args:
-            read: Calls its argument with the payload, and keeps the payload alive meanwhile.
-                It runs on the group's thread, and continues there if this call is cancelled.
+            read: Function that calls its argument with the payload and keeps the payload alive
+                meanwhile. It runs on the group's thread and continues even if this call is
+                cancelled.
         """
         number, self._num_queued = self._num_queued, self._num_queued + 1
         await self._on_thread(functools.partial(self._send, number, read))
 
     def _send(self, number: int, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
-        # A broadcast that was given up before its turn leaves a gap. The server would take the
-        # next broadcast for it, and gloo ends the server's process if their sizes differ.
+        # A broadcast that was cancelled before its turn leaves a gap. The server would mistake the
+        # next broadcast for it, and gloo ends the server's process if the sizes differ.
         if number != self._num_sent:
             raise RuntimeError(
                 f"Broadcast {number} in group {self.info.group_name} must follow broadcast "
-                f"{number - 1}, which was given up."
+                f"{number - 1}, which was cancelled."
             )
         read(self._broadcast)
         self._num_sent += 1
@@ -151,7 +153,7 @@ class GroupEnd:
     async def leave(self) -> None:
         """Takes the group down within a few seconds, whatever the server does.
 
-        It is idempotent.
+        This method is idempotent.
         """
         if self._is_left:
             return
@@ -159,7 +161,7 @@ class GroupEnd:
         group, self._group = self._group, None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
-        # the group's timeout. Neither that nor NCCL's abort is waited for any longer than the
+        # the group's timeout. This method waits for it, and for NCCL's abort, at most for the
         # grace period.
         ends = [asyncio.wrap_future(self._thread.submit(lambda: None))]
         if group is not None:
@@ -170,8 +172,8 @@ class GroupEnd:
             executor.shutdown(wait=not late, cancel_futures=True)
         for end in done:
             if not end.cancelled() and (error := end.exception()) is not None:
-                # The communicator is broken, and nothing of it needs to be kept.
-                logger.warning("Leaving the group with %s: %s", self._url, error)
+                # The communicator is broken, and no part of it is needed any more.
+                logger.warning("Leaving the group with %s failed: %s", self._url, error)
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Versions sent over process groups, one between each source rank and each server.
+"""Sends versions over process groups, one between each source rank and each server.
 
 One push:
 
@@ -10,8 +10,8 @@ One push:
     waits for       that server and the gathering, each time with a timeout
     unblocked by    the server's answer, its death, or the timeout
 
-A collective that one side has given up cannot be completed. So whatever fails takes down
-all groups with the server: it must be joined again, and then pushed to again.
+A collective that one side has abandoned cannot be completed. After any failure, all groups with
+the server are therefore taken down, and the connection must be joined again before the next push.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 logger = logging.getLogger(__name__)
 
-# When the trainer's side fails, how long the server's own error, which says more, is awaited.
+# When the trainer's side fails, it waits this long for the server's own error, which says more.
 _GRACE_SECONDS = 2.0
-# Number of buckets that the server is told of while it receives another one.
+# Number of further buckets that are announced to the server while it receives a bucket.
 _NUM_AHEAD = 1
 
 
@@ -66,7 +66,7 @@ class GroupSender(Sender):
         super().__init__(rank, pool)
         self._settings = settings
         self._ends: dict[str, GroupEnd] = {}
-        # Deltas take long to encode, and encoding them waits for no other process.
+        # Deltas take long to encode, so a thread encodes them. It waits for no other process.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="weight-encode")
 
     @operation
@@ -75,9 +75,9 @@ class GroupSender(Sender):
 
         Args:
             version: Policy version.
-            index: Index of the bucket among those of this rank.
-            base: Version against which the bucket is encoded as a delta; ``None`` leaves the
-                bucket whole.
+            index: Index of the bucket among the buckets of this rank.
+            base: Version against which the bucket is encoded as a delta. ``None`` sends the bucket
+                in full.
         """
         with self.pool.reading(version) as payload:
             await payload.wait_filled(index, self._settings.timeout_seconds)
@@ -96,12 +96,12 @@ class GroupSender(Sender):
 
     @operation
     async def group_facts(self) -> GroupFacts:
-        """Returns what this process's groups over NCCL depend on."""
+        """Returns the facts about this process on which its groups over NCCL depend."""
         return own_group_facts(self._settings.device)
 
     @operation
     async def open(self, server_url: str, world_size: int, backend: str) -> WeightGroupInfo:
-        """Makes a group with a server, which no process has joined yet.
+        """Makes a group with a server. No process has joined the group yet.
 
         A former group with the same server is taken down first.
         """
@@ -111,12 +111,12 @@ class GroupSender(Sender):
 
     @operation
     async def join(self, server_url: str) -> None:
-        """Joins the group with a server; returns when the server has joined as well."""
+        """Joins the group with a server, and returns when the server has joined too."""
         await self._end(server_url).join()
 
     @operation
     async def send(self, server_url: str, version: int, index: int, base: int | None) -> None:
-        """Broadcasts a bucket that :meth:`prepare` has returned, over the group with a server."""
+        """Broadcasts a bucket over the group with a server, after :meth:`prepare` has described it."""
 
         def read(broadcast: Callable[[torch.Tensor], None]) -> None:
             with self.pool.reading(version) as payload:
@@ -127,7 +127,7 @@ class GroupSender(Sender):
 
     @operation
     async def leave(self, server_url: str) -> None:
-        """Takes down the group with a server. Does nothing if there is none."""
+        """Takes down the group with a server. Does nothing if there is no such group."""
         end = self._ends.pop(server_url, None)
         if end is not None:
             await end.leave()
@@ -138,7 +138,9 @@ class GroupSender(Sender):
 
     def _end(self, server_url: str) -> GroupEnd:
         if server_url not in self._ends:
-            raise RuntimeError(f"Rank {self.rank} has no group with {server_url}: open one first.")
+            raise RuntimeError(
+                f"Rank {self.rank} must open a group with {server_url} before it uses the group."
+            )
         return self._ends[server_url]
 
 
@@ -194,11 +196,11 @@ class GroupConnection(Connection):
 
     Args:
         client: The server.
-        senders: Those of the source ranks, in the order in which they send.
+        senders: The senders of the source ranks, in the order in which they send.
         num_buckets: Number of buckets that each source rank sends, by rank.
-        selection: Name of the parameters that are pushed.
+        selection: Name of the set of parameters that are pushed.
         timeout_seconds: Maximum duration of a join, and of the transfer of each bucket.
-        transport: ``weight_sync.transport``, which decides about the backend of the groups.
+        transport: ``weight_sync.transport``, which determines the backend of the groups.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class GroupConnection(Connection):
 
     async def join(self) -> None:
         self._is_known = True
-        # A predecessor that was killed may have left an update open or the server paused.
+        # A trainer that was killed earlier may have left an update open or the server paused.
         await self.client.leave_weight_groups()
         await self.client.resume()
         world_size = 1 + await self.client.num_workers()
@@ -231,7 +233,7 @@ class GroupConnection(Connection):
             await self._beside(sender.join(self.client.url), self.client.join_weight_group(info))
 
     async def prepare(self, version: int) -> None:
-        """Does nothing: each bucket is gathered while earlier buckets are being sent.
+        """Does nothing, because each bucket is gathered while earlier buckets are being sent.
 
         A rank that fails to gather ends the run.
         """
@@ -239,7 +241,7 @@ class GroupConnection(Connection):
     async def push(self, version: int, base: int | None) -> PushReport:
         client = self.client
         if not self._group_of:
-            raise RuntimeError(f"Not in a weight group with {client.url}: join before push.")
+            raise RuntimeError(f"The weight group with {client.url} must be joined before a push.")
         # The first bucket must be ready before the server is stopped for it.
         await self._senders[0].prepare(version, 0, base)
         started = time.monotonic()
@@ -263,10 +265,11 @@ class GroupConnection(Connection):
         )
 
     async def _transfer(self, version: int, base: int | None) -> int:
-        """Sends all buckets and returns the number of their bytes.
+        """Sends all buckets and returns their total number of bytes.
 
-        Source ranks send at the same time, if the server can receive so. Otherwise buckets are
-        sent one after another, of each source in turn, so that no source is needed for long.
+        Source ranks send at the same time if the server can receive from several at once.
+        Otherwise, buckets are sent one after another, from each source in turn, so that no single
+        source is busy for long.
         """
         of_source = [
             [(sender, index) for index in range(self._num_buckets[sender.rank])]
@@ -296,11 +299,11 @@ class GroupConnection(Connection):
         *,
         marks_last: bool,
     ) -> int:
-        """Sends buckets one after another and returns the number of their bytes.
+        """Sends buckets one after another and returns their total number of bytes.
 
-        While one bucket is sent, the server is already told of the next, so that it need not
-        wait for a request between the two. Broadcasts and requests are both made in the order
-        of the buckets.
+        While one bucket is sent, the next one is already announced to the server, so that the
+        server does not wait for a request between the two. Broadcasts and requests are both made
+        in the order of the buckets.
         """
         num_bytes = 0
         under_way: deque[asyncio.Task[None]] = deque()
@@ -330,7 +333,7 @@ class GroupConnection(Connection):
         version: int,
         base: int | None,
     ) -> None:
-        """Sends one bucket, and has the server receive it."""
+        """Sends one bucket and asks the server to receive it."""
         group_name = self._group_of[sender.rank]
         await self._beside(
             sender.send(self.client.url, version, index, base),
@@ -338,32 +341,33 @@ class GroupConnection(Connection):
         )
 
     async def recover(self) -> None:
-        # Both sides at the same time: the server's end closes the sockets on which a gloo
-        # broadcast of this side waits, and this side aborts NCCL communicators, whose
-        # watchdog would end the process otherwise.
+        # Both sides leave at the same time: the server closes the sockets on which a gloo
+        # broadcast of this side waits, and this side aborts NCCL communicators, whose watchdog
+        # would otherwise end the process.
         _, taken_down = await asyncio.gather(
             self.release_server(self._timeout_seconds), self._take_down(), return_exceptions=True
         )
         if isinstance(taken_down, Exception):
-            # The communicator is broken; nothing of it needs to be kept.
-            logger.warning("Leaving the groups with %s: %s", self.client.url, taken_down)
+            # The communicator is broken, and no part of it is needed any more.
+            logger.warning("Leaving the groups with %s failed: %s", self.client.url, taken_down)
         self._is_known = False
 
     async def close(self) -> None:
-        if self._is_known:  # also after a recovery that was cancelled
+        if self._is_known:  # this is also True after a recovery that was cancelled
             await self.recover()
 
     async def _beside(self, ours, theirs) -> None:
-        """Runs this side's part of a collective and the request for the server's together.
+        """Runs this side's part of a collective while the server is asked to run its part.
 
-        Raises the first failure, because this side would otherwise wait for a server that refuses.
-        Neither may outlast the timeout by more than the control request's own.
+        The method raises the first failure, because this side would otherwise wait for a server
+        that has refused the request. Each part ends by its own timeout: that of the group, or that
+        of the control request.
         """
         tasks = own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if own.done() and own.exception() is not None and not other.done():
-                # The server's own error explains more, if it comes soon.
+                # The server's own error explains more, if it arrives soon.
                 await asyncio.wait({other}, timeout=_GRACE_SECONDS)
             if other.done():
                 other.result()
@@ -374,12 +378,12 @@ class GroupConnection(Connection):
                 task.add_done_callback(_retrieve)
 
     async def _take_down(self) -> None:
-        """Leaves the groups on this side. Does nothing if there are none."""
+        """Leaves the groups on this side. Does nothing if there are no groups."""
         self._group_of.clear()
         await asyncio.gather(*(sender.leave(self.client.url) for sender in self._senders))
 
 
 def _retrieve(task: asyncio.Future) -> None:
-    # Marks an error that came second as seen, so that asyncio does not log it.
+    # Marks the second of two errors as retrieved, so that asyncio does not log it.
     if not task.cancelled():
         task.exception()

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Chooses the backend of the groups with one server, whenever the server joins.
+"""Chooses the backend of the process groups with one server whenever the server joins.
 
-A server may come back with another version of NCCL, or on another GPU, so the choice is made anew
-each time. All source ranks use the same backend.
+A server may return with another version of NCCL or on another GPU, so the choice is made again each
+time. All source ranks use the same backend.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class NcclImpossible(ServerError):
-    """``weight_sync.transport`` demands NCCL, and the server cannot be reached over it."""
+    """Raised if ``weight_sync.transport`` requires NCCL and the server cannot be reached over NCCL."""
 
 
 class FactSource(Protocol):
-    """The part of a source rank's sender that is needed here."""
+    """The interface of a source rank's sender that :class:`Handshake` needs."""
 
     async def group_facts(self) -> GroupFacts:
         """Returns the facts about the source rank's process."""
@@ -36,7 +36,7 @@ class FactSource(Protocol):
 
 
 class Handshake:
-    """Chooses a backend each time the server joins, and says why it is not NCCL once.
+    """Chooses a backend each time the server joins, and logs the choice whenever it changes.
 
     Args:
         client: The server.
@@ -60,9 +60,9 @@ class Handshake:
         choice = choose_backend(self._transport, ours, await self._client.group_facts())
         if choice.backend is None:
             raise NcclImpossible(
-                f"{self._client.url} cannot receive weights over NCCL, as weight_sync.transport = "
-                f"'nccl' demands: {' '.join(choice.obstacles)} Or set weight_sync.transport = 'auto' "
-                "or 'host'."
+                f"{self._client.url} cannot receive weights over NCCL, which weight_sync.transport = "
+                f"'nccl' requires: {' '.join(choice.obstacles)} Alternatively, set "
+                "weight_sync.transport = 'auto' or 'host'."
             )
         if choice != self._last:
             self._last = choice
@@ -74,7 +74,7 @@ class Handshake:
         if choice.obstacles:
             logger.warning(
                 "%s receives weights from host memory over gloo, because NCCL cannot be used: %s "
-                "Or set weight_sync.transport = 'host', which needs no NCCL.",
+                "Alternatively, set weight_sync.transport = 'host', which does not need NCCL.",
                 url,
                 " ".join(choice.obstacles),
             )
@@ -88,8 +88,8 @@ class Handshake:
             )
         elif choice.doubts:
             logger.warning(
-                "%s receives weights over NCCL, as weight_sync.transport = 'nccl' demands, but it "
-                "is not known whether that can work: %s If the first push fails, set "
+                "%s receives weights over NCCL, as weight_sync.transport = 'nccl' requires, but it "
+                "is not known whether NCCL can be used: %s If the first push fails, set "
                 "weight_sync.transport = 'host'.",
                 url,
                 " ".join(choice.doubts),

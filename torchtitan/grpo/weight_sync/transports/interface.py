@@ -1,15 +1,15 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Defines what a transport must provide. Lanes, leader and agents rely on nothing else.
+"""Defines the interface of a transport. Lanes, the leader and agents rely on nothing else.
 
 A transport has three parts:
 
-    Transport     on every rank; made from the configuration
-    Sender        on each source rank; does there what the leader asks for
-    Connection    on rank 0, one for each server; pushes versions to it
+    Transport     exists on every rank and is made from the configuration
+    Sender        exists on each source rank and does what the leader asks for
+    Connection    exists on rank 0, once for each server, and pushes versions to the server
 
-All methods but the constructors belong to the event loop of the publisher's thread. What
+All methods except the constructors run in the event loop of the publisher's thread. Work that
 blocks must run on another thread.
 """
 
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PushReport:
-    """A push that the server has committed.
+    """Describes a push that the server has committed.
 
     Attributes:
         version: Policy version that the server now serves.
-        selection: Name of the parameters that were pushed; see ``ParameterSelection``.
-        num_bytes: Sum of the payloads.
+        selection: Name of the set of parameters that were pushed; see ``ParameterSelection``.
+        num_bytes: Number of bytes of all payloads together.
         push_seconds: Time from the first request to the last answer.
-        transfer_seconds: Part of it from the first bucket sent to the last one received.
-        pause_seconds: Part of it during which the server generated nothing.
+        transfer_seconds: Time within the push from the first bucket sent to the last one received.
+        pause_seconds: Time within the push during which the server generated nothing.
     """
 
     version: int
@@ -48,14 +48,14 @@ class PushReport:
 
 
 class NotPrepared(RuntimeError):
-    """The trainer could not prepare a version. No server has been asked for anything."""
+    """Raised if the trainer could not prepare a version. No server has received a request."""
 
 
 class Connection(ABC):
-    """Carries versions to one server. A connection is either joined or not.
+    """Carries versions to one server. A connection is either joined or not joined.
 
-    After any failure :meth:`recover` takes down what the connection has built up, and the
-    server must be joined again before the next push.
+    After any failure, :meth:`recover` takes the connection down, and the connection must be joined
+    again before the next push.
 
     Args:
         client: The server. The caller closes it.
@@ -66,7 +66,7 @@ class Connection(ABC):
 
     @abstractmethod
     async def join(self) -> None:
-        """Gets ready to push.
+        """Joins the connection, so that versions can be pushed.
 
         Raises:
             ServerError: If the server cannot join, or does not do so in time.
@@ -74,10 +74,10 @@ class Connection(ABC):
 
     @abstractmethod
     async def prepare(self, version: int) -> None:
-        """Prepares, on the trainer's side alone, what every server will be sent.
+        """Prepares a version that will be sent to the servers. Only the trainer's side is involved.
 
         Raises:
-            NotPrepared: If that failed. The server is unchanged.
+            NotPrepared: If the version could not be prepared. The server is unchanged.
         """
 
     @abstractmethod
@@ -86,8 +86,8 @@ class Connection(ABC):
 
         Args:
             version: Policy version that the source ranks hold or are gathering.
-            base: Version that the server has confirmed and the source ranks still hold.
-                Only what changed since then is sent. ``None`` sends everything.
+            base: Version that the server has confirmed and that the source ranks still hold. Only
+                the changes since this version are sent. ``None`` sends everything.
 
         Raises:
             ServerError: If the server refused, failed, or did not answer in time.
@@ -96,35 +96,40 @@ class Connection(ABC):
 
     @abstractmethod
     async def recover(self) -> None:
-        """Gives up, on both sides, what was under way when something failed.
+        """Cancels, on both sides, the work that was under way when a failure occurred.
 
-        The method returns within a bounded time, whatever the server does. Afterwards the
-        connection is no longer joined, and a server that answers generates again.
+        The method returns within a bounded time, whatever the server does. Afterwards, the
+        connection is no longer joined, and the server generates again if it answers requests.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends the connection. The server is told, so that it forgets the connection as well."""
+        """Ends the connection and notifies the server, so that it forgets the connection too."""
 
     async def release_server(self, timeout_seconds: float) -> None:
-        """Makes the server drop groups and open updates, and generate again, if it answers.
+        """Makes the server leave its groups, drop an open update, and generate again.
 
-        A predecessor that was killed may have left such things behind, too.
+        A trainer that was killed earlier may have left such groups and updates behind. If the server
+        does not answer, the method logs this and returns.
         """
         for step in (self.client.leave_weight_groups, self.client.resume):
             try:
                 async with asyncio.timeout(timeout_seconds):
                     await step()
             except (ServerError, TimeoutError) as error:
-                # The next join makes both requests again.
-                logger.info("%s could not be told that it is left: %s", self.client.url, error)
+                # The next join sends both requests again.
+                logger.info(
+                    "%s could not be told to leave its groups and to resume generation: %s",
+                    self.client.url,
+                    error,
+                )
 
 
 class Sender(ABC):
     """Does a source rank's part of sending versions.
 
-    The leader calls the methods that subclasses mark with ``rank_channel.operation``, on its own
-    rank directly and on others over the channel.
+    The leader calls the methods that subclasses mark with ``rank_channel.operation``. It calls them
+    directly on its own rank and over the channel on other ranks.
 
     Args:
         rank: Rank of the current process in the default process group.
@@ -136,16 +141,16 @@ class Sender(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends what was started. A thread that hangs is left to the process's end."""
+        """Ends the sender's threads. A thread that hangs ends with the process."""
 
 
 S = TypeVar("S", bound=Sender)
 
 
 class Transport(ABC, Generic[S]):
-    """Defines one way in which versions travel to servers.
+    """Defines one way to send versions to servers.
 
-    Every rank constructs it, from the same configuration.
+    Every rank constructs the transport from the same configuration.
 
     Attributes:
         sender_type: Class of the senders.
@@ -155,18 +160,18 @@ class Transport(ABC, Generic[S]):
 
     @abstractmethod
     def describe(self) -> str:
-        """Returns how versions travel, for the log."""
+        """Returns a description, for the log, of how versions are sent."""
 
     @abstractmethod
     def make_sender(self, rank: int, pool: PayloadPool) -> S:
-        """Makes the sender of this rank, which is a source."""
+        """Makes the sender of this rank, which must be a source."""
 
     @abstractmethod
     def lead(self, senders: Sequence[S]) -> None:
-        """Gets ready on rank 0; called once, before the methods below.
+        """Prepares the transport on rank 0; called once, before the methods below.
 
         Args:
-            senders: Those of all source ranks, ascending by rank. Versions are sent in this
+            senders: The senders of all source ranks, ascending by rank. Versions are sent in this
                 order.
         """
 
@@ -175,7 +180,7 @@ class Transport(ABC, Generic[S]):
         """Makes the connection to one server, which is not joined yet."""
 
     async def forget(self, version: int) -> None:
-        """Discards what :meth:`Connection.prepare` made of a version that no lane sends."""
+        """Discards what :meth:`Connection.prepare` made for a version that no lane sends any more."""
 
     def close(self) -> None:
-        """Ends what :meth:`lead` started. It is idempotent."""
+        """Ends what :meth:`lead` started. This method is idempotent."""

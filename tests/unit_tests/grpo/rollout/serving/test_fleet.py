@@ -141,7 +141,7 @@ def test_a_server_that_joins_later_and_cannot_be_used_leaves_again_by_name(tmp_p
             await wrong.cleanup()
         (text,) = announced
         assert unusable in text and "SGLang answers there" in text
-        assert "The run goes on without it" in text
+        assert "The run continues without this server" in text
 
     asyncio.run(main())
 

@@ -171,7 +171,7 @@ def test_nothing_is_broadcast_after_one_that_was_given_up_before_its_turn():
         may_end.set()
         await sending
         # The server would take its bytes for those of the broadcast that it was told of.
-        with pytest.raises(RuntimeError, match="must follow broadcast 1, which was given up"):
+        with pytest.raises(RuntimeError, match="must follow broadcast 1, which was cancelled"):
             await late
         assert sent == []
         await end.leave()

@@ -106,11 +106,11 @@ def test_nccl_refuses_a_server_that_differs_and_tries_one_that_keeps_silent(capl
     message = str(refused.value)
     assert "the trainer has NCCL 2.29.7 (torch 2.13.0)" in message
     assert "the server has NCCL 2.30.7 (torch 2.14.1)" in message
-    assert message.endswith("Or set weight_sync.transport = 'auto' or 'host'.")
+    assert message.endswith("Alternatively, set weight_sync.transport = 'auto' or 'host'.")
     assert refused.value.was_answered  # so that the run ends, and does not try for ever
     server.facts = [UNKNOWN]
     assert chosen(Handshake(server, "nccl")) == "nccl"
-    assert "it is not known whether that can work" in warnings(caplog)[0]
+    assert "it is not known whether NCCL can be used" in warnings(caplog)[0]
 
 
 def test_host_asks_neither_side(caplog):
