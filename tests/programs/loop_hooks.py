@@ -34,7 +34,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 _METHODS = (
     "num_workers", "pause", "resume", "join_weight_group", "leave_weight_groups",
     "begin_update", "receive_bucket", "commit_update", "update_from_disk", "version",
-    "prompt_logprobs",
+    "rate",
 )  # fmt: skip
 _POLL_SECONDS = 0.01
 _LONGEST_STOP_SECONDS = 60.0

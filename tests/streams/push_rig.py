@@ -172,7 +172,7 @@ class Server(InferenceClient):
     async def _never(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pushes do not need it")
 
-    describe = generate = abort = load = update_from_disk = prompt_logprobs = _never
+    describe = generate = abort = load = update_from_disk = rate = _never
 
 
 class PushRig:

@@ -9,6 +9,9 @@ from typing import Annotated
 from torchtitan.grpo.config.bounds import above, at_least
 from torchtitan.grpo.types import ServerKind
 
+MAX_TOP_K = 128
+"""Largest value of ``teacher.top_k``."""
+
 
 @dataclass
 class Teacher:
@@ -36,11 +39,12 @@ class Teacher:
     coef: Annotated[float, at_least(0)] = 1.0
     """Weight of the teacher's part of the advantage. Used for replayed rollouts as well."""
 
-    top_k: Annotated[int, at_least(0)] = 0
+    top_k: Annotated[int, at_least(0).at_most(MAX_TOP_K)] = 0
     """Number of the teacher's most likely tokens at each position that the student is compared with. 0
     compares the sampled token alone, as part of its advantage. Above 0 the teacher's part is a loss of
     its own: the reverse KL divergence over these tokens and one more outcome, that it is any other
-    token."""
+    token. Each completion token then takes 8 bytes times ``top_k`` of memory and of messages between
+    processes (256 bytes at 32). Replayed rollouts must have been rated with the same number."""
 
     max_divergence: Annotated[float, above(0).or_value(0, "no bound")] = 0.0
     """Bound of a token's divergence, in nats, in either direction. A teacher that is sure of itself gives a

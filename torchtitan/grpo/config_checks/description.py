@@ -40,6 +40,7 @@ def describe(config: JobConfig) -> str:
         teacher = config.teacher
         lines.append(
             f"  teacher: {teacher.kind} at {', '.join(teacher.urls)}, coef {teacher.coef:g}"
+            + (f", top_k {teacher.top_k}" if teacher.top_k else "")
         )
     return "\n".join(lines)
 

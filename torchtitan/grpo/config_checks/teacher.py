@@ -25,6 +25,7 @@ def check_teacher(config: JobConfig) -> None:
     teacher, rollout, grpo = config.teacher, config.rollout, config.grpo
     if not teacher.api_key:  # a key in a message would be shown
         check_read("teacher", teacher, _READ_WITH)
+    _check_top_k(config)
     if not teacher.urls:
         return
     _check_urls(config)
@@ -54,7 +55,13 @@ def check_teacher(config: JobConfig) -> None:
         "left out, although the teacher's part differs. Set grpo.filter_zero_advantage = false.",
     )
     require(
-        grpo.off_policy_mask_threshold == 0,
+        not rollout.dynamic_sampling,
+        "rollout.dynamic_sampling cannot be used with teacher.urls: groups with equal rewards would be "
+        "left out, although the teacher's part differs. Set rollout.dynamic_sampling = false.",
+    )
+    # With top_k, the teacher's part is no advantage, and a sequence has one sign.
+    require(
+        grpo.off_policy_mask_threshold == 0 or teacher.top_k > 0,
         "grpo.off_policy_mask_threshold cannot be used with teacher.urls, got "
         f"{grpo.off_policy_mask_threshold:g}: it leaves out sequences by the sign of their advantage, and "
         "with a teacher each token has its own. Set it to 0.",
@@ -67,14 +74,26 @@ def check_teacher(config: JobConfig) -> None:
         f"{teacher.coef:g}.",
     )
     require(
-        not rollout.dynamic_sampling,
-        "rollout.dynamic_sampling leaves out groups with equal rewards and needs reward.functions, got "
-        "none. Set rollout.dynamic_sampling = false.",
-    )
-    require(
         grpo.overlong_buffer == 0,
         "grpo.overlong_buffer is subtracted from rewards and needs reward.functions, got none. Set "
         "grpo.overlong_buffer = 0.",
+    )
+
+
+def _check_top_k(config: JobConfig) -> None:
+    teacher = config.teacher
+    if teacher.top_k == 0:
+        return
+    require(
+        config.may_be_taught,
+        f"teacher.top_k needs teacher.urls, or rated rollouts in rollout.replay, got {teacher.top_k} without "
+        "a teacher. Name one, or set teacher.top_k = 0.",
+    )
+    require(
+        teacher.max_divergence == 0,
+        "teacher.max_divergence cannot be used with teacher.top_k, got "
+        f"{teacher.max_divergence:g}: it bounds the divergence of the sampled token, and with top_k no "
+        "single token says how much is learned. Set it to 0.",
     )
 
 

@@ -5,7 +5,8 @@
 
 The file holds JSON lines: a header, then one line for each batch, in the order of training.
 Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
-restores the same bits. If the name ends in ``.gz``, each line is a gzip member of its own: a run
+restores the same bits. The most likely tokens of a teacher (``teacher.top_k``), of which there are
+many, are written as base64 of the arrays themselves. If the name ends in ``.gz``, each line is a gzip member of its own: a run
 that ends at any time leaves complete lines, and ``zcat`` shows them.
 """
 
@@ -25,6 +26,7 @@ from torchtitan.grpo.types import (
     PromptProgress,
     Rollout,
     RolloutGroup,
+    TopTokens,
     VersionSegment,
 )
 
@@ -47,6 +49,20 @@ class RecordHeader(msgspec.Struct):
     """``None`` in files of format 1, which are refused."""
 
 
+class TopTokensRecord(msgspec.Struct):
+    """A teacher's most likely tokens at each completion token of a rollout.
+
+    Attributes:
+        k: Number of them for each token.
+        ids: [tokens, k] int32, little-endian.
+        logprobs: [tokens, k] float32, little-endian.
+    """
+
+    k: int
+    ids: bytes
+    logprobs: bytes
+
+
 class RolloutRecord(msgspec.Struct):
     """A rollout; the group holds its prompt.
 
@@ -58,6 +74,7 @@ class RolloutRecord(msgspec.Struct):
         new_rows: (start, num_context) of each place where the completion goes on in another context.
         teacher_logprobs: Logprob of each completion token under the teacher; None if no teacher has
             rated the rollout.
+        teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
     """
 
     completion_ids: list[int]
@@ -71,6 +88,7 @@ class RolloutRecord(msgspec.Struct):
     num_context: int = 0
     new_rows: list[tuple[int, int]] = msgspec.field(default_factory=list)
     teacher_logprobs: list[float] | None = None
+    teacher_top: TopTokensRecord | None = None
 
 
 class GroupRecord(msgspec.Struct):
@@ -280,6 +298,7 @@ def _group_record(group: RolloutGroup) -> GroupRecord:
                 teacher_logprobs=(
                     None if r.teacher_logprobs is None else r.teacher_logprobs.tolist()
                 ),
+                teacher_top=None if r.teacher_top is None else _top_record(r.teacher_top),
             )
             for r in group.rollouts
         ],
@@ -310,6 +329,7 @@ def _group(record: GroupRecord) -> RolloutGroup:
                 if r.teacher_logprobs is None
                 else np.array(r.teacher_logprobs, dtype=np.float32)
             ),
+            teacher_top=None if r.teacher_top is None else read_top(r.teacher_top),
         )
         for r in record.rollouts
     )
@@ -317,6 +337,25 @@ def _group(record: GroupRecord) -> RolloutGroup:
         record.group_id, record.prompt_text, rollouts, record.server_url,
         columns=record.columns, is_chat=record.is_chat,
     )  # fmt: skip
+
+
+def _top_record(top: TopTokens) -> TopTokensRecord:
+    return TopTokensRecord(
+        top.ids.shape[1], top.ids.astype("<i4").tobytes(), top.logprobs.astype("<f4").tobytes()
+    )
+
+
+def read_top(record: TopTokensRecord) -> TopTokens:
+    """Returns the arrays of a teacher's most likely tokens, which are read-only.
+
+    Raises:
+        ValueError: If they are not whole.
+    """
+    ids, logprobs = np.frombuffer(record.ids, "<i4"), np.frombuffer(record.logprobs, "<f4")
+    return TopTokens(
+        ids.astype(np.int32, copy=False).reshape(-1, record.k),
+        logprobs.astype(np.float32, copy=False).reshape(-1, record.k),
+    )
 
 
 def _observed_spans(sampled: np.ndarray) -> list[tuple[int, int]]:

@@ -192,7 +192,7 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
         _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
         _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
         _check_observed(rollout.observed, len(rollout.completion_ids), here)
-    check_rated_group(group, where)
+    check_rated_group(group, where, vocab_size)
 
 
 def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:

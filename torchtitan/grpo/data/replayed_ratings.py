@@ -12,16 +12,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from torchtitan.grpo.data.files import DataError
-from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord
+from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, read_top
 from torchtitan.grpo.job_config import JobConfig
 
 
-def check_rated_group(group: GroupRecord, where: str) -> None:
+def check_rated_group(group: GroupRecord, where: str, vocab_size: int) -> None:
     """Refuses ratings that do not fit the rollouts of a group.
 
     Raises:
-        DataError: If some rollouts are rated and others are not, or if a rating is not one finite
-            number for each completion token.
+        DataError: If some rollouts are rated and others are not, if a rating is not one finite
+            number for each completion token, or if its most likely tokens are not different tokens
+            of the vocabulary with such numbers.
     """
     num_rated = sum(rollout.teacher_logprobs is not None for rollout in group.rollouts)
     if num_rated not in (0, len(group.rollouts)):
@@ -29,8 +30,15 @@ def check_rated_group(group: GroupRecord, where: str) -> None:
             f"{where}: all rollouts of a group must have teacher_logprobs, or none, got {num_rated} of "
             f"{len(group.rollouts)}. The mean over the group would not be that of its tokens."
         )
+    numbers = {_num_top(rollout) for rollout in group.rollouts}
+    if len(numbers) > 1 or (num_rated == 0 and numbers != {0}):
+        raise DataError(
+            f"{where}: all rated rollouts of a group must have the same number of most likely tokens "
+            f"(teacher_top), and others none, got {sorted(numbers)}."
+        )
     for i, rollout in enumerate(group.rollouts):
         _check_rating(rollout, f"{where}, rollout {i}")
+        _check_top(rollout, f"{where}, rollout {i}", vocab_size)
 
 
 def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) -> None:
@@ -55,6 +63,10 @@ def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) ->
             )
 
 
+def _num_top(rollout: RolloutRecord) -> int:
+    return 0 if rollout.teacher_top is None else rollout.teacher_top.k
+
+
 def _problems(group: GroupRecord, config: JobConfig) -> Iterator[str]:
     grpo, temperature = config.grpo, config.rollout.temperature
     if grpo.filter_zero_advantage:
@@ -62,10 +74,16 @@ def _problems(group: GroupRecord, config: JobConfig) -> Iterator[str]:
             "cannot be used with grpo.filter_zero_advantage, which leaves out groups with equal "
             "rewards, although the teacher's part differs. Set grpo.filter_zero_advantage = false"
         )
-    if grpo.off_policy_mask_threshold != 0:
+    if grpo.off_policy_mask_threshold != 0 and not config.teacher.top_k:
         yield (
             "cannot be used with grpo.off_policy_mask_threshold, which leaves out sequences by the sign "
             f"of their advantage, got {grpo.off_policy_mask_threshold:g}. Set it to 0"
+        )
+    num_top, top_k = _num_top(group.rollouts[0]), config.teacher.top_k
+    if top_k and num_top != top_k:
+        yield (
+            f"must hold as many of its most likely tokens as teacher.top_k ({top_k}), got "
+            f"{num_top or 'none'}, and a replay asks no server. Set teacher.top_k = {num_top}"
         )
     if temperature != 1:
         yield (
@@ -92,3 +110,26 @@ def _check_rating(rollout: RolloutRecord, where: str) -> None:
         is_finite = np.isfinite(np.array(ratings, dtype=np.float32)).all()
     if not is_finite:
         raise DataError(f"{where}: teacher_logprobs must be finite in float32.")
+
+
+def _check_top(rollout: RolloutRecord, where: str, vocab_size: int) -> None:
+    if rollout.teacher_top is None:
+        return
+    try:
+        top = read_top(rollout.teacher_top)
+        is_whole = len(top.ids) == len(top.logprobs) == len(rollout.completion_ids)
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise DataError(
+            f"{where}: teacher_top must hold k ids and k logprobs for each of the "
+            f"{len(rollout.completion_ids)} completion tokens, and k must be at least 1."
+        )
+    if not ((top.ids >= 0) & (top.ids < vocab_size)).all():
+        raise DataError(
+            f"{where}: the ids of teacher_top must be in [0, {vocab_size}), the model's vocabulary."
+        )
+    if (np.diff(np.sort(top.ids, axis=1), axis=1) == 0).any():
+        raise DataError(f"{where}: the ids of teacher_top must be different at each token.")
+    if not np.isfinite(top.logprobs).all():
+        raise DataError(f"{where}: the logprobs of teacher_top must be finite.")

@@ -14,7 +14,13 @@ import numpy as np
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import excerpt
-from torchtitan.grpo.types import FinishReason, GenerateRequest, Generation, VersionSegment
+from torchtitan.grpo.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    TopTokens,
+    VersionSegment,
+)
 from torchtitan.grpo.weight_wire.transfer_messages import WeightGroupInfo
 
 UNPUSHED_VERSION = -1
@@ -37,6 +43,7 @@ _ROUNDING = 1e-3
 _LOWEST_LOGPROB = float(np.finfo(np.float32).min)
 _ANSWER_BYTES = 2**20
 _ANSWER_BYTES_PER_TOKEN = 1024
+_ANSWER_BYTES_PER_TOP_TOKEN = 128
 
 
 def parse_version(label: Any, source: str) -> int:
@@ -168,15 +175,21 @@ def max_answer_bytes(request: GenerateRequest) -> int:
     return _ANSWER_BYTES + _ANSWER_BYTES_PER_TOKEN * num_tokens
 
 
+def max_rating_bytes(sequences: Sequence[Sequence[int]], num_top: int) -> int:
+    """Returns a bound that no correct rating of ``sequences`` reaches, in bytes."""
+    per_token = _ANSWER_BYTES_PER_TOKEN + _ANSWER_BYTES_PER_TOP_TOKEN * num_top
+    return _ANSWER_BYTES + per_token * sum(map(len, sequences))
+
+
 def checked_prompt_logprobs(
     source: str, token_ids: Sequence[int], entries: Sequence[tuple[float | None, int]]
 ) -> list[float]:
-    """Returns the logprobs of all prompt tokens but the first, which has no context.
+    """Returns the logprobs of all given prompt tokens but the first of them.
 
     Args:
         source: URL and route, which begin every error message.
-        token_ids: The prompt that was sent.
-        entries: Logprob and id of each prompt token, the first included.
+        token_ids: The end of the prompt that was sent.
+        entries: Logprob and id of each of these tokens, the first included.
 
     Raises:
         ServerError: If the ids are not those that were sent, or a logprob is not finite.
@@ -189,6 +202,37 @@ def checked_prompt_logprobs(
     values: list[Any] = [value for value, _ in entries[1:]]
     _require_logprobs(values, f"{source}: prompt logprobs")
     return [float(value) for value in values]
+
+
+def checked_top_tokens(
+    source: str, rows: Sequence[Sequence[tuple[Any, Any]]], num_top: int
+) -> TopTokens:
+    """Returns the most likely tokens of a model at each place of a text.
+
+    Args:
+        source: URL and route, which begin every error message.
+        rows: Logprob and id of each of the most likely tokens, for each place.
+        num_top: Number of tokens that were asked for.
+
+    Raises:
+        ServerError: If a place has another number of tokens or one of them twice, or if an id or a
+            logprob cannot be one.
+    """
+    wrong = {len(row) for row in rows} - {num_top}
+    if wrong:
+        raise ServerError(
+            f"{source}: each token must come with the {num_top} most likely ones in its place, as "
+            f"was asked, got {sorted(wrong)[0]}."
+        )
+    logprobs = [value for row in rows for value, _ in row]
+    _require_logprobs(logprobs, f"{source}: logprobs of the most likely tokens")
+    ids = _as_ids([token for row in rows for _, token in row], source).reshape(-1, num_top)
+    if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
+        raise ServerError(
+            f"{source}: the {num_top} most likely tokens of a place must be different ones, but the "
+            "answer names one of them twice."
+        )
+    return TopTokens(ids, np.array(logprobs, np.float32).reshape(-1, num_top))
 
 
 def as_object(body: Any, source: str) -> dict[str, Any]:

@@ -9,10 +9,11 @@ the event loop of its first request.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
 
@@ -96,13 +97,27 @@ class Capabilities:
     rates_lists: bool = False
 
 
+@dataclass(frozen=True)
+class PromptRating:
+    """How likely a server's model finds the tokens of a text, each given all before it.
+
+    Attributes:
+        logprobs: Log-probability of each rated token, at temperature 1.
+        top: The model's most likely tokens at the place of each rated token; ``None`` if none were
+            asked for.
+    """
+
+    logprobs: list[float]
+    top: TopTokens | None = None
+
+
 class InferenceClient(ABC):
     """The trainer's and the rollout process's access to one inference server.
 
     Every method raises :class:`ServerError` if the server cannot do what it was asked, or does
     not answer within the control timeout that was given at construction. :meth:`generate` and
-    :meth:`prompt_logprobs`, which wait in the server's queue, have a longer timeout, and so have
-    methods that receive or read weights.
+    :meth:`rate`, which wait in the server's queue, have a longer timeout, and so have methods that
+    receive or read weights.
 
     Attributes:
         url: Base URL of the server.
@@ -239,20 +254,25 @@ class InferenceClient(ABC):
         """
 
     @abstractmethod
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Returns the log-probability of each token but the first, given those before it.
-
-        The list has ``len(token_ids) - 1`` entries, at temperature 1, under the weights that are
-        served now.
-        """
-
-    async def prompt_logprobs_of(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Returns what :meth:`prompt_logprobs` returns, for each of several sequences.
+    async def rate(
+        self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
+    ) -> list[PromptRating]:
+        """Returns how likely the tokens of sequences are under the weights that are served now.
 
         It is one request if the server takes lists (``capabilities.rates_lists``), and otherwise
         one request after another.
+
+        Args:
+            sequences: Token ids.
+            starts: Position of the first token of each sequence that is rated, at least 1: the
+                first token has nothing before it.
+            num_top: Number of the most likely tokens that are returned for each rated token.
         """
-        return [await self.prompt_logprobs(token_ids) for token_ids in sequences]
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Returns the log-probability of each token but the first; see :meth:`rate`."""
+        (rating,) = await self.rate([token_ids], [1])
+        return rating.logprobs
 
     @abstractmethod
     async def close(self) -> None:

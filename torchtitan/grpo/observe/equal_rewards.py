@@ -10,6 +10,8 @@ from torchtitan.grpo.job_config import JobConfig
 
 _OFTEN_CUT = 0.9
 """Share of cut completions from which on the limit is a likely cause."""
+_TAUGHT = "teacher/reverse_kl"
+"""A metric of steps whose rollouts a teacher has rated."""
 
 
 class EqualRewardsWatch:
@@ -39,7 +41,7 @@ class EqualRewardsWatch:
             metrics: Metrics of the step.
             is_chat: Whether the prompts are lists of chat messages. ``None`` if it is unknown.
         """
-        if not self._first:
+        if not self._first or self._is_taught_alone(metrics):
             return None
         if metrics["reward/equal_groups_fraction"] < 1:
             self._num_steps, self._due = 0, self._first
@@ -73,11 +75,20 @@ class EqualRewardsWatch:
             ]
         )
 
+    def _is_taught_alone(self, metrics: Mapping[str, float]) -> bool:
+        """Returns whether a teacher rated the rollouts of a step, and no rewards are named.
+
+        A replay learns from the ratings in its file without naming a teacher.
+        """
+        is_taught = _TAUGHT in metrics and self._config.teacher.coef > 0
+        return is_taught and not self._config.reward.functions
+
     def _has_rewards_alone(self) -> bool:
         """Returns whether the rewards are all that the run learns from."""
-        grpo = self._config.grpo
+        grpo, teacher = self._config.grpo, self._config.teacher
         others = grpo.kl_coef > 0 or grpo.entropy_coef > 0 or grpo.ptx_path is not None
-        return not (others or self._config.teacher.urls)
+        is_taught = any(_TAUGHT in step for step in self._steps) and teacher.coef > 0
+        return not (others or is_taught or teacher.urls)
 
 
 def likely_causes(

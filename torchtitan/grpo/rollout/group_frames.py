@@ -9,16 +9,19 @@ Unpacked arrays are views of the received frames, and therefore read-only.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 
-from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import FinishReason, Rollout, RolloutGroup, TopTokens, VersionSegment
 
 
 class RolloutHeader(msgspec.Struct):
-    """A rollout without its arrays."""
+    """A rollout without its arrays.
+
+    ``num_top`` is the number of the teacher's most likely tokens for each completion token.
+    """
 
     num_tokens: int
     segments: list[tuple[int, int, int]]
@@ -30,6 +33,7 @@ class RolloutHeader(msgspec.Struct):
     num_context: int = 0
     new_rows: list[tuple[int, int]] = []
     is_rated: bool = False
+    num_top: int = 0
 
 
 class SampleIds(msgspec.Struct):
@@ -57,15 +61,17 @@ class GroupHeader(msgspec.Struct):
 
 
 def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list[bytes]]:
-    """Splits groups into headers and five frames.
+    """Splits groups into headers and seven frames.
 
     Returns:
-        The headers, and five frames: the token IDs of all prompts (int32), the token IDs of all
+        The headers, and seven frames: the token IDs of all prompts (int32), the token IDs of all
         completions (int32), the logprobs of all completions (float32), the masks of sampled
-        tokens (bool) of those completions that have one, and the teacher's logprobs (float32) of
-        those that were rated. Each frame is concatenated in order.
+        tokens (bool) of those completions that have one, the teacher's logprobs (float32) of
+        those that were rated, and the token IDs (int32) and logprobs (float32) of the teacher's
+        most likely tokens. Each frame is concatenated in order.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tops = [rollout.teacher_top for rollout in rollouts if rollout.teacher_top is not None]
     frames = [
         _concatenate([group.rollouts[0].prompt_ids for group in groups], np.int32),
         _concatenate([rollout.completion_ids for rollout in rollouts], np.int32),
@@ -74,13 +80,15 @@ def pack_groups(groups: Sequence[RolloutGroup]) -> tuple[list[GroupHeader], list
         _concatenate(
             [r.teacher_logprobs for r in rollouts if r.teacher_logprobs is not None], np.float32
         ),
+        _concatenate([top.ids.reshape(-1) for top in tops], np.int32),
+        _concatenate([top.logprobs.reshape(-1) for top in tops], np.float32),
     ]
     return [_group_header(group) for group in groups], frames
 
 
 def without_arrays(frames: Sequence[bytes]) -> list[bytes]:
     """Returns the frames of a batch with the token IDs and logprobs removed."""
-    return [b"", b"", b"", frames[3], b""]
+    return [b"", b"", b"", frames[3], b"", b"", b""]
 
 
 def with_samples(
@@ -112,19 +120,12 @@ def unpack_groups(
             every token ID and logprob is 0, except for the IDs of samples.
     """
     cursor = _Cursor if has_arrays else _Zeros
-    prompts = cursor(np.frombuffer(frames[0], dtype=np.int32))
-    tokens = cursor(np.frombuffer(frames[1], dtype=np.int32))
-    logprobs = cursor(np.frombuffer(frames[2], dtype=np.float32))
-    masks = _Cursor(np.frombuffer(frames[3], dtype=np.bool_))
-    # Files of saved rollouts of earlier releases end before this frame.
-    ratings = cursor(np.frombuffer(frames[4] if len(frames) > 4 else b"", dtype=np.float32))
+    prompts, arrays = cursor.of(frames[0], np.int32), _Arrays.of(frames, cursor)
     return [
         RolloutGroup(
             group_id=header.group_id,
             prompt_text=header.prompt_text,
-            rollouts=tuple(
-                _rollouts(header, prompts.take(header.prompt_len), tokens, logprobs, masks, ratings)
-            ),
+            rollouts=tuple(_rollouts(header, prompts.take(header.prompt_len), arrays)),
             server_url=header.server_url,
             columns=header.columns,
             is_chat=header.is_chat,
@@ -138,6 +139,10 @@ class _Cursor:
     array: np.ndarray
     position: int = 0
 
+    @classmethod
+    def of(cls, frame: bytes, dtype: type[np.generic]) -> Self:
+        return cls(np.frombuffer(frame, dtype))
+
     def take(self, length: int) -> np.ndarray:
         start, self.position = self.position, self.position + length
         assert self.position <= len(self.array), "a batch's frames are shorter than its header says"
@@ -149,6 +154,38 @@ class _Zeros(_Cursor):
 
     def take(self, length: int) -> np.ndarray:
         return np.broadcast_to(np.zeros((), self.array.dtype), length)
+
+
+@dataclass
+class _Arrays:
+    """The arrays of all rollouts, each of which is read from its beginning to its end."""
+
+    tokens: _Cursor
+    logprobs: _Cursor
+    masks: _Cursor
+    ratings: _Cursor
+    top_ids: _Cursor
+    top_logprobs: _Cursor
+
+    @classmethod
+    def of(cls, frames: Sequence[bytes], cursor: type[_Cursor]) -> Self:
+        # Files of saved rollouts of earlier releases end before the last frames.
+        frames = [*frames, b"", b"", b""]
+        return cls(
+            tokens=cursor.of(frames[1], np.int32),
+            logprobs=cursor.of(frames[2], np.float32),
+            masks=_Cursor.of(frames[3], np.bool_),
+            ratings=cursor.of(frames[4], np.float32),
+            top_ids=cursor.of(frames[5], np.int32),
+            top_logprobs=cursor.of(frames[6], np.float32),
+        )
+
+    def take_top(self, num_tokens: int, num_top: int) -> TopTokens | None:
+        if num_top == 0:
+            return None
+        shape = (num_tokens, num_top)
+        ids, logprobs = (c.take(num_tokens * num_top) for c in (self.top_ids, self.top_logprobs))
+        return TopTokens(ids.reshape(shape), logprobs.reshape(shape))
 
 
 def _group_header(group: RolloutGroup) -> GroupHeader:
@@ -175,40 +212,35 @@ def _group_header(group: RolloutGroup) -> GroupHeader:
                 num_context=rollout.num_context,
                 new_rows=list(rollout.new_rows),
                 is_rated=rollout.teacher_logprobs is not None,
+                num_top=0 if rollout.teacher_top is None else rollout.teacher_top.ids.shape[1],
             )
             for rollout in group.rollouts
         ],
     )
 
 
-def _rollouts(
-    header: GroupHeader,
-    prompt_ids: np.ndarray,
-    tokens: _Cursor,
-    logprobs: _Cursor,
-    masks: _Cursor,
-    ratings: _Cursor,
-) -> Iterator[Rollout]:
+def _rollouts(header: GroupHeader, prompt_ids: np.ndarray, arrays: _Arrays) -> Iterator[Rollout]:
     sample = header.sample
     if sample is not None:
         prompt_ids = np.frombuffer(sample.prompt, np.int32)
     for index, rollout in enumerate(header.rollouts):
-        completion_ids = tokens.take(rollout.num_tokens)
+        completion_ids = arrays.tokens.take(rollout.num_tokens)
         if sample is not None and index == 0:
             completion_ids = np.frombuffer(sample.completion, np.int32)
         yield Rollout(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            generator_logprobs=logprobs.take(rollout.num_tokens),
+            generator_logprobs=arrays.logprobs.take(rollout.num_tokens),
             segments=tuple(VersionSegment(*segment) for segment in rollout.segments),
             finish_reason=rollout.finish_reason,
             completion=rollout.completion,
             reward=rollout.reward,
             reward_components=rollout.reward_components,
-            sampled=masks.take(rollout.num_tokens) if rollout.has_mask else None,
+            sampled=arrays.masks.take(rollout.num_tokens) if rollout.has_mask else None,
             num_context=rollout.num_context,
             new_rows=tuple(rollout.new_rows),
-            teacher_logprobs=ratings.take(rollout.num_tokens) if rollout.is_rated else None,
+            teacher_logprobs=arrays.ratings.take(rollout.num_tokens) if rollout.is_rated else None,
+            teacher_top=arrays.take_top(rollout.num_tokens, rollout.num_top),
         )
 
 

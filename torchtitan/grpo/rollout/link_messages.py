@@ -128,7 +128,7 @@ class EvaluationDone(msgspec.Struct, tag=True):
 
 
 class Batch(msgspec.Struct, tag=True):
-    """Answer to :class:`NextBatch`, followed by the five frames of ``pack_groups``.
+    """Answer to :class:`NextBatch`, followed by the frames of ``pack_groups``.
 
     The frames of token IDs and logprobs are empty if the ranks fetch them. If the batch has several
     parts, ``progress``, ``closed`` and ``metrics`` are valid only in the part that ends it.

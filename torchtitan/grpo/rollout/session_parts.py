@@ -311,9 +311,14 @@ def make_teacher_pool(
     """Makes the teachers of ``[teacher]``, which are not asked for anything yet.
 
     Raises:
-        ValueError: If a URL is invalid.
+        ValueError: If a URL is invalid, or the vocabulary has fewer tokens than ``teacher.top_k``.
     """
     settings = config.teacher
+    if settings.top_k > config.vocab_size:
+        raise ValueError(
+            f"teacher.top_k must be at most the size of the model's vocabulary, {config.vocab_size}, got "
+            f"{settings.top_k}. Lower it."
+        )
     row = kind_row(settings.kind)
     key = settings.api_key or os.environ.get(TEACHER_KEY_VARIABLE)
     clients = [
@@ -334,6 +339,7 @@ def make_teacher_pool(
         vocab_size=config.vocab_size,
         num_tokens=server_needs(config).num_tokens,
         model_path=settings.model_path,
+        top_k=settings.top_k,
     )
     return TeacherPool(clients, settings, needs, drops=drops, announce=announce)
 

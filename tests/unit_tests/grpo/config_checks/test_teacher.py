@@ -36,7 +36,20 @@ def test_a_teacher_needs_no_reward_and_no_group():
             ["--grpo.off_policy_mask_threshold=0.5"],
             r"off_policy_mask_threshold cannot be used with teacher\.urls, got 0\.5",
         ),
-        (["--rollout.dynamic_sampling"], r"dynamic_sampling .* needs reward\.functions"),
+        (["--rollout.dynamic_sampling"], r"dynamic_sampling cannot be used with teacher\.urls"),
+        (
+            ["--rollout.dynamic_sampling", "--reward.functions=exact_match"],
+            r"groups with equal rewards would be left out, although the teacher's part differs",
+        ),
+        (["--teacher.top_k=129"], r"teacher\.top_k must be at least 0 and at most 128, got 129"),
+        (
+            ["--teacher.top_k=8", "--teacher.max_divergence=5"],
+            r"max_divergence cannot be used with teacher\.top_k, got 5",
+        ),
+        (
+            ["--teacher.top_k=8", "--grpo.filter_zero_advantage"],
+            r"filter_zero_advantage cannot be used with teacher",
+        ),
         (
             ["--inference.no-launch", "--inference.urls=http://127.0.0.1:9000"],
             r"must be other servers than those of inference\.urls",
@@ -46,6 +59,20 @@ def test_a_teacher_needs_no_reward_and_no_group():
 def test_what_cannot_work_is_refused(more, message):
     with pytest.raises(ConfigError, match=message):
         load_config([*TAUGHT, *more])
+
+
+def test_top_k_leaves_the_advantage_of_a_sequence_as_it_is():
+    more = ["--teacher.top_k=8", "--grpo.off_policy_mask_threshold=0.5", "--grpo.group_size=1"]
+    assert load_config([*TAUGHT, *more]).teacher.top_k == 8
+
+
+def test_top_k_needs_a_teacher_or_a_file_that_one_has_rated(tmp_path):
+    with pytest.raises(ConfigError, match=r"teacher\.top_k needs teacher\.urls, or rated rollouts"):
+        load_config([*LIVE, "--reward.functions=exact_match", "--teacher.top_k=8"])
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("")
+    replay = ["--model.hf_assets_path=model", f"--rollout.replay={file}"]
+    assert load_config([*replay, "--teacher.top_k=8"]).teacher.top_k == 8
 
 
 def test_settings_of_a_teacher_need_one():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_groups
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, TopTokens, VersionSegment
 
 VOCAB_SIZE = 100
 TEMPERATURE = 0.7
@@ -76,12 +76,21 @@ def test_a_batch_is_read_back_as_it_was(path):
 def test_a_teacher_s_rating_keeps_every_bit_and_may_be_absent(path):
     plain, _ = group().rollouts
     rating = np.array([-1 / 3, -1e-8], np.float32)
-    rated = replace(plain, teacher_logprobs=rating)
+    top = TopTokens(
+        np.array([[7, 2**31 - 1], [0, 8]], np.int32),
+        np.array([[-1 / 3, -1e-8], [-2.5, -7.0]], np.float32),
+    )
+    rated = replace(plain, teacher_logprobs=rating, teacher_top=top)
     record(path, [[RolloutGroup(0, "", (rated, plain), "")]]).close()
     found, unrated = read_groups(read(path)[0])[0].rollouts
     assert found.teacher_logprobs is not None
     assert found.teacher_logprobs.tobytes() == rating.tobytes()
     assert unrated.teacher_logprobs is None
+    assert found.teacher_top is not None
+    for mine, theirs in zip(vars(found.teacher_top).values(), vars(top).values(), strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert mine.tobytes() == theirs.tobytes()
+    assert unrated.teacher_top is None
 
 
 @given(sampled=st.lists(st.booleans(), min_size=1, max_size=20))

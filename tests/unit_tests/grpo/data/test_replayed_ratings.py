@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from torchtitan.grpo.data.files import DataError
-from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, RolloutRecorder
+from torchtitan.grpo.data.record import (
+    BatchRecord,
+    GroupRecord,
+    RolloutRecord,
+    RolloutRecorder,
+    TopTokensRecord,
+)
 from torchtitan.grpo.data.replay import ReplaySource, check_batch
 from torchtitan.grpo.data.replayed_ratings import check_ratings_are_used
 from torchtitan.grpo.job_config import JobConfig
@@ -65,6 +71,77 @@ def test_ratings_of_rollouts_with_rewritten_turns_are_refused():
     rated = record([-1.0, -2.0], new_rows=[(1, 1)])
     with pytest.raises(DataError, match=r"from their beginning, but one has new_rows"):
         check_ratings_are_used(rated, "file:2", JobConfig())
+
+
+def top_record(
+    ids: list[list[int]], logprobs: list[list[float]] | None = None, k: int = 2
+) -> TopTokensRecord:
+    values = np.full(np.shape(ids), -1.0) if logprobs is None else logprobs
+    return TopTokensRecord(
+        k, np.array(ids, np.int32).tobytes(), np.array(values, np.float32).tobytes()
+    )
+
+
+TOP = top_record([[7, 1], [8, 2]])
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [
+        (
+            top_record([[7, 1]]),
+            r"rollout 0: teacher_top must hold k ids .* each of the 2 completion",
+        ),
+        (top_record([[7, 1], [8, 2]], k=3), r"teacher_top must hold k ids"),
+        (top_record([[7, 1], [8, 2]], k=0), r"k must be at least 1"),
+        (TopTokensRecord(2, TOP.ids, TOP.logprobs[:8]), r"teacher_top must hold k ids"),
+        (TopTokensRecord(2, TOP.ids[:-1], TOP.logprobs), r"teacher_top must hold k ids"),
+        (top_record([[7, 1], [8, 100]]), r"ids of teacher_top must be in \[0, 100\)"),
+        (top_record([[7, 1], [-8, 2]]), r"ids of teacher_top must be in"),
+        (top_record([[7, 1], [2, 2]]), r"ids of teacher_top must be different at each token"),
+        (
+            top_record([[7, 1], [8, 2]], [[-1.0, -2.0], [-1.0, -np.inf]]),
+            r"logprobs of teacher_top must be finite",
+        ),
+    ],
+)
+def test_most_likely_tokens_that_do_not_fit_their_rollout_are_refused(top, message):
+    check_batch(record([-1.0, -2.0], teacher_top=TOP), "file:2", vocab_size=100, row_len=10)
+    with pytest.raises(DataError, match=message):
+        check_batch(record([-1.0, -2.0], teacher_top=top), "file:2", vocab_size=100, row_len=10)
+
+
+def test_all_rollouts_of_a_group_have_the_same_number_of_most_likely_tokens():
+    batch = record([-1.0, -2.0], [-1.0, -2.0], teacher_top=TOP)
+    batch.groups[0].rollouts[1].teacher_top = None
+    with pytest.raises(DataError, match=r"same number of most likely tokens .* got \[0, 2\]"):
+        check_batch(batch, "file:2", vocab_size=100, row_len=10)
+    with pytest.raises(DataError, match=r"and others none, got \[2\]"):
+        check_batch(record(None, teacher_top=TOP), "file:2", vocab_size=100, row_len=10)
+
+
+@pytest.mark.parametrize(
+    ("top", "message"),
+    [(None, r"got none, .* Set teacher\.top_k = 0"), (TOP, r"\(3\), got 2, .* = 2")],
+)
+def test_a_replay_with_top_k_needs_as_many_tokens_in_the_file(top, message):
+    config, batch = JobConfig(), record([-1.0, -2.0], teacher_top=top)
+    check_ratings_are_used(batch, "file:2", config)  # those of the sampled tokens
+    config.teacher.top_k = 3
+    with pytest.raises(
+        DataError, match=rf"group 3: .* as many of its most likely tokens .*{message}"
+    ):
+        check_ratings_are_used(batch, "file:2", config)
+    config.teacher.coef = 0.0
+    check_ratings_are_used(batch, "file:2", config)
+    config.teacher.coef, config.teacher.top_k = 1.0, 0 if top is None else 2
+    check_ratings_are_used(batch, "file:2", config)
+
+
+def test_with_top_k_the_advantage_of_a_sequence_may_decide_over_it():
+    config = JobConfig()
+    config.teacher.top_k, config.grpo.off_policy_mask_threshold = 2, 0.5
+    check_ratings_are_used(record([-1.0, -2.0], teacher_top=TOP), "file:2", config)
 
 
 @pytest.mark.parametrize("rates_second", [True, False])

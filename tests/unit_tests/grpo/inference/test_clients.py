@@ -219,52 +219,6 @@ def test_bodies_state_everything_that_shapes_the_distribution() -> None:
     assert body["sampling_params"]["repetition_penalty"] == 1.0
 
 
-def entry(logprob: float | None) -> dict[str, Any]:
-    return {"logprob": logprob, "rank": 1, "decoded_token": None}
-
-
-PROMPT_ANSWERS: dict[str, tuple[Any, Any]] = {
-    "sglang": (
-        sglang.parse_prompt_logprobs,
-        lambda values: {
-            "meta_info": {
-                "input_token_logprobs": [
-                    [value, token, None] for value, token in zip(values, (5, 6, 7), strict=False)
-                ]
-            }
-        },
-    ),
-    "vllm": (
-        vllm.parse_prompt_logprobs,
-        lambda values: {
-            "prompt_logprobs": [
-                None if i == 0 else {str(5 + i): entry(value)} for i, value in enumerate(values)
-            ]
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", PROMPT_ANSWERS)
-def test_prompt_logprobs_are_of_all_tokens_but_the_first(kind: str) -> None:
-    parse, answer = PROMPT_ANSWERS[kind]
-    assert parse("url", [5, 6, 7], answer([None, -1.0, -2.0])) == [-1.0, -2.0]
-    for wrong in (None, math.nan, 0.5, "-1", -(10**400)):
-        with pytest.raises(ServerError, match="prompt logprobs must be finite"):
-            parse("url", [5, 6, 7], answer([None, -1.0, wrong]))
-    for wrong in (answer([None, -1.0]), {}, None):
-        with pytest.raises(ServerError, match=r"prompt_?logprobs|tokens sent|input_token"):
-            parse("url", [5, 6, 7], wrong)
-    with pytest.raises(ServerError):
-        parse("url", [5, 6, 8], answer([None, -1.0, -2.0]))
-
-
-def test_sglang_may_call_the_last_token_of_the_vocabulary_0() -> None:
-    entries = [[None, 5, None], [-1.0, 0, None], [-2.0, 7, None]]
-    body = {"meta_info": {"input_token_logprobs": entries}}
-    assert sglang.parse_prompt_logprobs("url", [5, 319, 7], body) == [-1.0, -2.0]
-
-
 def test_no_request_id_is_a_prefix_of_another_on_sglang() -> None:
     # SGLang aborts every request whose id begins with the one given.
     ids = ["1", "12", "1:2", "2:1", "12:1", "g-1", "g-11"]

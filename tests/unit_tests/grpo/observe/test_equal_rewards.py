@@ -83,6 +83,21 @@ def test_a_run_that_learns_from_something_else_is_not_said_to_learn_nothing():
     assert "nothing is learned" not in notice
 
 
+def test_a_replay_that_learns_from_a_teachers_ratings_alone_is_not_said_to_learn_nothing():
+    """The file says that the rollouts were rated; teacher.urls is not set."""
+    made = config(equal_rewards_steps=1)
+    taught = step() | {"teacher/reverse_kl": 0.3}
+    notice = EqualRewardsWatch(made).update(taught, None)
+    assert notice is not None
+    assert "rewards teach nothing" in notice
+    made.reward.functions = []
+    assert EqualRewardsWatch(made).update(taught, None) is None
+    made.teacher.coef = 0.0
+    notice = EqualRewardsWatch(made).update(taught, None)
+    assert notice is not None
+    assert "nothing is learned" in notice
+
+
 def test_single_samples_are_compared_over_the_batch():
     made = config(equal_rewards_steps=1)
     made.grpo = dataclasses.replace(made.grpo, group_size=1, advantage="batch_norm")

@@ -88,7 +88,7 @@ class RandomServer(InferenceClient):
 
     abort = health = version = num_workers = pause = resume = _none
     describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
+    receive_bucket = commit_update = update_from_disk = rate = close = _none
 
 
 @dataclass

@@ -57,14 +57,17 @@ class GenerateBody:
         prompts: Token ids of the prompt of each completion: each prompt ``n`` times in a row.
         request_ids: Id of each completion.
         sampling: Sampling parameters of each completion.
-        logprob_start: First position whose prompt logprob is answered; ``None`` for none.
+        logprob_starts: First position of each completion's prompt whose logprob is answered;
+            ``None`` for none.
+        num_top: Number of the most likely tokens that are answered with each prompt logprob.
         is_list: Whether the answer is a list.
     """
 
     prompts: list[list[int]]
     request_ids: list[str]
     sampling: list[SamplingParams]
-    logprob_start: int | None
+    logprob_starts: list[int | None]
+    num_top: int
     return_logprob: bool
     stream: bool
     is_list: bool
@@ -111,11 +114,13 @@ def parse_generate(body: Mapping[str, Any], facts: ModelFacts) -> GenerateBody:
                 f"(--max-model-len), got {len(prompt)} + {params.max_new_tokens}."
             )
     return_logprob = body_field(body, "return_logprob", bool, False)
+    starts = _logprob_starts(body, prompts) if return_logprob else [None] * len(prompts)
     return GenerateBody(
         prompts=[p for p in prompts for _ in range(num_samples)],
         request_ids=_request_ids(body.get("rid"), len(prompts), num_samples, is_batch),
         sampling=[_sample_params(p, i) for p in sampling for i in range(num_samples)],
-        logprob_start=_logprob_start(body, prompts) if return_logprob else None,
+        logprob_starts=[start for start in starts for _ in range(num_samples)],
+        num_top=_num_top(body, facts) if return_logprob else 0,
         return_logprob=return_logprob,
         stream=body_field(body, "stream", bool, False),
         is_list=is_batch or num_samples > 1,
@@ -146,12 +151,36 @@ def _check_prompt(prompt: Any, facts: ModelFacts) -> None:
             )
 
 
-def _logprob_start(body: Mapping[str, Any], prompts: list[list[int]]) -> int | None:
-    start = body_field(body, "logprob_start_len", int, -1)
+def _logprob_starts(body: Mapping[str, Any], prompts: list[list[int]]) -> list[int | None]:
+    """Returns the first position of each prompt whose logprob is answered."""
+    given = body_field(body, "logprob_start_len", (int, list), -1)
     longest = max(len(prompt) for prompt in prompts)
-    if not -1 <= start <= longest:
-        raise ValueError(f"logprob_start_len must be in [-1, {longest}], got {start}.")
-    return None if start in (-1, longest) else start
+    if isinstance(given, int):
+        # One number for prompts of different lengths may lie behind the shorter ones.
+        starts, most = [given] * len(prompts), [longest] * len(prompts)
+    else:
+        starts, most = given, [len(prompt) for prompt in prompts]
+    if len(starts) != len(prompts):
+        raise ValueError(
+            f"logprob_start_len must be one number, or one for each of the {len(prompts)} prompts, got "
+            f"{len(starts)}."
+        )
+    for start, length in zip(starts, most, strict=True):
+        if type(start) is not int or not -1 <= start <= length:
+            raise ValueError(f"logprob_start_len must be in [-1, {length}], got {start!r:.80}.")
+    return [
+        None if start in (-1, length) else start for start, length in zip(starts, most, strict=True)
+    ]
+
+
+def _num_top(body: Mapping[str, Any], facts: ModelFacts) -> int:
+    number = body_field(body, "top_logprobs_num", int, 0)
+    if not 0 <= number <= facts.vocab_size:
+        raise ValueError(
+            f"top_logprobs_num must be in [0, {facts.vocab_size}], the size of the vocabulary, got "
+            f"{number}."
+        )
+    return number
 
 
 def _parse_sampling(
@@ -259,16 +288,33 @@ def format_answer(
             [logprob, token, None] for logprob, token in zip(logprobs, output_ids, strict=True)
         ]
     if request.logprob_start is not None:
-        # The first token has no context, and so no logprob.
-        prompt = zip([None, *request.prompt_logprobs], request.prompt_ids, strict=True)
-        meta["input_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in list(prompt)[request.logprob_start :]
-        ]
+        meta |= _rating_fields(request, request.logprob_start)
     return {
         "text": _text(request, output_ids, finish_reason, facts),
         "output_ids": output_ids,
         "meta_info": meta,
     }
+
+
+def _rating_fields(request: Request, start: int) -> dict[str, Any]:
+    """Returns the logprobs of the prompt from ``start`` on, and the most likely tokens there."""
+    assert request.rating is not None, "a prompt is rated before it is answered"
+    # The first token has no context, and so no logprob.
+    prompt = zip([None, *request.rating.logprobs], request.prompt_ids, strict=True)
+    fields: dict[str, Any] = {
+        "input_token_logprobs": [[logprob, token, None] for logprob, token in list(prompt)[start:]]
+    }
+    if request.num_top:
+        top = request.rating.top
+        assert top is not None, "the most likely tokens were asked for"
+        begin, k = max(start - 1, 0), request.num_top
+        values, ids = top.logprobs[begin:, :k].tolist(), top.ids[begin:, :k].tolist()
+        places = [
+            [[value, token, None] for value, token in zip(*place, strict=True)]
+            for place in zip(values, ids, strict=True)
+        ]
+        fields["input_top_logprobs"] = places if start else [None, *places]
+    return fields
 
 
 def _text(

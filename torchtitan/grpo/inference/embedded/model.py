@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.attention import ATTENTION
 from torchtitan.grpo.inference.embedded.kv_cache import SlotCache
 from torchtitan.grpo.inference.embedded.prefill import Prefill, PrefillPlan
@@ -23,6 +24,7 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     WholePart,
     split_rows,
 )
+from torchtitan.grpo.types import TopTokens
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +126,15 @@ class ModelRunner:
             mask = self._additive(torch.arange(stop, device=self.device) > own)
         return ChunkPart(ids, slots, start, mask)
 
-    def prompt_logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Returns the log-probability of each token but the first, without using the slots.
+    def rate(self, sequences: list[list[int]], num_top: int = 0) -> list[PromptRating]:
+        """Returns how likely each token but the first is, without using the slots.
 
         All sequences are computed in one pass, padded on the right to the longest one.
 
-        Returns:
-            [len(tokens) - 1] log-probabilities of each sequence, at temperature 1.
+        Args:
+            sequences: Token ids.
+            num_top: Number of the most likely tokens that are returned for each rated token, the
+                most likely one first.
         """
         longest = max(map(len, sequences))
         padded = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
@@ -139,14 +143,32 @@ class ModelRunner:
         counts = [len(tokens) - 1 for tokens in sequences]
         is_real = torch.arange(longest - 1) < torch.tensor(counts).unsqueeze(1)
         is_real = is_real.to(self.device)
-        found: list[float] = []
-        for part, targets in zip(
-            hidden[is_real].split(_LOGIT_ROWS), ids[:, 1:][is_real].split(_LOGIT_ROWS), strict=True
-        ):
-            logprobs = torch.log_softmax(self.model.lm_head(part).float(), dim=-1)
-            found += logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
-        ends = list(accumulate(counts, initial=0))
-        return [found[begin:end] for begin, end in pairwise(ends)]
+        rated = [
+            self._rate_positions(part, targets, num_top)
+            for part, targets in zip(
+                hidden[is_real].split(_LOGIT_ROWS),
+                ids[:, 1:][is_real].split(_LOGIT_ROWS),
+                strict=True,
+            )
+        ]
+        logprobs, top_logprobs, top_ids = (
+            torch.cat(part).numpy(force=True) for part in zip(*rated, strict=True)
+        )
+        return [
+            PromptRating(
+                logprobs[begin:end].tolist(),
+                TopTokens(top_ids[begin:end], top_logprobs[begin:end]) if num_top else None,
+            )
+            for begin, end in pairwise(accumulate(counts, initial=0))
+        ]
+
+    def _rate_positions(
+        self, hidden: torch.Tensor, targets: torch.Tensor, num_top: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the logprobs of the targets, and those and the ids of the most likely tokens."""
+        logprobs = torch.log_softmax(self.model.lm_head(hidden).float(), dim=-1)
+        values, indices = logprobs.topk(num_top, dim=-1)
+        return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), values, indices.int()
 
 
 def _call_positions(model: PreTrainedModel) -> int:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Computes the prompt logprobs of several sequences in few forward passes.
+"""Rates the prompts of several requests in few forward passes.
 
 A pass over one short sequence takes hardly less time than a pass over many. Sequences are therefore
 sorted by length, put side by side, and padded on the right, where a causal mask hides the padding from
@@ -23,7 +23,7 @@ class RatingQueue:
         max_tokens: Maximum number of tokens of a pass.
 
     Attributes:
-        waiting: Requests without their prompt logprobs.
+        waiting: Requests whose prompts are not rated yet.
     """
 
     def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
@@ -32,12 +32,13 @@ class RatingQueue:
         self.waiting: list[Request] = []
 
     def rate(self) -> list[Request]:
-        """Sets ``prompt_logprobs`` of all that wait; returns them."""
+        """Sets ``rating`` of all that wait; returns them."""
         requests = self.waiting
         for chosen in padded_batches([len(r.prompt_ids) for r in requests], self._max_tokens):
-            found = self._runner.prompt_logprobs([requests[i].prompt_ids for i in chosen])
-            for i, logprobs in zip(chosen, found, strict=True):
-                requests[i].prompt_logprobs = logprobs
+            most = max(requests[i].num_top for i in chosen)
+            found = self._runner.rate([requests[i].prompt_ids for i in chosen], most)
+            for i, rating in zip(chosen, found, strict=True):
+                requests[i].rating = rating
         self.waiting = []
         return requests
 

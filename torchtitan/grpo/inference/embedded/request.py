@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 
 
@@ -38,8 +39,9 @@ class Request:
             another request.
         logprob_start: First position whose prompt logprob the answer holds; ``None`` if it holds
             none.
-        prompt_logprobs: Logprob of each prompt token but the first, at temperature 1. Empty if
-            ``logprob_start`` is ``None``.
+        num_top: Number of the most likely tokens that the answer holds at each of these positions.
+        rating: Logprob of each prompt token but the first, with at least ``num_top`` most likely
+            tokens, the most likely one first. ``None`` if ``logprob_start`` is ``None``.
     """
 
     request_id: str
@@ -57,7 +59,8 @@ class Request:
     finish_reason: dict[str, Any] | None = None
     shared_prompt_tokens: int = 0
     logprob_start: int | None = None
-    prompt_logprobs: list[float] = field(default_factory=list)
+    num_top: int = 0
+    rating: PromptRating | None = None
 
     @property
     def token_ids(self) -> list[int]:

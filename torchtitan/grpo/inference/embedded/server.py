@@ -181,10 +181,11 @@ class EmbeddedServer:
                 stop_ids=stop_ids_of(sampling, self._facts),
                 stream=body.stream,
                 listener=listener_of(i),
-                logprob_start=body.logprob_start,
+                logprob_start=logprob_start,
+                num_top=body.num_top,
             )
-            for i, (request_id, prompt, sampling) in enumerate(
-                zip(body.request_ids, body.prompts, body.sampling, strict=True)
+            for i, (request_id, prompt, sampling, logprob_start) in enumerate(
+                zip(body.request_ids, body.prompts, body.sampling, body.logprob_starts, strict=True)
             )
         ]
         self._active_ids.update(body.request_ids)

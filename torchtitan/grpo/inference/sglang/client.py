@@ -9,6 +9,7 @@ The embedded server has the same routes and some more; see `inference/embedded/c
 import asyncio
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
@@ -16,15 +17,16 @@ from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
     as_object,
     checked_generation,
-    checked_prompt_logprobs,
     joined_group,
     max_answer_bytes,
+    max_rating_bytes,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
     Capabilities,
     InferenceClient,
     LogprobsError,
+    PromptRating,
     ServerError,
     ServerFacts,
     ServerLoad,
@@ -36,6 +38,7 @@ from torchtitan.grpo.inference.sglang.adapter_formats import RECEIVE_ROUTE, Load
 from torchtitan.grpo.inference.sglang.group_facts import facts_of_server
 from torchtitan.grpo.inference.sglang.load import parse_loads
 from torchtitan.grpo.inference.sglang.parameter_names import checksum_names, unknown_names
+from torchtitan.grpo.inference.sglang.rating import parse_rating, rating_body
 from torchtitan.grpo.types import GenerateRequest, Generation, ServerKind
 from torchtitan.grpo.weight_wire.adapter_names import served_weight_of
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts
@@ -321,34 +324,26 @@ class SGLangClient(InferenceClient):
                 f"{self.url} must serve version {version} after the update, got {served}."
             )
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        source, body = await self._prompt_answer(token_ids)
-        return parse_prompt_logprobs(source, token_ids, body)
-
-    async def prompt_logprobs_of(self, sequences: list[list[int]]) -> list[list[float]]:
-        source, body = await self._prompt_answer(sequences)
+    async def rate(
+        self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
+    ) -> list[PromptRating]:
+        route = "/generate"
+        answer = await self._http.post(
+            route,
+            rating_body(sequences, starts, num_top),
+            scope="generation",
+            timeout_seconds=self._request_timeout_seconds,
+            max_bytes=max_rating_bytes(sequences, num_top),
+        )
+        source, body = self.url + route, answer.body
         if not isinstance(body, list) or len(body) != len(sequences):
             raise ServerError(
                 f"{source} must answer a list of {len(sequences)} entries, got {excerpt(body)}"
             )
-        pairs = zip(sequences, body, strict=True)
-        return [parse_prompt_logprobs(source, token_ids, entry) for token_ids, entry in pairs]
-
-    async def _prompt_answer(self, input_ids: list[int] | list[list[int]]) -> tuple[str, Any]:
-        """Asks for the logprobs of one sequence or of several; returns source and answer."""
-        route = "/generate"
-        answer = await self._http.post(
-            route,
-            {
-                "input_ids": input_ids,
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            },
-            scope="generation",
-            timeout_seconds=self._request_timeout_seconds,
-        )
-        return self.url + route, answer.body
+        return [
+            parse_rating(source, token_ids, start, num_top, entry)
+            for token_ids, start, entry in zip(sequences, starts, body, strict=True)
+        ]
 
     async def close(self) -> None:
         await self._http.close()
@@ -410,28 +405,6 @@ def parse_generation(source: str, request: GenerateRequest, body: Any) -> Genera
             f"{source}: the answer must hold output_ids and meta_info with id, logprobs, finish "
             f"reason and weight version ({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
-
-
-def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
-    """Returns the logprobs of all prompt tokens but the first.
-
-    Raises:
-        ServerError: If the answer is about other tokens, or some are missing.
-    """
-    try:
-        # SGLang reports the last id of the vocabulary as 0 here, with the right logprob.
-        entries = [
-            (entry[0], sent if entry[1] == 0 else entry[1])
-            for entry, sent in zip(
-                body["meta_info"]["input_token_logprobs"], token_ids, strict=True
-            )
-        ]
-    except MALFORMED as error:
-        raise ServerError(
-            f"{source}: the answer must hold meta_info.input_token_logprobs of the "
-            f"{len(token_ids)} tokens sent ({type(error).__name__}: {error}), got {excerpt(body)}"
-        ) from error
-    return checked_prompt_logprobs(source, token_ids, entries)
 
 
 def release_number(version: Any) -> tuple[int, int, int] | None:

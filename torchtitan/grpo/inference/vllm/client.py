@@ -13,6 +13,7 @@ the weight version of every token, which the OpenAI routes do not), with ``VLLM_
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,12 +21,14 @@ from torchtitan.grpo.inference.answers import (
     UPDATING_LABEL,
     joined_group,
     max_answer_bytes,
+    max_rating_bytes,
     version_or_none,
 )
 from torchtitan.grpo.inference.client import (
     Capabilities,
     InferenceClient,
     LogprobsError,
+    PromptRating,
     ServerError,
     ServerFacts,
     ServerLoad,
@@ -43,10 +46,11 @@ from torchtitan.grpo.inference.vllm.generation import (
     GENERATE_ROUTE,
     REQUEST_ID_PREFIX,
     generate_body,
+    most_logprobs,
     parse_generation,
     parse_logprobs,
-    parse_prompt_logprobs,
-    prompt_logprobs_body,
+    parse_rating,
+    rating_body,
 )
 from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
 from torchtitan.grpo.inference.vllm.load import parse_metrics
@@ -334,14 +338,34 @@ class VLLMClient(InferenceClient):
         await self._commit(version, patience, staged=True)
         return 0.0
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        answer = await self._http.post(
-            GENERATE_ROUTE,
-            prompt_logprobs_body(token_ids),
-            scope="generation",
-            timeout_seconds=self._request_timeout_seconds,
-        )
-        return parse_prompt_logprobs(f"{self.url}{GENERATE_ROUTE}", token_ids, answer.body)
+    async def rate(
+        self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
+    ) -> list[PromptRating]:
+        return [
+            await self._rate(token_ids, start, num_top)
+            for token_ids, start in zip(sequences, starts, strict=True)
+        ]
+
+    async def _rate(self, token_ids: list[int], start: int, num_top: int) -> PromptRating:
+        try:
+            answer = await self._http.post(
+                GENERATE_ROUTE,
+                rating_body(token_ids, num_top),
+                scope="generation",
+                timeout_seconds=self._request_timeout_seconds,
+                max_bytes=max_rating_bytes([token_ids], num_top),
+            )
+        except RouteError as error:
+            most = most_logprobs(error)
+            if most is None:
+                raise
+            raise RouteError(
+                f"{self.url} tells at most {most} of the most likely tokens, but {num_top} are "
+                f"needed. Start it with --max-logprobs {num_top} or more",
+                error.status,
+            ) from error
+        source = f"{self.url}{GENERATE_ROUTE}"
+        return parse_rating(source, token_ids, start, num_top, answer.body)
 
     async def close(self) -> None:
         if self._logprobs_probe is not None:

@@ -3,6 +3,7 @@
 
 """Requests to vLLM's route for generation, and its answers: token ids, logprobs, and token versions."""
 
+import re
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
@@ -10,15 +11,18 @@ from torchtitan.grpo.inference.answers import (
     as_object,
     checked_generation,
     checked_prompt_logprobs,
+    checked_top_tokens,
 )
-from torchtitan.grpo.inference.client import LogprobsError, ServerError
-from torchtitan.grpo.inference.http import excerpt
+from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError
+from torchtitan.grpo.inference.http import RouteError, excerpt
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 GENERATE_ROUTE = "/inference/v1/generate"
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 """The server prepends this to the id of a request, and aborts by the whole id."""
+
+_MOST_LOGPROBS = re.compile(r"greater than max allowed: (\d+)")
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
@@ -47,14 +51,14 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
-def prompt_logprobs_body(token_ids: list[int]) -> dict[str, Any]:
-    """Returns the body of a request to :data:`GENERATE_ROUTE` for the logprobs of a prompt."""
+def rating_body(token_ids: list[int], num_top: int) -> dict[str, Any]:
+    """Returns the body of a request to :data:`GENERATE_ROUTE` for the rating of a text."""
     return {
         "token_ids": token_ids,
         "sampling_params": {
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": 0,  # of the prompt's own tokens alone
+            "prompt_logprobs": num_top,  # besides that of the token itself
             "detokenize": False,
         },
     }
@@ -108,21 +112,41 @@ def parse_logprobs(source: str, body: Any) -> list[float]:
         ) from error
 
 
-def parse_prompt_logprobs(source: str, token_ids: list[int], body: Any) -> list[float]:
-    """Returns the logprobs of all prompt tokens but the first.
+def parse_rating(
+    source: str, token_ids: list[int], start: int, num_top: int, body: Any
+) -> PromptRating:
+    """Returns the rating of the tokens from ``start`` on.
+
+    vLLM gives the token itself and the most likely ones in one object for each place, with their
+    ranks. The token itself is one entry more unless it is among the most likely ones.
 
     Raises:
         ServerError: If the answer is about other tokens, or some are missing.
     """
+    rated = token_ids[start:]
     try:
-        first, *others = body["prompt_logprobs"]
-        entries = [
-            (entry[str(token)]["logprob"], token)
-            for entry, token in zip(others, token_ids[1:], strict=True)
+        places = body["prompt_logprobs"]
+        if len(places) != len(token_ids):
+            raise ValueError(f"{len(places)} places")
+        places = places[start:]
+        entries = [(None, token_ids[start - 1])] + [
+            (place[str(token)]["logprob"], token)
+            for place, token in zip(places, rated, strict=True)
+        ]
+        rows = [
+            [(e["logprob"], int(token)) for token, e in place.items() if e["rank"] <= num_top]
+            for place in (places if num_top else ())
         ]
     except MALFORMED as error:
         raise ServerError(
             f"{source}: the answer must hold prompt_logprobs of the {len(token_ids)} tokens sent "
             f"({type(error).__name__}: {error}), got {excerpt(body)}"
         ) from error
-    return checked_prompt_logprobs(source, token_ids, [(first, token_ids[0]), *entries])
+    logprobs = checked_prompt_logprobs(source, token_ids[start - 1 :], entries)
+    return PromptRating(logprobs, checked_top_tokens(source, rows, num_top) if num_top else None)
+
+
+def most_logprobs(error: RouteError) -> int | None:
+    """Returns how many of the most likely tokens the server gives, if it was asked for more."""
+    found = _MOST_LOGPROBS.search(str(error)) if error.status == 400 else None
+    return None if found is None else int(found[1])

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
-
-from torchtitan.grpo.rollout.teachers.teacher_pool import NotRated, TeacherPool
+from torchtitan.grpo.rollout.teachers.teacher_pool import NotRated, Rating, TeacherPool
 from torchtitan.grpo.types import Rollout
 
 
@@ -40,7 +38,7 @@ class GroupRater:
         self.num_waiting = 0
 
     async def rate(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts with the teacher's logprobs.
+        """Returns the rollouts with the teacher's ratings.
 
         Raises:
             Unrated: If a rollout got none. The others of the group are not rated any further.
@@ -51,7 +49,7 @@ class GroupRater:
         failed: NotRated | None = None
         pairs = [(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts]
         parts = request_parts([len(p) + len(c) for p, c in pairs], self._pool.request_tokens)
-        ratings: list[asyncio.Task[list[np.ndarray]]] = []
+        ratings: list[asyncio.Task[list[Rating]]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for part in parts:
@@ -63,10 +61,10 @@ class GroupRater:
         if failed is not None:
             raise self._count(failed) from failed
         self._unrated_in_a_row = 0
-        found = [logprobs for rating in ratings for logprobs in rating.result()]
+        found = [rating for part in ratings for rating in part.result()]
         return [
-            replace(rollout, teacher_logprobs=logprobs)
-            for rollout, logprobs in zip(rollouts, found, strict=True)
+            replace(rollout, teacher_logprobs=logprobs, teacher_top=top)
+            for rollout, (logprobs, top) in zip(rollouts, found, strict=True)
         ]
 
     def describe(self) -> str:

@@ -19,6 +19,9 @@ from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
+MOST_FURTHER_TOKENS = 128
+"""How many tokens more than the student a teacher may have, with ``teacher.top_k``."""
+
 _PROBE_LENGTH = 32
 # Kernels of one server round differently from call to call, far less than models differ.
 _SAME_MODEL_NATS = 0.1
@@ -33,12 +36,14 @@ class TeacherNeeds:
         vocab_size: Vocabulary size of the trained model.
         num_tokens: Longest prompt and completion together.
         model_path: ``teacher.model_path``; None takes the directory that the server names.
+        top_k: ``teacher.top_k``.
     """
 
     vocabulary: Mapping[str, int]
     vocab_size: int
     num_tokens: int
     model_path: str | None
+    top_k: int = 0
 
     def probe(self) -> list[int]:
         """Returns the fixed tokens by which a teacher is recognised."""
@@ -47,8 +52,22 @@ class TeacherNeeds:
         return [generator.randrange(self.vocab_size) for _ in range(length)]
 
 
-async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> list[float]:
-    """Checks a server that is up; returns its logprobs of the probe tokens.
+@dataclass(frozen=True)
+class TeacherProbe:
+    """What a teacher that can be used answered.
+
+    Attributes:
+        logprobs: Logprobs of the probe tokens.
+        num_top: Number of its most likely tokens that it must be asked for, so that at least
+            ``teacher.top_k`` of them are tokens of the student.
+    """
+
+    logprobs: list[float]
+    num_top: int
+
+
+async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> TeacherProbe:
+    """Checks a server that is up, and has it rate the probe tokens.
 
     Raises:
         WrongServer: If it cannot be a teacher of this run.
@@ -60,7 +79,9 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> list[fl
         problems = await asyncio.to_thread(_vocabulary_problems, facts, needs)
         problems = [*_size_problems(facts, needs), *problems]
         if not problems:
-            return await client.prompt_logprobs(needs.probe())
+            num_top = needs.top_k and needs.top_k + _num_further(facts, needs)
+            (rating,) = await client.rate([needs.probe()], [1], num_top)
+            return TeacherProbe(rating.logprobs, num_top)
     except RouteError as error:
         if not error.is_refusal:
             raise
@@ -70,13 +91,19 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> list[fl
     raise _wrong_teacher(client.url, problems)
 
 
-def check_same_model(url: str, first: Sequence[float], now: Sequence[float]) -> None:
+def check_same_model(url: str, first: TeacherProbe, now: TeacherProbe) -> None:
     """Checks that a teacher rates the probe tokens as at the start.
 
     Raises:
         WrongServer: If it does not.
     """
-    difference = sum(abs(a - b) for a, b in zip(first, now, strict=True)) / len(first)
+    pairs = list(zip(first.logprobs, now.logprobs, strict=True))
+    difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
+    if first.num_top != now.num_top:
+        raise _wrong_teacher(
+            url,
+            ["all teachers must have the same vocabulary, but its size differs from the first's"],
+        )
     if not difference <= _SAME_MODEL_NATS:
         raise _wrong_teacher(
             url,
@@ -88,12 +115,25 @@ def check_same_model(url: str, first: Sequence[float], now: Sequence[float]) -> 
         )
 
 
+def _num_further(facts: ServerFacts, needs: TeacherNeeds) -> int:
+    """Returns how many tokens of the teacher the student does not have."""
+    return max(0, (facts.vocab_size or 0) - needs.vocab_size)
+
+
 def _size_problems(facts: ServerFacts, needs: TeacherNeeds) -> list[str]:
     problems = []
     if facts.vocab_size is not None and facts.vocab_size < needs.vocab_size:
         problems.append(
             f"its vocabulary has {facts.vocab_size} tokens, and that of the trained model has "
             f"{needs.vocab_size}, so that it could not rate each of them"
+        )
+    further = _num_further(facts, needs)
+    if needs.top_k and further > MOST_FURTHER_TOKENS:
+        problems.append(
+            f"its vocabulary has {further} tokens more than that of the trained model, and with "
+            f"teacher.top_k it may have at most {MOST_FURTHER_TOKENS} more: it must be asked for all of "
+            "them besides, as the trained model cannot write them. Choose a teacher with the same "
+            "vocabulary, or set teacher.top_k = 0"
         )
     length = facts.max_model_len
     needed = needs.num_tokens + 1  # servers reserve room for a token after those that they rate

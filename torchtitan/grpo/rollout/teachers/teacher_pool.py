@@ -31,11 +31,14 @@ from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.serving.server_state import Server
+from torchtitan.grpo.rollout.teachers.student_tokens import student_tokens
 from torchtitan.grpo.rollout.teachers.teacher_check import (
     TeacherNeeds,
+    TeacherProbe,
     check_same_model,
     check_teacher,
 )
+from torchtitan.grpo.types import TopTokens
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,10 @@ _CLOSE_SECONDS = 0.5
 # Sending a short rollout costs more than rating it, so short rollouts share a request. Long ones gain
 # nothing from that, and the request would last as long as all of them together.
 _REQUEST_TOKENS = 4096
+
+Rating = tuple[np.ndarray, TopTokens | None]
+"""[completion_len] float32 logprobs of completion tokens under the teacher, and with ``teacher.top_k``
+the teacher's most likely tokens in their places."""
 
 Pair = tuple[np.ndarray, np.ndarray]
 """Token ids of a prompt and of its completion."""
@@ -115,7 +122,7 @@ class TeacherPool:
         self._announce = announce or logger.warning
         self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
         self._checking = asyncio.Lock()
-        self._probe_logprobs: list[float] | None = None
+        self._probe: TeacherProbe | None = None
         self._last_answer_at = 0.0
         self._num_answered = 0
         self._seconds: list[float] = []  # of each rating since the last metrics
@@ -145,14 +152,11 @@ class TeacherPool:
         takes_lists = all(t.client.capabilities.rates_lists for t in self._teachers)
         return _REQUEST_TOKENS if takes_lists else 0
 
-    async def rate(self, pairs: Sequence[Pair]) -> list[np.ndarray]:
-        """Returns the logprobs of completion tokens under the teacher, by one request.
+    async def rate(self, pairs: Sequence[Pair]) -> list[Rating]:
+        """Returns the teacher's rating of each rollout, by one request.
 
         Args:
             pairs: Token ids of a prompt and of its completion, for each rollout.
-
-        Returns:
-            [completion_len] float32 of each rollout.
 
         Raises:
             NotRated: If no teacher gave them.
@@ -162,14 +166,11 @@ class TeacherPool:
         begin = time.monotonic()
         try:
             async with self._places:
-                found = await self._rate(sequences)
+                found = await self._rate(sequences, [len(prompt) for prompt, _ in pairs])
         finally:
             self.num_waiting -= len(pairs)
         self._seconds.append(time.monotonic() - begin)
-        return [
-            np.array(logprobs[len(prompt) - 1 :], np.float32)
-            for (prompt, _), logprobs in zip(pairs, found, strict=True)
-        ]
+        return found
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
@@ -182,14 +183,14 @@ class TeacherPool:
         closing = [asyncio.create_task(teacher.client.close()) for teacher in self._teachers]
         await asyncio.wait(closing, timeout=_CLOSE_SECONDS)
 
-    async def _rate(self, sequences: list[list[int]]) -> list[list[float]]:
+    async def _rate(self, sequences: list[list[int]], starts: list[int]) -> list[Rating]:
         patience = _Patience(self._num_answered)
         asked_at = time.monotonic()
         while True:
             teacher = await self._ready_teacher(asked_at)
             job = teacher.begin_job(sum(map(len, sequences)))
             try:
-                logprobs = await teacher.client.prompt_logprobs_of(sequences)
+                ratings = await self._ask(teacher.client, sequences, starts)
             except ServerError as error:
                 is_news = job.started_at >= teacher.last_failure_at
                 teacher.fail(job, is_news=is_news)
@@ -201,7 +202,23 @@ class TeacherPool:
             teacher.failures_in_a_row = 0
             self._num_answered += 1
             self._last_answer_at = time.monotonic()
-            return logprobs
+            return ratings
+
+    async def _ask(
+        self, client: InferenceClient, sequences: list[list[int]], starts: list[int]
+    ) -> list[Rating]:
+        assert self._probe is not None, "teachers are checked before they are asked"
+        found = await client.rate(sequences, starts, self._probe.num_top)
+        top_k, vocab_size = self._settings.top_k, self._needs.vocab_size
+        return [
+            (
+                np.array(rating.logprobs, np.float32),
+                None
+                if rating.top is None
+                else student_tokens(rating.top, top_k, vocab_size, client.url),
+            )
+            for rating in found
+        ]
 
     async def _ready_teacher(self, asked_at: float) -> Server:
         """Waits for a teacher with room, and returns the one that has the most.
@@ -248,10 +265,10 @@ class TeacherPool:
             return True
 
     async def _check(self, client: InferenceClient) -> None:
-        logprobs = await check_teacher(client, self._needs)
-        if self._probe_logprobs is None:
-            self._probe_logprobs = logprobs
-        check_same_model(client.url, self._probe_logprobs, logprobs)
+        probe = await check_teacher(client, self._needs)
+        if self._probe is None:
+            self._probe = probe
+        check_same_model(client.url, self._probe, probe)
 
     def _note_failure(self, teacher: Server, error: ServerError) -> None:
         self.last_error = str(error)

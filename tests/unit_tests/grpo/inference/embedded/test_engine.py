@@ -139,14 +139,14 @@ def test_prompt_logprobs_are_of_each_token_given_those_before_it() -> None:
     model = make_model("qwen3", seed=4)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     with harness(model) as h:
-        (found,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt])).result(TIMEOUT)
+        (found,) = h.engine.run(lambda: h.runner.rate([prompt])).result(TIMEOUT)
         # A later token does not change what those before it were given.
-        (shorter,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt[:5]])).result(TIMEOUT)
+        (shorter,) = h.engine.run(lambda: h.runner.rate([prompt[:5]])).result(TIMEOUT)
         request = Request("all", prompt[:1], SamplingParams(), frozenset(), False, lambda *_: None)
         request.output_ids = prompt[1:]
         expected = reference_logprobs(model, request)
-    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found[:4], shorter, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.logprobs[:4], shorter.logprobs, atol=1e-4, rtol=0)
 
 
 def test_an_in_place_pause_continues_with_the_old_cache() -> None:

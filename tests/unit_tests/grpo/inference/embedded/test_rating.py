@@ -6,30 +6,34 @@
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from engine_harness import TIMEOUT, Harness, harness, make_model, random_prompt
 
+from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.rating import padded_batches
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 
 
-def rating_request(prompt: list[int], max_new_tokens: int = 0) -> Request:
+def rating_request(prompt: list[int], max_new_tokens: int = 0, num_top: int = 0) -> Request:
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return Request("r", prompt, params, frozenset(), False, lambda *_: None, logprob_start=0)
+    request = Request("r", prompt, params, frozenset(), False, lambda *_: None, logprob_start=0)
+    request.num_top = num_top
+    return request
 
 
 def count_passes(h: Harness) -> list[int]:
     """Returns a list to which each pass over prompts adds its number of sequences."""
-    sizes, compute = [], h.runner.prompt_logprobs
+    sizes, compute = [], h.runner.rate
 
-    def counted(sequences: list[list[int]]) -> list[list[float]]:
+    def counted(sequences: list[list[int]], num_top: int) -> list[PromptRating]:
         sizes.append(len(sequences))
-        return compute(sequences)
+        return compute(sequences, num_top)
 
-    h.runner.prompt_logprobs = counted
+    h.runner.rate = counted
     return sizes
 
 
@@ -46,8 +50,8 @@ def hold(h: Harness) -> threading.Event:
     return release
 
 
-def alone(h: Harness, prompt: list[int]) -> list[float]:
-    (found,) = h.engine.run(lambda: h.runner.prompt_logprobs([prompt])).result(TIMEOUT)
+def alone(h: Harness, prompt: list[int], num_top: int = 0) -> PromptRating:
+    (found,) = h.engine.run(lambda: h.runner.rate([prompt], num_top)).result(TIMEOUT)
     return found
 
 
@@ -65,9 +69,32 @@ def test_ratings_that_wait_are_computed_together_and_are_those_of_each_alone(kin
             future.result(TIMEOUT)
         h.finish(requests)
         assert sizes == [20]
-    for request, logprobs in zip(requests, expected, strict=True):
-        assert len(request.prompt_logprobs) == len(request.prompt_ids) - 1
-        torch.testing.assert_close(request.prompt_logprobs, logprobs, atol=1e-5, rtol=0)
+    for request, rating in zip(requests, expected, strict=True):
+        assert len(request.rating.logprobs) == len(request.prompt_ids) - 1
+        torch.testing.assert_close(request.rating.logprobs, rating.logprobs, atol=1e-5, rtol=0)
+
+
+def test_requests_that_share_a_pass_may_ask_for_different_numbers_of_tokens() -> None:
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, 2, 30) for _ in range(4)]
+    with harness(make_model("qwen3")) as h:
+        expected = [alone(h, prompt, 5) for prompt in prompts]
+        sizes, release = count_passes(h), hold(h)
+        requests = [
+            rating_request(prompt, num_top=n)
+            for n, prompt in zip((0, 5, 3, 1), prompts, strict=True)
+        ]
+        queued = [h.engine.submit([request]) for request in requests]
+        release.set()
+        for future in queued:
+            future.result(TIMEOUT)
+        h.finish(requests)
+        assert sizes == [4]
+    for request, rating in zip(requests, expected, strict=True):
+        found, wanted = request.rating.top, rating.top
+        assert found.ids.shape == (len(request.prompt_ids) - 1, 5)
+        np.testing.assert_array_equal(found.ids, wanted.ids)
+        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-5)
 
 
 def test_a_rating_is_of_the_weights_that_were_there_when_it_was_asked_for() -> None:
@@ -87,9 +114,10 @@ def test_a_rating_is_of_the_weights_that_were_there_when_it_was_asked_for() -> N
         h.finish([first, second])
         after = alone(h, prompt)
     assert [first.segments, second.segments] == [[("default", 0)], [("v2", 0)]]
-    torch.testing.assert_close(first.prompt_logprobs, before, atol=1e-5, rtol=0)
-    torch.testing.assert_close(second.prompt_logprobs, after, atol=1e-5, rtol=0)
-    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
+    torch.testing.assert_close(first.rating.logprobs, before.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(second.rating.logprobs, after.logprobs, atol=1e-5, rtol=0)
+    pairs = zip(before.logprobs, after.logprobs, strict=True)
+    assert max(abs(a - b) for a, b in pairs) > 0.1
 
 
 @pytest.mark.parametrize(

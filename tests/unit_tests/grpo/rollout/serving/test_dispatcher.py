@@ -65,7 +65,7 @@ class LocalServer(InferenceClient):
 
     abort = health = load = version = num_workers = pause = resume = _none
     describe = join_weight_group = leave_weight_groups = begin_update = _none
-    receive_bucket = commit_update = update_from_disk = prompt_logprobs = close = _none
+    receive_bucket = commit_update = update_from_disk = rate = close = _none
 
 
 def make(*servers: LocalServer, **settings: Any) -> Dispatcher:

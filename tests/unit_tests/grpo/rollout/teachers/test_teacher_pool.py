@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from torchtitan.grpo.config import Teacher
-from torchtitan.grpo.inference.client import Capabilities, InferenceClient, ServerFacts
+from torchtitan.grpo.inference.client import (
+    Capabilities,
+    InferenceClient,
+    PromptRating,
+    ServerFacts,
+)
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import WrongServer
 from torchtitan.grpo.rollout.drops import DropLog
@@ -28,7 +33,7 @@ from torchtitan.grpo.rollout.teachers import (
     Unrated,
 )
 from torchtitan.grpo.rollout.teachers.group_rater import request_parts
-from torchtitan.grpo.types import Rollout, VersionSegment
+from torchtitan.grpo.types import Rollout, TopTokens, VersionSegment
 
 PROMPT, COMPLETION = np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32)
 Answer = Callable[[list[int]], Awaitable[list[float]]]
@@ -36,6 +41,14 @@ Answer = Callable[[list[int]], Awaitable[list[float]]]
 
 def rating_of(token_ids: list[int], offset: float = 0.0) -> list[float]:
     return [-float(token) - offset for token in token_ids[1:]]
+
+
+def top_of(num_tokens: int, best: list[int]) -> TopTokens:
+    """The same tokens at each place, each one nat less likely than the one before it."""
+    logprobs = -1 - np.arange(len(best), dtype=np.float32)
+    return TopTokens(
+        np.tile(np.array(best, np.int32), (num_tokens, 1)), np.tile(logprobs, (num_tokens, 1))
+    )
 
 
 def lost(url: str = "http://t") -> RouteError:
@@ -47,25 +60,32 @@ class LocalTeacher(InferenceClient):
 
     def __init__(self, url: str, facts: ServerFacts) -> None:
         self.url, self.facts = url, facts
-        self.answer: Answer = self.rate
+        self.answer: Answer = self.by_number
         self.num_requests = self.num_at_once = self.most_at_once = 0
         self.sizes: list[int] = []
+        self.num_tops: set[int] = set()
+        self.best = list(range(20))  # its most likely tokens, wherever it is asked
 
-    async def prompt_logprobs_of(self, sequences: list[list[int]]) -> list[list[float]]:
-        self.sizes.append(len(sequences))
-        return await super().prompt_logprobs_of(sequences)
-
-    async def rate(self, token_ids: list[int]) -> list[float]:
+    async def by_number(self, token_ids: list[int]) -> list[float]:
         return rating_of(token_ids)
 
-    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        self.num_requests += 1
-        self.num_at_once += 1
-        self.most_at_once = max(self.most_at_once, self.num_at_once)
-        try:
-            return await self.answer(token_ids)
-        finally:
-            self.num_at_once -= 1
+    async def rate(
+        self, sequences: Sequence[list[int]], starts: Sequence[int], num_top: int = 0
+    ) -> list[PromptRating]:
+        self.sizes.append(len(sequences))
+        self.num_tops.add(num_top)
+        ratings = []
+        for token_ids, start in zip(sequences, starts, strict=True):
+            self.num_requests += 1
+            self.num_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.num_at_once)
+            try:
+                logprobs = (await self.answer(token_ids))[start - 1 :]
+            finally:
+                self.num_at_once -= 1
+            top = top_of(len(logprobs), self.best[:num_top]) if num_top else None
+            ratings.append(PromptRating(logprobs, top))
+        return ratings
 
     async def describe(self, temperature: float) -> ServerFacts:
         return self.facts
@@ -98,7 +118,9 @@ def facts_of(model, **changes: Any) -> ServerFacts:
 
 
 def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings: Any):
-    needs = TeacherNeeds({f"t{i}": i for i in range(20)}, 20, 16, None)
+    needs = TeacherNeeds(
+        {f"t{i}": i for i in range(20)}, 20, 16, None, top_k=settings.get("top_k", 0)
+    )
     urls = [client.url for client in clients]
     return TeacherPool(
         clients, Teacher(urls=urls, **settings), needs, drops=drops, announce=lambda text: None
@@ -106,7 +128,8 @@ def make(model, *clients: LocalTeacher, drops: DropLog | None = None, **settings
 
 
 async def rate_one(pool: TeacherPool, completion: np.ndarray = COMPLETION) -> np.ndarray:
-    (logprobs,) = await pool.rate([(PROMPT, completion)])
+    ((logprobs, top),) = await pool.rate([(PROMPT, completion)])
+    assert top is None
     return logprobs
 
 
@@ -219,7 +242,7 @@ def test_a_rating_is_given_up_after_silence_and_never_invented(model):
         with pytest.raises(TeachersFailing, match=r"2 groups in a row .*max_unrated_groups = 2"):
             await rater.rate([rollout()])
         assert rater.num_waiting == pool.num_waiting == 0
-        teacher.answer = teacher.rate
+        teacher.answer = teacher.by_number
         rater, rated = GroupRater(pool, max_unrated_groups=1000), []
         while not rated:  # the teacher is left alone for a while first
             with contextlib.suppress(Unrated):
@@ -297,6 +320,64 @@ def test_short_rollouts_of_a_group_share_a_request_where_the_server_takes_lists(
             assert [r.teacher_logprobs.tolist() for r in rated] == [
                 [-2.0, -3.0], [-2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0]
             ]  # fmt: skip
+
+    asyncio.run(run())
+
+
+def test_each_completion_token_comes_with_the_teachers_most_likely_tokens(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, top_k=3)
+        await pool.start(5)
+        (rated,) = await GroupRater(pool, max_unrated_groups=2).rate([rollout()])
+        assert teacher.num_tops == {3}
+        assert rated.teacher_logprobs.tolist() == [-5.0, -6.0, -7.0]
+        assert rated.teacher_top.ids.dtype == np.int32
+        assert rated.teacher_top.ids.tolist() == [[0, 1, 2]] * 3
+        assert rated.teacher_top.logprobs.dtype == np.float32
+        assert rated.teacher_top.logprobs.tolist() == [[-1.0, -2.0, -3.0]] * 3
+
+    asyncio.run(run())
+
+
+def test_tokens_that_the_student_lacks_are_asked_for_besides_and_left_out(model):
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model, vocab_size=22))
+        teacher.best = [21, 4, 20, 7, 5]
+        pool = make(model, teacher, top_k=2)
+        await pool.start(5)
+        ((_, top),) = await pool.rate([(PROMPT, COMPLETION)])
+        assert teacher.num_tops == {4}
+        assert top.ids.tolist() == [[4, 7]] * 3
+        assert top.logprobs.tolist() == [[-2.0, -4.0]] * 3
+
+    asyncio.run(run())
+
+
+def test_an_answer_with_too_few_tokens_of_the_student_is_a_wrong_one(model):
+    """A server that does not tell its vocabulary is asked for no more than is needed."""
+
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model, vocab_size=None))
+        teacher.best = [21, 4]
+        drops = DropLog(lambda text: None)
+        pool = make(model, teacher, drops=drops, top_k=2, wait_seconds=0.3)
+        await pool.start(5)
+        with pytest.raises(NotRated, match=r"must name 2 of the 20 tokens of the trained model"):
+            await pool.rate([(PROMPT, COMPLETION)])
+        assert drops.counts["rating failed"] > 0
+
+    asyncio.run(run())
+
+
+def test_a_teacher_with_far_more_tokens_is_refused_with_top_k_alone(model):
+    async def run() -> None:
+        facts = facts_of(model, vocab_size=20 + 129)
+        await make(model, LocalTeacher("http://t", facts)).start(5)
+        with pytest.raises(
+            WrongServer, match=r"129 tokens more .*teacher\.top_k it may have at most 128"
+        ):
+            await make(model, LocalTeacher("http://t", facts), top_k=2).start(5)
 
     asyncio.run(run())
 

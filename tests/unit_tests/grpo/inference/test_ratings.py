@@ -1,0 +1,162 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Requests for the rating of a text, and right and wrong answers of each kind of server."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchtitan.grpo.inference.client import PromptRating, ServerError
+from torchtitan.grpo.inference.http import RouteError
+from torchtitan.grpo.inference.sglang import rating as sglang
+from torchtitan.grpo.inference.vllm import generation as vllm
+from torchtitan.grpo.types import TopTokens
+
+Place = list[tuple[int, Any]]
+"""Id and logprob of the most likely tokens in the place of a token, the most likely one first."""
+
+TOKENS = [5, 6, 7]
+
+
+def sglang_answer(logprobs: list[Any], tops: list[Place], token_ids: list[int]) -> dict[str, Any]:
+    tokens = zip(logprobs, token_ids, strict=False)
+    meta: dict[str, Any] = {"input_token_logprobs": [[value, t, None] for value, t in tokens]}
+    if tops:
+        places = [[[value, token, None] for token, value in place] for place in tops]
+        meta["input_top_logprobs"] = [None, *places]
+    return {"meta_info": meta}
+
+
+def vllm_answer(logprobs: list[Any], tops: list[Place], token_ids: list[int]) -> dict[str, Any]:
+    """As vLLM writes it: the token itself first, unless it is one of the most likely ones."""
+    places: list[Any] = [None]
+    tokens = zip(logprobs[1:], token_ids[1:], strict=False)
+    for i, (logprob, token) in enumerate(tokens):
+        place = {str(token): {"logprob": logprob, "rank": 90, "decoded_token": None}}
+        for rank, (other, value) in enumerate(tops[i] if tops else (), start=1):
+            place[str(other)] = {"logprob": value, "rank": rank, "decoded_token": None}
+        places.append(place)
+    return {"prompt_logprobs": places}
+
+
+Parse = Callable[[str, list[int], int, int, Any], PromptRating]
+Answer = Callable[[list[Any], list[Place], list[int]], dict[str, Any]]
+KINDS: dict[str, tuple[Parse, Answer]] = {
+    "sglang": (sglang.parse_rating, sglang_answer),
+    "vllm": (vllm.parse_rating, vllm_answer),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_logprobs_are_of_all_tokens_but_the_first(kind: str) -> None:
+    parse, answer = KINDS[kind]
+
+    def answered(logprobs: list[Any]) -> dict[str, Any]:
+        return answer(logprobs, [], TOKENS)
+
+    assert parse("url", TOKENS, 1, 0, answered([None, -1.0, -2.0])) == PromptRating([-1.0, -2.0])
+    for wrong in (None, math.nan, 0.5, "-1", -(10**400)):
+        with pytest.raises(ServerError, match="prompt logprobs must be finite"):
+            parse("url", TOKENS, 1, 0, answered([None, -1.0, wrong]))
+    for wrong in (answered([None, -1.0]), {}, None):
+        with pytest.raises(ServerError, match=r"prompt_?logprobs|tokens sent|input_token"):
+            parse("url", TOKENS, 1, 0, wrong)
+    with pytest.raises(ServerError):
+        parse("url", [5, 6, 8], 1, 0, answered([None, -1.0, -2.0]))
+
+
+def test_sglang_may_call_the_last_token_of_the_vocabulary_0() -> None:
+    entries = [[None, 5, None], [-1.0, 0, None], [-2.0, 7, None]]
+    body = {"meta_info": {"input_token_logprobs": entries}}
+    assert sglang.parse_rating("url", [5, 319, 7], 1, 0, body).logprobs == [-1.0, -2.0]
+
+
+def test_sglang_is_asked_for_each_text_from_the_token_before_the_first_rated_one() -> None:
+    body = sglang.rating_body([[5, 6, 7], [8, 9]], [2, 1], 4)
+    assert body["input_ids"] == [[5, 6, 7], [8, 9]]
+    assert body["logprob_start_len"] == [1, 0]
+    assert body["top_logprobs_num"] == 4
+    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+
+
+# Token 6 is not among the most likely ones of its place, and 7 is.
+TOPS: list[Place] = [[(9, -0.5), (0, -1.5)], [(3, -0.25), (7, -2.0)]]
+LOGPROBS = [None, -6.0, -2.0]
+
+
+def places(top: TopTokens) -> list[dict[int, float]]:
+    pairs = zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
+    return [dict(zip(*pair, strict=True)) for pair in pairs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_comes_with_the_most_likely_ones_in_its_place(kind: str) -> None:
+    parse, answer = KINDS[kind]
+    found = parse("url", TOKENS, 1, 2, answer(LOGPROBS, TOPS, TOKENS))
+    assert found.logprobs == [-6.0, -2.0]
+    assert found.top is not None
+    assert (found.top.ids.dtype, found.top.logprobs.dtype) == (np.int32, np.float32)
+    assert places(found.top) == [{9: -0.5, 0: -1.5}, {3: -0.25, 7: -2.0}]
+
+
+def test_what_stands_before_the_first_rated_token_is_left_out() -> None:
+    body = vllm_answer(LOGPROBS, TOPS, TOKENS)  # vLLM answers all places, whatever is needed
+    found = [vllm.parse_rating("url", TOKENS, 2, 2, body)]
+    body = sglang_answer(LOGPROBS[1:], TOPS[1:], TOKENS[1:])
+    found.append(sglang.parse_rating("url", TOKENS, 2, 2, body))
+    for rating in found:
+        assert rating.logprobs == [-2.0]
+        assert rating.top is not None
+        assert places(rating.top) == [{3: -0.25, 7: -2.0}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ([(3, -0.25)], r"with the 2 most likely ones in its place, as was asked, got 1"),
+        ([(3, -0.25), (2**31, -1.0)], r"must be integers in \[0, 2\*\*31\)"),
+        ([(3, -0.25), (-1, -1.0)], r"must be integers in"),
+        ([(3, math.nan), (7, -1.0)], r"most likely tokens must be finite and not above 0"),
+        ([(3, -math.inf), (7, -1.0)], r"must be finite"),
+        ([(3, None), (7, -1.0)], r"must be finite"),
+        ([(3, 0.5), (7, -1.0)], r"not above 0"),
+    ],
+)
+def test_wrong_tokens_are_refused(kind: str, place: Place, message: str) -> None:
+    parse, answer = KINDS[kind]
+    with pytest.raises(ServerError, match=message):
+        parse("url", TOKENS, 1, 2, answer(LOGPROBS, [TOPS[0], place], TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("tops", "message"),
+    [
+        ([TOPS[0], [(3, -0.25), (3, -0.25)]], r"must be different ones, but the answer names"),
+        ([TOPS[0], [(3, -0.25), (7, -1.0), (8, -2.0)]], r"as was asked, got 3"),
+        ([TOPS[0]], r"must hold .*input_top_logprobs"),
+        ([], r"must hold .*input_top_logprobs"),
+    ],
+)
+def test_sglang_must_name_as_many_different_tokens_in_each_place(tops, message) -> None:
+    with pytest.raises(ServerError, match=message):
+        sglang.parse_rating("url", TOKENS, 1, 2, sglang_answer(LOGPROBS, tops, TOKENS))
+
+
+def test_an_unlikely_token_of_the_text_does_not_stand_in_for_a_likely_one() -> None:
+    """vLLM adds the token itself, which must not be counted among the most likely ones."""
+    body = vllm_answer(LOGPROBS, [[(9, -0.5)], TOPS[1]], TOKENS)
+    assert len(body["prompt_logprobs"][1]) == 2
+    with pytest.raises(ServerError, match="as was asked, got 1"):
+        vllm.parse_rating("url", TOKENS, 1, 2, body)
+
+
+def test_the_limit_of_a_vllm_server_is_read_from_its_refusal() -> None:
+    text = "Requested prompt logprobs of 32, which is greater than max allowed: 20"
+    assert vllm.most_logprobs(RouteError(text, 400)) == 20
+    assert vllm.most_logprobs(RouteError("Bad request", 400)) is None
+    assert vllm.most_logprobs(RouteError(text, 500)) is None
