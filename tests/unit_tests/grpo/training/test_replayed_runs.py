@@ -20,7 +20,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.grpo.data.record import RolloutRecorder
-from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, TopTokens, VersionSegment
 
 VOCAB_SIZE, SEQ_LEN = 61, 24
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 4, 2, 3
@@ -28,6 +28,7 @@ LR, WEIGHT_DECAY, EPS, MAX_NORM = 2e-2, 0.1, 1e-2, 0.2
 # Two steps of warm-up, one at the full rate, then the decay towards 0 after the last step.
 LR_FACTORS = (0.5, 1.0, 1.0, 0.5)
 KL_COEF, EMA = 0.3, 0.75
+TOP_K = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Algorithm:
     ema: float = 0.0
     tied: bool = True
     teacher_coef: float = 0.0
+    teacher_top_k: int = 0
 
 
 PLAIN = Algorithm()
@@ -47,6 +49,8 @@ MOVING_REFERENCE = Algorithm(kl_in="loss", ema=EMA)
 KL_IN_REWARD = Algorithm(kl_in="reward")
 UNTIED = Algorithm(tied=False)
 TAUGHT = Algorithm(teacher_coef=0.5)
+TAUGHT_TOP_K = Algorithm(teacher_coef=0.5, teacher_top_k=TOP_K)
+UNTIED_TOP_K = Algorithm(teacher_coef=0.5, teacher_top_k=TOP_K, tied=False)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,9 @@ class World:
             save(model, self.reference_of(tied))
         self.batches = random_batches()
         self.record = write_record(folder / "rollouts.jsonl", self.batches)
-        rated = [[rate(group) for group in groups] for groups in self.batches]
-        self.rated_record = write_record(folder / "rated.jsonl", rated)
+        # The same ratings for the plain loop, which uses those that an algorithm asks for.
+        self.batches = [[rate(group) for group in groups] for groups in self.batches]
+        self.rated_record = write_record(folder / "rated.jsonl", self.batches)
         self._expected: dict[Algorithm, Expected] = {}
 
     def model_of(self, tied: bool) -> Path:
@@ -129,7 +134,11 @@ class World:
     def _settings_of(self, algorithm: Algorithm) -> dict[str, Any]:
         if algorithm.teacher_coef:
             coef = algorithm.teacher_coef
-            return {"rollout.replay": self.rated_record, "teacher.coef": coef}
+            return {
+                "rollout.replay": self.rated_record,
+                "teacher.coef": coef,
+                "teacher.top_k": algorithm.teacher_top_k,
+            }
         if algorithm.kl_in is None:
             return {"grpo.num_epochs": algorithm.num_epochs}
         return {
@@ -207,19 +216,49 @@ def rate(group: RolloutGroup) -> RolloutGroup:
     """A teacher's rating, which likes every other token more than the student does."""
     signs = (np.where(np.arange(len(r.completion_ids)) % 2, 1, -1) for r in group.rollouts)
     rollouts = [
-        replace(r, teacher_logprobs=(r.generator_logprobs + sign).astype(np.float32))
+        replace(
+            r,
+            teacher_logprobs=(r.generator_logprobs + sign).astype(np.float32),
+            teacher_top=random_top_tokens(len(r.completion_ids), seed=int(r.completion_ids.sum())),
+        )
         for r, sign in zip(group.rollouts, signs, strict=True)
     ]
     return replace(group, rollouts=tuple(rollouts))
 
 
-def completion_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+def random_top_tokens(num_tokens: int, seed: int) -> TopTokens:
+    logits = torch.randn(num_tokens, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    logprobs, ids = logits.log_softmax(-1).topk(TOP_K)
+    return TopTokens(ids.int().numpy(), logprobs.numpy())
+
+
+def coarse_reverse_kl(student: torch.Tensor, top: TopTokens) -> torch.Tensor:
+    """The sum over tokens of the divergence over the teacher's tokens and all others as one."""
+    of_teacher = torch.from_numpy(top.logprobs).exp()
+    of_student = student.gather(1, torch.from_numpy(top.ids).long()).exp()
+    p, q = (
+        torch.cat([each, 1 - each.sum(1, keepdim=True)], dim=1) for each in (of_student, of_teacher)
+    )
+    return (p * (p / q).log()).sum()
+
+
+def token_ids(rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompt's and the completion's token ids."""
     prompt, completion = (
         torch.from_numpy(ids.astype(np.int64))
         for ids in (rollout.prompt_ids, rollout.completion_ids)
     )
+    return prompt, completion
+
+
+def completion_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    prompt, completion = token_ids(rollout)
+    return all_logprobs(model, prompt, completion).gather(1, completion[:, None])[:, 0]
+
+
+def all_logprobs(model: Any, prompt: torch.Tensor, completion: torch.Tensor) -> torch.Tensor:
     logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+    return logits.log_softmax(-1)
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -266,8 +305,14 @@ def train_plainly(
             for rollout, advantage, old_lp, ref_lp in zip(
                 rollouts, advantages, old, ref, strict=True
             ):
-                logprobs = completion_logprobs(model, rollout)
-                if algorithm.teacher_coef:
+                whole = all_logprobs(model, *token_ids(rollout))
+                logprobs = whole.gather(1, token_ids(rollout)[1][:, None])[:, 0]
+                if algorithm.teacher_top_k:
+                    assert rollout.teacher_top is not None
+                    loss = loss + algorithm.teacher_coef * coarse_reverse_kl(
+                        whole, rollout.teacher_top
+                    )
+                elif algorithm.teacher_coef:
                     advantage = advantage + algorithm.teacher_coef * taught[id(rollout)]
                 ratio = (logprobs - old_lp).exp()
                 clipped = ratio.clamp(0.8, 1.2)
@@ -344,6 +389,7 @@ def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
         ),
         world.case("kl in the reward", KL_IN_REWARD),
         world.case("taught", TAUGHT),
+        world.case("taught top k", TAUGHT_TOP_K),
         world.case("moving reference", MOVING_REFERENCE, **checkpointed),
         world.case("refused", MOVING_REFERENCE, **checkpointed),
         world.case("resumed", MOVING_REFERENCE, **checkpointed, checkpoint__load_step=2),
@@ -361,6 +407,7 @@ def test_one_process_takes_the_steps_of_plain_torch(world, run_ranks):
         ("two updates", TWO_UPDATES),
         ("kl in the reward", KL_IN_REWARD),
         ("taught", TAUGHT),
+        ("taught top k", TAUGHT_TOP_K),
         ("moving reference", MOVING_REFERENCE),
     ):
         expected = world.expected(algorithm)
@@ -417,13 +464,20 @@ def test_two_ranks_take_the_steps_of_plain_torch_in_every_kind_of_layout(world, 
             UNTIED,
             {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
         ),
+        "top k, fsdp": (TAUGHT_TOP_K, {"data_parallel_shard_degree": 2}),
+        "top k, tensor": (TAUGHT_TOP_K, {"tensor_parallel_degree": 2}),
+        "top k, context": (TAUGHT_TOP_K, {"context_parallel_degree": 2}),
+        "top k, pipeline": (
+            UNTIED_TOP_K,
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+        ),
     }
     cases = []
     for name, (algorithm, settings) in layouts.items():
         more: dict[str, Any] = {f"parallelism__{key}": value for key, value in settings.items()}
         if name == "replicas":
             more["parallelism__data_parallel_shard_degree"] = 1
-        if name == "pipeline":
+        if name.endswith("pipeline"):
             more["training__local_batch_size"] = 2  # microbatches of a row, one for each stage
         cases.append(world.case(name, algorithm, **more))
     results = run_ranks("replayed_runs", 2, folder=str(world.folder), cases=cases)
