@@ -236,7 +236,7 @@ class Lane:
         served = await self._client.version()
         if served != version:
             raise VersionMismatch(
-                f"{self.url} must serve version {version}, but it reports version {served}. Either "
+                f"{self.url} must serve version {version}, but it reports {served}. Either "
                 "the server was restarted, or another trainer updates it."
             )
 

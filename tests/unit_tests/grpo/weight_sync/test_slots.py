@@ -84,7 +84,7 @@ def test_a_reader_waits_until_its_slot_holds_the_version_and_no_other():
     slots = SlotVersions()
     slots.filled(0, 3)
     slots.filled(1, 4)
-    with pytest.raises(TimeoutError, match=r"published version 4 .* slot 0 holds version 3"):
+    with pytest.raises(TimeoutError, match=r"publish version 4 .* slot 0 still holds version 3"):
         slots.wait_filled(0, 4, 0.01)
     reader = threading.Thread(target=slots.wait_filled, args=(0, 5, 30.0))
     reader.start()

@@ -3,9 +3,10 @@
 
 """Runs environments, which answer the model between its turns in multi-turn rollouts.
 
-In reading order: `protocol` (what an environment is), `turns` (how a completion is made of
-turns and observations), `episode` (one completion with its environment), `environment_pool` and
-`environment_worker` (the processes that environments run in). `calculator` is an example, `verifiers` an adapter.
+In reading order: `protocol` (the interface of an environment), `turns` (how a completion consists of
+turns and observations), `conversation` (what a chat template shows of earlier turns), `episode` (one
+completion with its environment), `environment_pool` and `environment_worker` (the processes in which
+environments run). `calculator` is an example, and `verifiers` is an adapter.
 """
 
 from torchtitan.grpo.rollout.environments.environment_pool import (

@@ -3,14 +3,14 @@
 
 """An environment that calculates the expression before an equals sign.
 
-The idea is that of the calculator annotations of GSM8K (Cobbe et al. 2021,
+It follows the calculator annotations of GSM8K (Cobbe et al. 2021,
 https://arxiv.org/abs/2110.14168): the model writes ``12*34=``, the calculator answers ``408``,
 and the model continues. A turn ends with the token ``=``, which both character tokenizers and
-large ones have. The calculator evaluates the longest run of digits, spaces, ``+ - *`` and
-parentheses before the equals sign. It observes nothing if that run holds no digit.
+large tokenizers have. The calculator evaluates the longest run of digits, spaces, ``+ - *`` and
+parentheses before the equals sign. Its observation is empty if that run contains no digit.
 
-If the data set has a column ``answer``, an episode earns 1 if its last number equals the answer,
-else 0. The last number may be the calculator's, so the model need not copy it.
+If the data set has a column ``answer``, the reward of an episode is 1 if its last number equals the
+answer, and otherwise 0. The last number may come from the calculator, so the model need not copy it.
 """
 
 import ast
@@ -27,7 +27,7 @@ _MAX_SIZE = 10**18
 
 
 class CannotCalculate(ValueError):
-    """The calculator cannot evaluate an expression."""
+    """Raised if the calculator cannot evaluate an expression."""
 
 
 class Calculator(Environment):

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What the model sees of its earlier turns, where the chat template decides it.
+"""Renders conversations whose chat template determines what the model sees of its earlier turns.
 
-After each turn the template renders the whole conversation. Mostly the text continues the one that
-the model has seen, and the observation is what was added. A template may also write earlier turns in
-another way, such as without their thinking. The context of the next turn is then not a continuation
-of the tokens so far, and a new training row begins with it: the model is trained on its turn behind
-the context in which the server generated it, and never on one that no server has seen.
+After each turn, the template renders the whole conversation. Usually, the rendered text continues the
+text that the model has seen, and the observation is the added text. A template may also write earlier
+turns differently, for example without their thinking. The context of the next turn is then not a
+continuation of the tokens so far, and it begins a new training row. The model is therefore trained on
+each turn with the same context with which the server generated the turn.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 @dataclass(frozen=True)
 class Shown:
-    """What the model sees after its turn.
+    """The tokens that the model sees after its turn.
 
     Attributes:
-        token_ids: The observation, which is appended to the turn; or, if ``begins_row``, the whole
+        token_ids: The observation, which is appended to the turn. If ``begins_row`` is set, the whole
             context of the next turn.
-        begins_row: Whether the next turn has a context that does not continue the tokens so far.
+        begins_row: Whether the context of the next turn does not continue the tokens so far.
     """
 
     token_ids: list[int]
@@ -36,22 +36,22 @@ class Conversation:
 
     Args:
         codec: The model's tokenizer.
-        messages: The prompt.
+        messages: The messages of the prompt.
     """
 
     def __init__(self, codec: TextCodec, messages: Sequence[dict[str, Any]]) -> None:
         self._codec = codec
         self._messages = list(messages)
-        self._row: str | None = None  # rendered when first needed, since that may take seconds
-        self._unfinished = ""  # of the assistant's message, which text has been inserted into
+        self._row: str | None = None  # rendered when first needed, which may take seconds
+        self._unfinished = ""  # beginning of the assistant's message that later turns continue
 
     def insert(self, turn_ids: Sequence[int], text: str, inserted: Sequence[int]) -> None:
-        """Adds a turn of the model behind which the same message goes on.
+        """Adds a turn of the model after which the assistant's message continues.
 
         Args:
             turn_ids: Tokens of the turn.
-            text: Their text without special tokens.
-            inserted: Tokens that the environment has put behind it, if any.
+            text: Text of the turn, without special tokens.
+            inserted: Tokens that the environment inserted after the turn, if any.
         """
         row = self._codec.render_chat(self._messages) if self._row is None else self._row
         self._row = row + self._codec.decode_exactly([*turn_ids, *inserted])
@@ -62,12 +62,12 @@ class Conversation:
     ) -> Shown:
         """Adds a turn of the model and the messages after it.
 
-        Tokens that the model wrote stay as they are: only what follows them is tokenised, or else the
-        whole context of the next turn.
+        If the template continues the text so far, the tokens that the model wrote are kept, and only
+        the added text is tokenised. Otherwise, the whole context of the next turn is tokenised.
 
         Args:
             turn_ids: Tokens of the turn.
-            text: Their text without special tokens.
+            text: Text of the turn, without special tokens.
             messages: The environment's answer.
 
         Raises:

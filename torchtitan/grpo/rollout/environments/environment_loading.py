@@ -28,7 +28,8 @@ def load_factory(path: str, options: Mapping[str, Any]) -> Callable[[], Any]:
         A function without arguments that makes the environment of one completion.
 
     Raises:
-        ValueError: If it cannot be found or imported, or does not accept the options.
+        ValueError: If the class or function cannot be found or imported, or does not accept the
+            options.
     """
     factory = functions.load_function(BUILTIN.get(path, path), _WHAT, BUILTIN)
     try:

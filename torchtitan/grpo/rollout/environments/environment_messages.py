@@ -21,7 +21,7 @@ class LoadEnvironment(msgspec.Struct, tag=True):
 
 
 class Reset(msgspec.Struct, tag=True):
-    """Make an environment and begin its episode."""
+    """Requests that the worker makes an environment and begins its episode."""
 
     episode: int
     index: int
@@ -31,7 +31,7 @@ class Reset(msgspec.Struct, tag=True):
 
 
 class Step(msgspec.Struct, tag=True):
-    """Have the environment observe a turn of the model."""
+    """Requests that the environment reads a turn of the model and returns its observation."""
 
     episode: int
     text: str
@@ -39,7 +39,7 @@ class Step(msgspec.Struct, tag=True):
 
 
 class CutOff(msgspec.Struct, tag=True):
-    """End the episode although the environment has not ended it."""
+    """Requests the end of an episode that the environment itself has not ended."""
 
     episode: int
 
@@ -57,13 +57,13 @@ class EnvironmentLoaded(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """Reply to :class:`Reset`, :class:`CutOff` and :class:`Close`."""
+    """Replies to :class:`Reset`, :class:`CutOff` and :class:`Close`."""
 
     reward: float | None = None
 
 
 class Observed(msgspec.Struct, tag=True):
-    """Reply to :class:`Step`; see ``protocol.Observation``."""
+    """Replies to :class:`Step`; see ``protocol.Observation``."""
 
     text: str | None
     token_ids: list[int] | None

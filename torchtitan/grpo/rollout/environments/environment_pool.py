@@ -1,9 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs episodes in worker processes that can be killed, many episodes to a process.
+"""Runs episodes in worker processes that can be killed. Each process runs many episodes.
 
-A thread that hangs cannot be killed without its process. A process is therefore emptied first::
+A thread that hangs cannot be killed without its process. The other episodes of the process are
+therefore allowed to end first::
 
     OPEN --a call timed out--> DRAINING --last episode closed, or a second timeout--> killed
       \\------------------- the process ended by itself --------------------------> lost
@@ -48,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailed(CallFailed):
-    """One episode cannot continue."""
+    """Raised if one episode cannot continue."""
 
 
 class EnvironmentsFailing(RuntimeError):
-    """The environment does not work at all, so the run must stop."""
+    """Raised if the environment does not work at all, so that the run must stop."""
 
 
 class EnvironmentPool:
@@ -65,9 +66,9 @@ class EnvironmentPool:
         timeout_seconds: ``rollout.environment_timeout_seconds``, the time limit of each call of
             an environment's method. Loading may take ten times as long.
         max_consecutive_failures: ``rollout.max_consecutive_failures``.
-        on_failure: Called with each episode that failed. By default the first of each kind is
-            logged.
-        surroundings: What the workers see and may use, see ``[workers]``.
+        on_failure: Called with the error of each episode that failed. By default, the first error
+            of each kind is logged.
+        surroundings: What the workers see and may use; see ``[workers]``.
 
     Attributes:
         stop_strings: Stop strings of the environments, known once the pool is started.
@@ -140,17 +141,16 @@ class EnvironmentPool:
         """Counts an episode that failed.
 
         Raises:
-            EnvironmentsFailing: If it is the last of ``rollout.max_consecutive_failures`` episodes
-                in a row that failed.
+            EnvironmentsFailing: If ``rollout.max_consecutive_failures`` episodes in a row have failed.
         """
         self._failures.record(error)
 
     def record_success(self) -> None:
-        """Counts an episode that came to its end."""
+        """Counts an episode that ended without a failure."""
         self._failures.record_success()
 
     async def close(self) -> None:
-        """Kills the worker processes. It is idempotent."""
+        """Kills the worker processes. This method is idempotent."""
         closing = list(self._closing)
         for task in closing:
             task.cancel()
@@ -223,7 +223,7 @@ class RemoteEnvironment:
         self._pool.close_later(self)
 
     async def finish(self) -> None:
-        """Ends the episode. A failure is logged and has no other consequence."""
+        """Ends the episode. A failure is only logged."""
         try:
             if not self._hangs:  # a hanging thread would not read the request
                 await self._ask(Close(self._episode), "close")
@@ -277,9 +277,11 @@ class _Worker:
             await self.process.kill()
 
     async def drain(self) -> None:
-        """Takes no new episodes, because a thread hangs. A second such thread kills the process."""
+        """Stops new episodes, because a thread hangs. After a second hang, kills the process."""
         if self._is_draining:
-            logger.warning("A second environment hangs in a worker process; the process is killed.")
+            logger.warning(
+                "A worker process is killed, because a second environment hangs in the process."
+            )
             await self.process.kill()
         self._is_draining = True
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The process in which environments run: each episode has a thread and an event loop.
+"""The process in which environments run. Each episode has its own thread and event loop.
 
-A step that blocks therefore delays its own episode alone. The pool gives up an episode whose
-call exceeds the time limit; the hanging thread ends with this process.
+A step that blocks therefore delays only its own episode. If a call exceeds the time limit, the pool
+abandons the episode, and the hanging thread ends with this process.
 """
 
 import asyncio
@@ -40,16 +40,19 @@ from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.frames import NotPlainData, Refused
 from torchtitan.grpo.workers.worker_channel import WorkerChannel
 
-# A longer text is an accident: it would fill the context many times over.
+# A longer text must be a mistake, because it would exceed any context many times over.
 _MAX_CHARACTERS = 4_000_000
 
 
 class BadObservation(Exception):
-    """An environment returned an observation that cannot be put into a context."""
+    """Raised if an environment returned an observation that cannot be added to a context."""
 
 
 class _EpisodeThread:
-    """Runs one episode on a thread of its own. Requests arrive one at a time and are answered in order."""
+    """Runs one episode on a thread of its own.
+
+    Requests arrive one at a time and are answered in order.
+    """
 
     def __init__(
         self, episode: int, factory: Callable[[], Any], channel: WorkerChannel[Request]
@@ -63,7 +66,7 @@ class _EpisodeThread:
         self._thread.start()
 
     def put(self, call: int, request: EpisodeRequest) -> None:
-        """Has the episode's thread answer a request."""
+        """Passes a request to the episode's thread, which answers it."""
         self._loop.call_soon_threadsafe(self._requests.put_nowait, (call, request))
 
     def _run(self) -> None:

@@ -1,11 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""One completion with its environment, which can be replaced during the completion.
+"""Runs one completion with its environment, which can be replaced during the completion.
 
-The state of an episode is given by the completion's tokens alone (see `turns`). After its process
-is lost, or after a resume, a new environment gets the same turns. It must then make the
-observations that follow them in the completion; otherwise the completion starts again.
+The completion's tokens determine the state of an episode (see `turns`). After its process was lost,
+or after a resume, a new environment gets the same turns. The new environment must then make the same
+observations that follow these turns in the completion. Otherwise, the completion starts again.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from torchtitan.grpo.workers.worker_process import WorkerLost
 
 __all__ = ["EnvironmentFailed", "Episode", "Episodes", "Followed"]
 
-# An episode whose processes end more often than this is taken to be the cause.
+# If the processes of an episode end more often than this, the episode is assumed to be the cause.
 _MAX_LOST = 2
 _MAX_RESTARTS = 1
 
@@ -48,17 +48,17 @@ class Followed:
 
 
 class Diverged(Exception):
-    """A new environment made another observation after the same turns."""
+    """Raised if a new environment made a different observation after the same turns."""
 
 
 class Episodes:
-    """Opens the episodes of completions, and counts what happens in them.
+    """Opens the episodes of completions and counts their events.
 
     Args:
         pool: Pool in which the environments run.
         codec: The model's tokenizer.
         max_turns: ``rollout.max_turns``.
-        templated: Whether the chat template decides what the model sees of its earlier turns
+        templated: Whether the chat template determines what the model sees of its earlier turns
             (``rollout.earlier_turns``).
         stop_token_ids: Token ids that end a turn.
         vocab_size: Size of the model's vocabulary, which bounds the token ids of observations.
@@ -85,7 +85,7 @@ class Episodes:
         self.step_seconds = 0.0
 
     def open(self, prompt: Prompt) -> "Episode":
-        """Begins the episode of a completion. The caller must close it."""
+        """Begins the episode of a completion. The caller must close the episode."""
         return Episode(self, prompt)
 
     def metrics(self) -> dict[str, float]:
@@ -114,10 +114,10 @@ class Episode:
         self._opening = self._open()
 
     async def follow(self, whole: Generation, room_behind: Callable[[Generation], int]) -> Followed:
-        """Has the environment read the last turn of a completion.
+        """Makes the environment read the last turn of a completion.
 
         Args:
-            whole: Completion so far. It ends with a stop token or at the length limit.
+            whole: The completion so far. It ends with a stop token or at the length limit.
             room_behind: Returns how many tokens may follow a completion.
 
         Raises:
@@ -137,7 +137,7 @@ class Episode:
         return followed
 
     def close(self) -> None:
-        """Ends the episode in the background. It is idempotent."""
+        """Ends the episode in the background. This method is idempotent."""
         opening = self._opening
         opening.cancel()
         if opening.done() and not opening.cancelled() and opening.exception() is None:
@@ -158,7 +158,7 @@ class Episode:
             version = whole.segments[-1].version
             part = observed(shown.token_ids, version, begins_row=shown.begins_row)
             longer = joined(whole, part)
-        # An observation that no turn can follow is left out.
+        # An observation is left out if no turn can follow it.
         if was_cut or len(turns) >= episodes.max_turns or room_behind(longer) <= 0:
             whole = _with_reward(whole, await self._cut_off(turns))
             return Followed(replace(whole, finish_reason="length"), is_over=True)
@@ -166,7 +166,10 @@ class Episode:
         return Followed(longer, is_over=False)
 
     async def _observe(self, turns: list[Turn]) -> tuple[Observed, Shown]:
-        """Has the environment read all turns that it has not read; returns the last observation."""
+        """Makes the environment read all turns that it has not read yet.
+
+        Returns the environment's last observation, and what the model sees of it.
+        """
         while True:
             try:
                 remote = await self._opening
@@ -236,7 +239,7 @@ class Episode:
 
     def _open(self) -> "asyncio.Task[RemoteEnvironment]":
         opening = asyncio.create_task(self._episodes.pool.open(self._prompt))
-        # If nobody awaits the task, the completion has failed already: its error is of no use.
+        # If the task is never awaited, the completion has already failed, so its error is ignored.
         opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return opening
 
@@ -255,12 +258,12 @@ class Episode:
         self._opening = self._open()
 
     def _restart(self) -> None:
-        """Has the completion start again, unless it has done so before."""
+        """Starts the completion again, unless it has already been started again."""
         self._num_restarts += 1
         if self._num_restarts > _MAX_RESTARTS:
             error = EnvironmentFailed(
                 "diverged",
-                "An environment that was given the same prompt and turns again made other "
+                "New environments that were given the same prompt and the same turns made different "
                 "observations each time.",
             )
             self._episodes.pool.record_failure(error)

@@ -54,15 +54,15 @@ class Observation:
 
 
 class Environment(Protocol):
-    """The environment of one episode; each completion gets a new object.
+    """The environment of one episode. Each completion gets a new object.
 
     All methods run in a worker process, in a thread and an event loop that belong to the episode,
-    so they may block without delaying other episodes. A call that raises, or takes longer than
-    ``rollout.environment_timeout_seconds``, fails its completion.
+    so they may block without delaying other episodes. If a call raises an exception or takes longer
+    than ``rollout.environment_timeout_seconds``, the completion fails.
 
-    An episode may begin a second time, after a resume or if its process was lost: a new
-    environment then gets the same prompt and the same turns. If it makes the same observations,
-    the completion continues; if it does not, the completion starts again from the prompt.
+    After a resume, or if its process was lost, an episode begins a second time. A new environment
+    then gets the same prompt and the same turns. If it makes the same observations, the completion
+    continues. Otherwise, the completion starts again from the prompt.
     """
 
     stop_strings: Sequence[str] = ()
@@ -77,7 +77,7 @@ class Environment(Protocol):
 
         Args:
             text: Text of the turn, without special tokens. A turn that was cut off at the length
-                limit is passed too; no turn follows it.
+                limit is also passed, but no turn follows it.
             token_ids: Token ids of the turn as the model wrote them.
         """
         ...
@@ -85,13 +85,13 @@ class Environment(Protocol):
     async def cut_off(self) -> float | None:
         """Ends an episode that has reached the length limit or ``rollout.max_turns``.
 
-        It is called after the last step, if the environment defines it.
+        This method is optional. If the environment defines it, it is called after the last step.
 
         Returns:
-            A reward that is added to those of the episode, or ``None`` if there is none.
+            A reward that is added to the rewards of the episode, or ``None`` if there is none.
         """
         return None
 
     async def close(self) -> None:
-        """Releases the episode's resources. It is called once, also after a failure."""
+        """Releases the episode's resources. It is called once, even after a failure."""
         ...

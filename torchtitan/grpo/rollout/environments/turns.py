@@ -23,7 +23,12 @@ from torchtitan.grpo.types import Generation, VersionSegment
 
 @dataclass(frozen=True)
 class Turn:
-    """Tokens that the model wrote, and those observed after them (none yet after the last turn)."""
+    """The tokens of one turn and of the observation after it.
+
+    Attributes:
+        token_ids: Tokens that the model wrote.
+        observed: Tokens of the observation after them. The last turn may have none yet.
+    """
 
     token_ids: list[int]
     observed: list[int]
@@ -57,9 +62,9 @@ def observed(token_ids: Sequence[int], version: int, *, begins_row: bool = False
 
     Args:
         token_ids: Token ids of the observation, at least one.
-        version: Policy version of the tokens before the observation, which the observation counts
-            as having too.
-        begins_row: Whether they are the whole context of the next turn; see `types.NewRows`.
+        version: Policy version of the tokens before the observation. It is recorded for the
+            observation too.
+        begins_row: Whether the tokens are the whole context of the next turn; see `types.NewRows`.
     """
     length = len(token_ids)
     return Generation(

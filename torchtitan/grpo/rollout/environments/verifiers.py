@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers).
+"""Adapts environments of the `verifiers` package (https://github.com/PrimeIntellect-ai/verifiers).
 
     pip install "verifiers<0.4"
     python -m torchtitan.grpo.rollout.environments.verifiers my-env prompts.jsonl
@@ -11,18 +11,19 @@
     environment_options = { env_id = "my-env" }
 
 The second line writes the environment's own data set as a file for ``prompts.path``. This module
-adapts classes that derive from ``MultiTurnEnv``, which version 0.4 has replaced by programs that
-call a server themselves. Such an environment asks a client for each turn. Here the roles are
-reversed: its rollout waits in that client until the next turn exists. Otherwise the environment
-is unchanged: it decides when it ends and what it answers, and its rubric gives the reward.
+adapts classes that derive from ``MultiTurnEnv``. Version 0.4 of the package has replaced these classes
+with programs that call a server themselves. A ``MultiTurnEnv`` asks a client for each turn. In this
+module, the roles are reversed: the environment's rollout waits in the client until the next turn
+exists. Otherwise, the environment is unchanged: it decides when it ends and what it answers, and its
+rubric gives the reward.
 
-The model's tokens are kept exactly as it wrote them, and the chat template is applied only to the
-messages of the environment. One difference remains: some templates write earlier turns differently
-from the model (they leave out its thinking, or format tool calls again). A model that is later
-served as a chat then sees another context than the one it was trained with. Environments that
-change earlier messages, or that reward whole groups, are refused.
+The model's tokens are kept exactly as the model wrote them, and the chat template is applied only to
+the messages of the environment. One difference remains: some templates write earlier turns differently
+from the model. For example, they leave out its thinking or format tool calls again. A model that is
+later served as a chat model then sees a different context from the one it was trained with.
+Environments that change earlier messages, or that reward whole groups, are refused.
 
-Tool calls are parsed in the form that most open models write, ``<tool_call>{"name": ...,
+Tool calls are parsed in the format that most open models write, ``<tool_call>{"name": ...,
 "arguments": ...}</tool_call>``. The prompts in ``prompts.path`` must describe the tools.
 """
 
@@ -51,7 +52,7 @@ class VerifiersEnvironment(Environment):
     """One rollout of an environment of the verifiers package.
 
     Args:
-        env_id: Name of the environment, as in ``verifiers.load_environment``.
+        env_id: Name of the environment, as ``verifiers.load_environment`` takes it.
         arguments: Keyword arguments for the environment.
 
     Raises:
@@ -65,8 +66,8 @@ class VerifiersEnvironment(Environment):
     async def reset(self, prompt: Prompt) -> None:
         if isinstance(prompt.text, str):
             raise ValueError(
-                "An environment of verifiers needs prompts that are chat messages. Write "
-                "prompts.path with python -m torchtitan.grpo.rollout.environments.verifiers."
+                "An environment of verifiers needs prompts that are chat messages. Write the file "
+                "of prompts.path with python -m torchtitan.grpo.rollout.environments.verifiers."
             )
         self._rollout = await self._home.run(_begin(self._home.environment, prompt))
 
@@ -100,7 +101,7 @@ class _Home:
 
 @functools.cache
 def _home(env_id: str, arguments: str) -> _Home:
-    # The worker calls this first when it checks the environment, before any episode has a thread.
+    # The first call is the worker's check of the environment, before any episode has a thread.
     return _Home(env_id, json.loads(arguments))
 
 
@@ -129,7 +130,7 @@ def _load(env_id: str, arguments: dict[str, Any]) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Imports a module of the package, which need not be installed."""
+    """Imports a module of the package, which is an optional dependency."""
     return importlib.import_module(name)
 
 
@@ -147,19 +148,20 @@ class _Rollout:
         self._task: asyncio.Task[dict[str, Any]] = asyncio.ensure_future(rollout)
 
     async def begin(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Waits for the environment's first request, which must hold the prompt."""
+        """Waits for the environment's first request, which must contain the prompt."""
         asked = await self._next_question()
         given = [(m["role"], m["content"]) for m in messages]
         if asked is None or [_content(m) for m in asked] != given:
             raise ValueError(
-                "The environment must ask with the prompt that the model is given. Write "
-                "prompts.path with python -m torchtitan.grpo.rollout.environments.verifiers. "
-                f"It asks with {asked!r:.300}, and the prompt is {given!r:.300}."
+                "The environment's first request must contain the prompt that the model is given. "
+                "Write the file of prompts.path with "
+                "python -m torchtitan.grpo.rollout.environments.verifiers. The request contains "
+                f"{asked!r:.300}, and the prompt is {given!r:.300}."
             )
         self._seen = given
 
     async def step(self, text: str) -> Observation:
-        """Passes a turn to the environment, and waits for its next request or its end."""
+        """Passes a turn to the environment, and waits for its next request or for its end."""
         self._turns.put_nowait(text)
         asked = await self._next_question()
         if asked is None:
@@ -178,7 +180,7 @@ class _Rollout:
         return Observation(messages=[m.model_dump(exclude_none=True) for m in new])
 
     async def cut_off(self) -> float | None:
-        """Ends the rollout as a server at its length limit would; the environment scores it."""
+        """Ends the rollout like a server at its length limit, and returns its reward."""
         self._turns.put_nowait(None)
         await self._task
         return self._reward()
@@ -223,7 +225,7 @@ class _Rollout:
                 call = json.loads(body)
                 name, arguments = call["name"], json.dumps(call.get("arguments", {}))
             except (ValueError, KeyError, TypeError):
-                continue  # a malformed call is plain text, as it is for inference servers
+                continue  # a malformed call counts as plain text, as on inference servers
             self._num_calls += 1
             calls.append(tool_call(id=f"call_{self._num_calls}", name=name, arguments=arguments))
         return calls
@@ -271,7 +273,7 @@ def _client_class() -> Any:
 
 
 def write_prompts(env_id: str, path: Path, **arguments: Any) -> int:
-    """Writes an environment's data set for ``prompts.path``; returns the number of rows."""
+    """Writes an environment's data set for ``prompts.path`` and returns the number of rows."""
     rows: Iterable[dict[str, Any]] = _load(env_id, arguments).get_dataset()
     count = 0
     with path.open("w", encoding="utf-8") as file:
@@ -283,11 +285,13 @@ def write_prompts(env_id: str, path: Path, **arguments: Any) -> int:
 
 
 def main() -> None:
-    """``python -m torchtitan.grpo.rollout.environments.verifiers ENV_ID PROMPTS.jsonl``."""
+    """Runs ``python -m torchtitan.grpo.rollout.environments.verifiers ENV_ID PROMPTS.jsonl``."""
     parser = argparse.ArgumentParser(description="Write an environment's data set as prompts.")
-    parser.add_argument("env_id", help="as in verifiers.load_environment")
+    parser.add_argument("env_id", help="name of the environment, for verifiers.load_environment")
     parser.add_argument("output", type=Path, help="JSONL file for prompts.path")
-    parser.add_argument("--arguments", type=json.loads, default={}, help="of it, as JSON")
+    parser.add_argument(
+        "--arguments", type=json.loads, default={}, help="environment's arguments, as JSON"
+    )
     options = parser.parse_args()
     count = write_prompts(options.env_id, options.output, **options.arguments)
     print(f"{options.output}: {count} prompts")

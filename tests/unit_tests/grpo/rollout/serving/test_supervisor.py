@@ -65,7 +65,7 @@ def supervise(server: LaunchedServer, seconds: float) -> str | None:
 def test_a_server_that_no_longer_listens_is_ended(server: LaunchedServer):
     server.process.send_signal(signal.SIGUSR1)
     end = supervise(server, 60.0)
-    assert end is not None and "It had not listened for 0.5 s, and was ended." in end
+    assert end is not None and "It was stopped, because it had not listened for 0.5 s." in end
     assert server.process.poll() == -signal.SIGKILL
 
 
