@@ -84,9 +84,9 @@ class Sharing:
 
 def equal(a: TrainBatch, b: TrainBatch) -> bool:
     same = all(
-        torch.equal(value, vars(other)[name]) and value.dtype == vars(other)[name].dtype
+        torch.equal(value, other.tensors()[name]) and value.dtype == other.tensors()[name].dtype
         for one, other in zip(a.minibatches, b.minibatches, strict=True)
-        for name, value in vars(one).items()
+        for name, value in one.tensors().items()
     )
     return same and a.minibatch_tokens == b.minibatch_tokens and a.num_tokens == b.num_tokens
 

@@ -13,19 +13,23 @@ from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
 NUM_SAMPLES = (2, 0, 3)
+TOP_K = (0, 3, 2)
 PARTS = (BatchPart.FIRST, BatchPart.MIDDLE, BatchPart.LAST)
 # Neighbours in float64 and far-off ids: a table that went through float32 would lose them.
 REWARDS = np.array([1 / 3, np.nextafter(1 / 3, 1), -0.0])
 GROUP_IDS = np.array([7, 2**60 + 1, -3])
 
 
-def rows(fill, num_rows, row_len):
+def rows(fill, num_rows, row_len, top_k):
     whole = torch.full((num_rows, row_len), fill) + torch.arange(num_rows)[:, None] * 100
     ints = {name: whole + i for i, name in enumerate(("tokens", "positions", "sequence_ids"))}
     floats = {
         name: whole / (3.0 + i)
         for i, name in enumerate(("generator_logprobs", "loss_weights", "ptx_weights"))
     }
+    if top_k:
+        ints["teacher_top_ids"] = (whole[..., None] + torch.arange(top_k)).to(torch.int32)
+        floats["teacher_top_logprobs"] = ints["teacher_top_ids"] / 7.0
     return TrainRows(
         **ints,
         **floats,
@@ -45,22 +49,24 @@ def plan(step):
     n = NUM_SAMPLES[step]
     table = SampleTable(REWARDS[:n], GROUP_IDS[:n], np.arange(n) + 1)
     # The number of rows changes from step to step.
-    of_ranks = [rows(fill + step, 2 * (1 + step), 4) for fill in (10, 20)]
+    of_ranks = [rows(fill + step, 2 * (1 + step), 4, TOP_K[step]) for fill in (10, 20)]
     layout = [[[] for _ in range(dealt.num_rows)] for dealt in of_ranks]
     made = StepPlan([], layout, 4, [3 + step, 0], table, 6, 5, 9, {})
-    vars(made)["rows_of_rank"] = of_ranks  # as if laid out
+    vars(made).update(rows_of_rank=of_ranks, top_k=TOP_K[step])  # as if laid out
     return made
 
 
 def is_as_sent(batch, step, batch_rank):
-    expected = rows(10 * (1 + batch_rank) + step, 2 * (1 + step), 4)
+    expected = rows(10 * (1 + batch_rank) + step, 2 * (1 + step), 4, TOP_K[step])
     # Advantages do not travel: each rank computes its own.
     expected = replace(expected, advantages=torch.zeros_like(expected.advantages))
     table = plan(step).samples
     return all(
-        torch.equal(value, vars(part)[name]) and value.dtype == vars(part)[name].dtype
+        minibatch.tensors().keys() == part.tensors().keys()
+        and torch.equal(value, part.tensors()[name])
+        and value.dtype == part.tensors()[name].dtype
         for minibatch, part in zip(batch.minibatches, expected.microbatches(1 + step), strict=True)
-        for name, value in vars(minibatch).items()
+        for name, value in minibatch.tensors().items()
     ) and all(
         vars(batch.samples)[name].tobytes() == column.tobytes()
         for name, column in vars(table).items()

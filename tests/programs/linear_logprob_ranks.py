@@ -20,8 +20,11 @@ def compare(vocab: int, temperature: float) -> dict:
     hidden = torch.randn(2, 9, 8)
     weight = torch.randn(vocab, 8)
     labels = torch.randint(0, vocab, (2, 9))
-    grads = torch.randn(2, 9, 2)
-    settings = {"temperature": temperature, "chunk_tokens": 3, "with_entropy": True}
+    others = torch.rand(2, 9, vocab).topk(min(vocab, 40)).indices
+    grads = torch.randn(2, 9, 2 + others.shape[-1])
+    settings = {
+        "temperature": temperature, "chunk_tokens": 3, "with_entropy": True, "other_ids": others,
+    }  # fmt: skip
 
     whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     expected = packed_linear_logprobs(*whole, labels, **settings)
@@ -51,6 +54,7 @@ def compare(vocab: int, temperature: float) -> dict:
         "errors": {
             "logprobs": relative(packed[..., 0], expected[..., 0]),
             "entropy": relative(packed[..., 1], expected[..., 1]),
+            "others": relative(packed[..., 2:], expected[..., 2:]),
             "hidden": relative(partial_sum, whole[0].grad),
             "weight": relative(mine[1].grad, whole[1].grad[piece]),
         },

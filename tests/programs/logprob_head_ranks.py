@@ -42,12 +42,14 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def data(rows: int):
     torch.manual_seed(7)
     shape = (rows, 6)
-    return torch.randn(*shape, DIM), torch.randint(0, VOCAB, shape), torch.randn(*shape, 2)
+    others = torch.rand(*shape, VOCAB).topk(9).indices
+    labels = torch.randint(0, VOCAB, shape), others
+    return torch.randn(*shape, DIM), labels, torch.randn(*shape, 2 + 9)
 
 
 def score(model: nn.Module, hidden, labels, grads):
-    hidden = hidden.clone().requires_grad_()
-    with model.output.labelled(labels):
+    hidden, (labels, others) = hidden.clone().requires_grad_(), labels
+    with model.output.labelled(labels, other_ids=others):
         packed = model(hidden)
     (packed * grads).sum().backward()
     return packed.detach(), hidden.grad
@@ -87,7 +89,7 @@ def tensor_parallel(arguments):
         prepare_fsdp_for_gloo([model])
         half = mesh.get_local_rank("dp") * 2
         mine = slice(half, half + 2)
-    packed, hidden_grad = score(model, hidden[mine], labels[mine], grads[mine])
+    packed, hidden_grad = score(model, hidden[mine], [x[mine] for x in labels], grads[mine])
     return {
         "names": [name for name, _ in model.named_parameters()],
         "errors": {

@@ -104,6 +104,8 @@ class _Header:
     fetch_version: int = -1
     """Version of the batch that ranks fetch rollouts of; -1 where rank 0 scatters the rows."""
     num_open_prompts: int = 0
+    top_k: int = 0
+    """Number of the teacher's tokens at each position of the rows that rank 0 scatters."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class Feed:
             publish_slot=publish_slot,
             prompt_position=progress.position,
             num_open_prompts=len(progress.open),
+            top_k=plan.top_k if address is None else 0,
         )
         self._broadcast_header(header)
         return self._exchange(header, plan, progress, address)
@@ -234,7 +237,7 @@ class Feed:
     ) -> TrainBatch:
         """Exchanges the tensors that a STEP header announces. Only rank 0 passes a ``plan``."""
         if header.fetch_version < 0:
-            rows = self._scatter_rows(header.num_rows, plan)
+            rows = self._scatter_rows(header, plan)
         else:
             rows = self._fetch_rows(header, plan, address)
         return TrainBatch(
@@ -249,20 +252,33 @@ class Feed:
             progress=self._broadcast_progress(header, progress),
         )
 
-    def _scatter_rows(self, num_rows: int, plan: StepPlan | None) -> TrainRows:
-        shape = (num_rows, self.row_len)
-        ints = torch.empty(len(_INT_FIELDS), *shape, dtype=torch.int32)
-        floats = torch.empty(len(_FLOAT_FIELDS), *shape, dtype=torch.float32)
-        for out, names in ((ints, _INT_FIELDS), (floats, _FLOAT_FIELDS)):
-            of_ranks = None
-            if plan is not None:
-                stacks = [_stack(rows, names, out.dtype) for rows in plan.rows_of_rank]
-                of_ranks = [stacks[batch_rank] for batch_rank in self.batch_rank_of]
-            dist.scatter(out, of_ranks, src=0, group=self.group)
-        fields = {name: ints[i].to(torch.int64) for i, name in enumerate(_INT_FIELDS)}
+    def _scatter_rows(self, header: _Header, plan: StepPlan | None) -> TrainRows:
+        shape = (header.num_rows, self.row_len)
+        ints = self._scatter(_INT_FIELDS, shape, torch.int32, plan)
+        fields = {name: tensor.to(torch.int64) for name, tensor in ints.items()}
         fields["loss_mask"] = fields["loss_mask"].bool()
-        fields |= {name: floats[i] for i, name in enumerate(_FLOAT_FIELDS)}
+        fields |= self._scatter(_FLOAT_FIELDS, shape, torch.float32, plan)
+        if header.top_k:
+            of_tokens = (*shape, header.top_k)
+            fields |= self._scatter(("teacher_top_ids",), of_tokens, torch.int32, plan)
+            fields |= self._scatter(("teacher_top_logprobs",), of_tokens, torch.float32, plan)
         return TrainRows(**fields, advantages=torch.zeros(shape))
+
+    def _scatter(
+        self,
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        plan: StepPlan | None,
+    ) -> dict[str, torch.Tensor]:
+        """Returns fields of this rank's rows by name, scattered together as one tensor."""
+        out = torch.empty(len(names), *shape, dtype=dtype)
+        of_ranks = None
+        if plan is not None:
+            stacks = [_stack(rows, names, dtype) for rows in plan.rows_of_rank]
+            of_ranks = [stacks[batch_rank] for batch_rank in self.batch_rank_of]
+        dist.scatter(out, of_ranks, src=0, group=self.group)
+        return dict(zip(names, out.unbind(), strict=True))
 
     def _fetch_rows(
         self, header: _Header, plan: StepPlan | None, address: FetchAddress | None

@@ -13,9 +13,9 @@ import itertools
 
 import numpy as np
 
-from torchtitan.grpo.data.ratings import teacher_kl
+from torchtitan.grpo.data.ratings import teacher_kl, teacher_top
 from torchtitan.grpo.data.rows import Sample
-from torchtitan.grpo.types import Rollout
+from torchtitan.grpo.types import Rollout, TopTokens
 
 
 def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
@@ -26,7 +26,7 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
         settings: Further attributes of each sequence, such as its weight.
     """
     ids, logprobs = rollout.completion_ids, np.asarray(rollout.generator_logprobs)
-    divergences = teacher_kl(rollout)
+    divergences, top = teacher_kl(rollout), teacher_top(rollout)
     prompts = [rollout.prompt_ids]
     begins, ends = [0], []
     for start, num_context in rollout.new_rows:
@@ -41,6 +41,9 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
             logprobs[begin:end],
             sampled=None if rollout.sampled is None else rollout.sampled[begin:end],
             teacher_kl=None if divergences is None else divergences[begin:end],
+            teacher_top=(
+                None if top is None else TopTokens(top.ids[begin:end], top.logprobs[begin:end])
+            ),
             part=part,
             **settings,  # pyright: ignore[reportArgumentType]
         )

@@ -23,8 +23,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from torchtitan.grpo.types import TopTokens
+
 NO_SAMPLE = -1
 """Sample id of padding and of supervised sequences in ``TrainRows.sample_ids``."""
+
+NO_TOKEN = -1
+"""Token id in ``TrainRows.teacher_top_ids`` where no teacher has rated a trained token."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Sample:
         part: Which of the rollout's sequences it is.
         teacher_kl: [completion_len] float32, the student's logprob minus the teacher's; see
             `losses/distillation.py`. None if no teacher has rated the rollout.
+        teacher_top: The teacher's most likely tokens in the place of each completion token. None
+            without ``teacher.top_k``, and if no teacher has rated the rollout.
     """
 
     prompt_ids: np.ndarray
@@ -56,6 +63,7 @@ class Sample:
     source: int = -1
     part: int = 0
     teacher_kl: np.ndarray | None = None
+    teacher_top: TopTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +105,11 @@ class TrainRows:
         teacher_kl: [rows, seq] float32, of the label, the student's logprob minus the teacher's at
             sampling time; 0 where not trained, and everywhere without a teacher, which is the
             default.
+        teacher_top_ids: [rows, seq, k] int32, the tokens that are most likely under the teacher in the
+            place of the label; :data:`NO_TOKEN` where not trained or not rated. None without
+            ``teacher.top_k``.
+        teacher_top_logprobs: [rows, seq, k] float32, the teacher's logprobs of these tokens; 0 where
+            there are none. None without ``teacher.top_k``.
         host_mask: [rows, seq] bool, :attr:`scored` in host memory, wherever the other tensors are:
             the host can count these tokens without waiting for a device. By default it is computed.
     """
@@ -112,6 +125,8 @@ class TrainRows:
     ptx_weights: torch.Tensor
     sample_ids: torch.Tensor
     teacher_kl: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+    teacher_top_ids: torch.Tensor | None = None
+    teacher_top_logprobs: torch.Tensor | None = None
     host_mask: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
@@ -131,15 +146,15 @@ class TrainRows:
 
     def to(self, device: torch.device) -> "TrainRows":
         moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True)
-            for f in fields(self)
-            if f.name != "host_mask"
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in self.tensors().items()
+            if name != "host_mask"
         }
         return TrainRows(**moved, host_mask=self.host_mask)
 
     def microbatches(self, size: int) -> list["TrainRows"]:
         """Splits into consecutive microbatches of ``size`` rows."""
-        split = {f.name: getattr(self, f.name).split(size) for f in fields(self)}
+        split = {name: tensor.split(size) for name, tensor in self.tensors().items()}
         return [
             TrainRows(**dict(zip(split, parts, strict=True)))
             for parts in zip(*split.values(), strict=True)
@@ -147,7 +162,34 @@ class TrainRows:
 
     def select(self, rows: slice) -> "TrainRows":
         """Returns some of the rows, as views."""
-        return TrainRows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+        return TrainRows(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def with_top_k(self, top_k: int) -> "TrainRows":
+        """Returns these rows with ``teacher.top_k`` tokens of the teacher, or without any if it is 0.
+
+        A batch in which no teacher has rated a rollout has none: then no token is rated.
+
+        Raises:
+            ValueError: If the rollouts have another number of them.
+        """
+        if top_k == 0:
+            return replace(self, teacher_top_ids=None, teacher_top_logprobs=None)
+        shape = (*self.tokens.shape, top_k)
+        if self.teacher_top_ids is None:
+            nowhere = torch.full(shape, NO_TOKEN, dtype=torch.int32, device=self.tokens.device)
+            zeros = torch.zeros(shape, device=self.tokens.device)
+            return replace(self, teacher_top_ids=nowhere, teacher_top_logprobs=zeros)
+        if self.teacher_top_ids.shape != shape:
+            raise ValueError(
+                f"teacher.top_k ({top_k}) must be the number of tokens that the teacher has rated at "
+                f"each position of the rollouts, got {self.teacher_top_ids.shape[-1]}. Set it to that."
+            )
+        return self
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors that there are, by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def with_advantages(self, advantages: np.ndarray) -> "TrainRows":
         """Returns these rows with the advantage of its sample at each trained token.
@@ -159,6 +201,21 @@ class TrainRows:
         table = torch.from_numpy(np.append(advantages, 0.0).astype(np.float32))
         looked_up = table.to(self.sample_ids.device)[self.sample_ids]
         return replace(self, advantages=torch.where(self.loss_mask, looked_up, 0.0))
+
+
+def top_k_of(samples: Sequence[Sample]) -> int:
+    """Returns the number of the teacher's tokens at each position; 0 if no sample has any.
+
+    Raises:
+        ValueError: If it differs between samples.
+    """
+    found = {sample.teacher_top.ids.shape[1] for sample in samples if sample.teacher_top}
+    if len(found) > 1:
+        raise ValueError(
+            "All rollouts of a batch must have the same number of a teacher's most likely tokens at "
+            f"each position (teacher.top_k), got {sorted(found)}."
+        )
+    return found.pop() if found else 0
 
 
 def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len: int) -> TrainRows:
@@ -183,6 +240,9 @@ def build_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], row_len
         "sample_ids": np.full(shape, NO_SAMPLE, np.int64),
         "teacher_kl": np.zeros(shape, np.float32),
     }
+    if top_k := top_k_of(samples):
+        arrays["teacher_top_ids"] = np.full((*shape, top_k), NO_TOKEN, np.int32)
+        arrays["teacher_top_logprobs"] = np.zeros((*shape, top_k), np.float32)
     for r, members in enumerate(rows):
         start = 0
         for sequence_id, index in enumerate(members):
@@ -211,4 +271,11 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
         row["generator_logprobs"][predicted] = sample.generator_logprobs * is_trained
         if sample.teacher_kl is not None:
             row["teacher_kl"][predicted] = sample.teacher_kl * is_trained
+        if sample.teacher_top is not None:
+            top, where = (
+                sample.teacher_top,
+                slice(None) if sample.sampled is None else sample.sampled,
+            )
+            row["teacher_top_ids"][predicted][where] = top.ids[where]
+            row["teacher_top_logprobs"][predicted][where] = top.logprobs[where]
     return end

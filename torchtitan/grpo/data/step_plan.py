@@ -19,7 +19,7 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import SequenceCost
 from torchtitan.grpo.data.packing import split_evenly
 from torchtitan.grpo.data.rollout_rows import sequences_of
-from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows
+from torchtitan.grpo.data.rows import Sample, TrainRows, build_rows, top_k_of
 from torchtitan.grpo.data.spread import (
     Spread,
     group_rows,
@@ -98,6 +98,11 @@ class StepPlan:
     def rows_of_rank(self) -> list[TrainRows]:
         """The rows of each data-parallel rank, laid out."""
         return [build_rows(self.sequences, rows, self.row_len) for rows in self.layout]
+
+    @functools.cached_property
+    def top_k(self) -> int:
+        """Number of the teacher's tokens at each position of the rows; 0 without any."""
+        return top_k_of(self.sequences)
 
     @property
     def num_minibatches(self) -> int:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Distillation on policy: the reverse KL divergence from a teacher as an advantage of each token.
+"""Distillation on policy: the reverse KL divergence from a teacher, of the sampled or of many tokens.
 
-The student samples ``x``, and the teacher rates each token of it. With the student's logprob ``s``
+With the rating of the sampled token alone the divergence is an advantage of each token. The student samples ``x``, and the teacher rates each token of it. With the student's logprob ``s``
 and the teacher's ``t`` of the same token, given the same tokens before it::
 
     advantage = -coef * ((s - t) - baseline)
@@ -21,10 +21,87 @@ few that the teacher rejects.
 
 Both logprobs are of sampling time. The policy loss corrects for the age of a sample as it does for
 any advantage.
+
+With the teacher's ``k`` most likely tokens (``teacher.top_k``) the divergence is a loss of its own, which
+:func:`top_k_reverse_kl` computes: no longer an estimate from one sample, so that its gradient has no
+noise at a position. The student's own samples remain what it learns on, as in GKD.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+TAIL_FLOOR = 1e-6
+"""Probability that "any other token" has at least. What float32 logprobs leave of 1 has an error of about
+this size."""
+
+_LOGPROB_FLOOR = -100.0
+"""Logprob that counts in place of a lower one. Its probability is less than float32 can hold precisely."""
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Logprobs of a teacher's most likely tokens in the place of each label.
+
+    Attributes:
+        student: [rows, seq, k] float, under the current policy; carries gradients. -inf for a token
+            that only the teacher's vocabulary has.
+        teacher: [rows, seq, k] float.
+        is_rated: [rows, seq] bool, False where there are no such tokens, and anything else may stand in
+            their places, NaN included.
+    """
+
+    student: torch.Tensor
+    teacher: torch.Tensor
+    is_rated: torch.Tensor
+
+    def only(self, mask: torch.Tensor) -> "TopLogprobs":
+        """Returns 0 for both logprobs, without gradients, outside of a mask [rows, seq] bool."""
+        kept = self.is_rated & mask
+
+        def masked(values: torch.Tensor) -> torch.Tensor:
+            return torch.where(kept.unsqueeze(-1), values, 0.0)
+
+        return TopLogprobs(masked(self.student), masked(self.teacher), kept)
+
+
+def top_k_reverse_kl(
+    student_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor
+) -> torch.Tensor:
+    """Returns the reverse KL divergence over ``k`` tokens and "any other token", as one outcome.
+
+    With ``s`` and ``t`` the logprobs of student and teacher, and ``S`` and ``T`` the sums of their
+    probabilities over the ``k`` tokens::
+
+        sum of exp(s) * (s - t)  +  (1 - S) * log((1 - S) / (1 - T))
+
+    Reverse KL is GKD's divergence on sampled sequences (https://arxiv.org/abs/2306.13649). This one is of
+    the two distributions coarsened: all tokens but the ``k`` are one outcome. By the data processing
+    inequality it is at most the divergence over the vocabulary, and equals it if no token is left out,
+    or if the two models divide what is left in the same proportions.
+
+    Both ``1 - S`` and ``1 - T`` are at least :data:`TAIL_FLOOR`, so that values and gradients are finite
+    for all finite logprobs, and for a student's -inf, which counts as a probability of 0. Where the
+    floor holds, the rest has no gradient of its own.
+
+    Args:
+        student_logprobs: [..., k] float, of different tokens, from the softmax of the whole vocabulary at
+            temperature 1; carries gradients.
+        teacher_logprobs: [..., k] float, finite, of the same tokens.
+
+    Returns:
+        [...], the divergence in nats.
+    """
+    student = student_logprobs.clamp(min=_LOGPROB_FLOOR)
+    probabilities = student.exp()
+    of_tokens = (probabilities * (student - teacher_logprobs)).sum(-1)
+    rest, teacher_rest = _rest(probabilities), _rest(teacher_logprobs.exp())
+    return of_tokens + rest * (rest.log() - teacher_rest.log())
+
+
+def _rest(probabilities: torch.Tensor) -> torch.Tensor:
+    return (1 - probabilities.sum(-1)).clamp(min=TAIL_FLOOR)
 
 
 def sampled_reverse_kl(

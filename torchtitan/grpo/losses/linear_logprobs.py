@@ -75,8 +75,12 @@ def packed_linear_logprobs(
     keep_logits: bool = True,
     group: ProcessGroup | None = None,
     vocab_start: int = 0,
+    other_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns log-probability and entropy of each token as one tensor, the output of one node.
+
+    With ``other_ids`` the same passes also return the log-probabilities of these ids, which are
+    picked from the logits of each slice as those of the labels are.
 
     Logits, softmax and sums are float32, or float64 for float64 inputs. Nothing waits for a device.
 
@@ -102,20 +106,28 @@ def packed_linear_logprobs(
             allocates that memory, so it does not suit several forward passes in a row.
         group: The ranks over which the vocabulary is sharded; None for a whole one.
         vocab_start: Id of the first row of ``weight``.
+        other_ids: [..., k] int, further ids of the whole vocabulary, those of a token different from
+            each other; the label may be one of them. An id outside of the vocabulary gets -inf, and
+            may be repeated. None for none.
 
     Returns:
-        [..., 2] float32, log-probability and entropy, which is 0 without ``with_entropy``.
+        [..., 2 + k] float32: log-probability and entropy, which is 0 without ``with_entropy``, and the
+        log-probabilities of the other ids, in their order.
 
     Raises:
         ValueError: If the shapes do not match, or a setting is out of its range.
     """
     _check(hidden, weight, labels, temperature, chunk_tokens)
+    ids = labels.unsqueeze(-1)
+    if other_ids is not None:
+        _check_other_ids(labels, other_ids)
+        ids = torch.cat((ids, other_ids), dim=-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Checked here, because gradients are always disabled inside of the function.
     keep_logits = keep_logits and torch.is_grad_enabled() and weight.requires_grad
     entropy = (with_entropy, with_entropy and trains_entropy)
     settings = (temperature, chunk_tokens, entropy, keep_logits, group, vocab_start)
-    packed = _LinearLogprobs.apply(flat, weight, labels, *settings)
+    packed = _LinearLogprobs.apply(flat, weight, ids, *settings)
     assert isinstance(packed, torch.Tensor)
     return packed
 
@@ -143,8 +155,16 @@ def _check(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}.")
 
 
+def _check_other_ids(labels: torch.Tensor, other_ids: torch.Tensor) -> None:
+    if other_ids.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"other_ids {tuple(other_ids.shape)} without its last dim must have the shape of "
+            f"labels {tuple(labels.shape)}."
+        )
+
+
 class _LinearLogprobs(torch.autograd.Function):
-    """[..., 2] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [...] labels.
+    """[..., 1 + n] from [tokens, dim] hidden states, the [vocab_local, dim] weight and [..., n] ids.
 
     The output is not a view, which FSDP2 cannot hook.
     """
@@ -154,7 +174,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        labels: torch.Tensor,
+        ids: torch.Tensor,
         temperature: float,
         chunk_tokens: int,
         entropy_settings: tuple[bool, bool],
@@ -162,39 +182,41 @@ class _LinearLogprobs(torch.autograd.Function):
         group: ProcessGroup | None,
         vocab_start: int,
     ) -> torch.Tensor:
-        shape, labels = labels.shape, labels.reshape(-1)
+        shape, ids = ids.shape, ids.reshape(-1, ids.shape[-1])
         with_entropy, trains_entropy = entropy_settings
         width = slice_width(len(hidden), len(weight), chunk_tokens)
         slices = LogitSlices(hidden, weight, temperature, width)
         memory = KeptLogits.reserve(slices) if keep_logits else None
-        sums = _sum_up(slices, labels - vocab_start, with_entropy, memory)
+        sums = _sum_up(slices, ids - vocab_start, with_entropy, memory)
         if group is not None:
             sums.reduce(group)
         logprobs, entropy, normaliser = sums.result()
         # Saved as other tensors are, so that activation checkpointing drops and recreates it.
-        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy, memory)
+        ctx.save_for_backward(hidden, weight, ids, normaliser, entropy, memory)
         ctx.settings = (temperature, width, trains_entropy, vocab_start)
         ctx.logits_are_kept = memory is not None
-        return torch.stack((logprobs.view(shape), entropy.view(shape)), dim=-1)
+        label, others = logprobs.view(shape).tensor_split((1,), dim=-1)
+        return torch.cat((label, entropy.view(*shape[:-1], 1), others), dim=-1)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        hidden, weight, labels, normaliser, entropy, memory = ctx.saved_tensors
+        hidden, weight, ids, normaliser, entropy, memory = ctx.saved_tensors
         temperature, width, trains_entropy, vocab_start = ctx.settings
         # Divided by the temperature here, so that no later step has to.
-        cotangents = grad.reshape(-1, 2) / temperature
+        cotangents = grad.reshape(-1, grad.shape[-1]) / temperature
+        label, of_entropy, others = cotangents.tensor_split((1, 2), dim=1)
         slices = LogitSlices(hidden, weight, temperature, width)
         logit_grads = LogitGrads(
-            labels=labels - vocab_start,
+            ids=ids - vocab_start,
             normaliser=normaliser,
             entropy=entropy,
-            logprob_grad=cotangents[:, 0],
-            entropy_grad=cotangents[:, 1] if trains_entropy else None,
+            logprob_grads=torch.cat((label, others), dim=1),
+            entropy_grad=of_entropy[:, 0] if trains_entropy else None,
             blocks=row_blocks(len(hidden), width, hidden.device),
         )
         memory = _take_memory(ctx, memory)
-        kept = None if memory is None else KeptLogits(memory, len(labels), width, slices.dtype)
+        kept = None if memory is None else KeptLogits(memory, len(ids), width, slices.dtype)
         grad_hidden = _new_hidden_gradient(slices) if for_hidden else None
         grad_weight = _new_weight_gradient(slices, memory) if for_weight else None
         _add_input_gradients(slices, logit_grads, kept, grad_hidden, grad_weight)
@@ -204,15 +226,15 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _sum_up(
-    slices: LogitSlices, labels: torch.Tensor, with_entropy: bool, memory: torch.Tensor | None
+    slices: LogitSlices, ids: torch.Tensor, with_entropy: bool, memory: torch.Tensor | None
 ) -> SoftmaxSums:
     """Runs the forward pass over all slices; keeps logits in ``memory``, unless it is None."""
-    tokens, width = len(labels), slices.width
+    tokens, width = len(ids), slices.width
     kept = None if memory is None else KeptLogits(memory, tokens, width, slices.dtype)
-    blocks, buffer = row_blocks(tokens, width, labels.device), slices.buffer()
+    blocks, buffer = row_blocks(tokens, width, ids.device), slices.buffer()
     # A single block is changed in place: the buffer holds nothing else.
     scratch = buffer if len(blocks) < 2 else torch.empty_like(buffer[: blocks[0].stop * width])
-    sums = SoftmaxSums(labels, slices.dtype, with_entropy, blocks, scratch)
+    sums = SoftmaxSums(ids, slices.dtype, with_entropy, blocks, scratch)
     for start in slices.starts():
         logits = kept.find(start) if kept is not None else None
         if logits is None:

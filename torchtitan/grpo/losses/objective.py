@@ -6,12 +6,14 @@
 ::
 
     loss = sum over trained tokens of  loss_weight * (mismatch_weight * policy_loss
-                                                      + kl_coef * kl - entropy_coef * entropy)
+                                                      + kl_coef * kl - entropy_coef * entropy
+                                                      + teacher.coef * teacher_kl)
          + sum over mixed-in tokens of ptx_weight * -logprob
 
-Only the policy loss is multiplied by the mismatch weight: the KL penalty and the entropy bonus also
-apply to tokens that the correction leaves out. A token that is left out still counts in the
-denominator of the aggregation, which is part of ``loss_weight``.
+Only the policy loss is multiplied by the mismatch weight: the KL penalty, the entropy bonus and the
+teacher's part, which is there with ``teacher.top_k``, also apply to tokens that the correction leaves
+out. A token that is left out still counts in the denominator of the aggregation, which is part of
+``loss_weight``.
 
 With ``grpo.mismatch_normalize`` the mismatch weights are divided by their mean over the tokens of the
 whole optimizer step that are kept. The mean is over all microbatches and ranks, so it is computed
@@ -23,7 +25,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from torchtitan.grpo.config import GRPO
+from torchtitan.grpo.config import GRPO, Teacher
+from torchtitan.grpo.losses.distillation import TopLogprobs, top_k_reverse_kl
 from torchtitan.grpo.losses.kl import importance, kl_estimate
 from torchtitan.grpo.losses.loss_metrics import (
     Metric,
@@ -65,6 +68,7 @@ class LossInputs:
         loss_weights: float, see ``aggregation.py``.
         ptx_weights: float, above 0 on mixed-in supervised tokens and 0 elsewhere.
         sequence_ids: int64, row-local, from 0 and below ``seq``.
+        teacher_top: The teacher's most likely tokens; None without ``teacher.top_k``.
     """
 
     logprobs: torch.Tensor
@@ -77,10 +81,14 @@ class LossInputs:
     loss_weights: torch.Tensor
     ptx_weights: torch.Tensor
     sequence_ids: torch.Tensor
+    teacher_top: TopLogprobs | None = None
 
 
 def objective(
-    inputs: LossInputs, config: GRPO, mean_weight: torch.Tensor | None = None
+    inputs: LossInputs,
+    config: GRPO,
+    mean_weight: torch.Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """Computes the loss of a microbatch, to be summed over microbatches and ranks.
 
@@ -92,6 +100,7 @@ def objective(
         config: ``[grpo]``.
         mean_weight: Scalar [], what the mismatch weights are divided by: their mean over the
             optimizer step (:func:`weight_sums`). None divides by nothing.
+        teacher: ``[teacher]``, whose ``top_k`` and ``coef`` count; None without a teacher.
 
     Returns:
         The loss, a scalar [], and the metrics of the microbatch by name.
@@ -99,7 +108,7 @@ def objective(
     Raises:
         ValueError: If the shapes differ, or a setting needs a tensor that is None.
     """
-    _check(inputs, config)
+    _check(inputs, config, teacher)
     clean = _without_untrained(inputs)
     policy_inputs = _policy_inputs(clean, config)
     mismatch = _mismatch(clean, config, mean_weight)
@@ -118,6 +127,11 @@ def objective(
             loss = loss + config.kl_coef * (clean.loss_weights * weights * reference_kl).sum()
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
+    of_teacher: dict[str, Metric] = {}
+    if teacher is not None and (top := clean.teacher_top) is not None:
+        teacher_kl = top_k_reverse_kl(top.student, top.teacher)
+        loss = loss + teacher.coef * (clean.loss_weights * teacher_kl).sum()
+        of_teacher = {"teacher/top_k_kl": mean_metric(teacher_kl.sum(), top.is_rated.sum())}
     own = {
         "loss/total": loss_metric(loss),
         "loss/policy": loss_metric(policy_loss),
@@ -132,15 +146,18 @@ def objective(
         clean.sequence_ids,
     )
     of_term = _term_metrics(term, clean.loss_mask, own)
-    return loss, own | of_term | of_mismatch | _policy_metrics(policy_inputs)
+    return loss, own | of_teacher | of_term | of_mismatch | _policy_metrics(policy_inputs)
 
 
-def metric_reductions(config: GRPO) -> dict[str, Reduction]:
+def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:
     """Returns the reduction of each metric by name, found by computing a small example.
 
     Ranks that do not see the model's output learn the names of the metrics this way, too.
     """
-    example = example_inputs()
+    example, top = example_inputs(), None
+    if teacher is not None and teacher.top_k > 0:
+        logprobs = example.logprobs.unsqueeze(-1)
+        top = TopLogprobs(logprobs, logprobs, example.loss_mask)
     inputs = LossInputs(
         logprobs=example.logprobs,
         entropy=example.entropy,
@@ -152,9 +169,10 @@ def metric_reductions(config: GRPO) -> dict[str, Reduction]:
         loss_weights=example.loss_mask.float(),
         ptx_weights=torch.zeros_like(example.logprobs),
         sequence_ids=example.sequence_ids,
+        teacher_top=top,
     )
     with torch.no_grad():
-        _, metrics = objective(inputs, config)
+        _, metrics = objective(inputs, config, teacher=teacher)
     return {name: metric.reduction for name, metric in metrics.items()}
 
 
@@ -177,8 +195,11 @@ def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> di
     return metrics
 
 
-def _check(inputs: LossInputs, config: GRPO) -> None:
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+def _check(inputs: LossInputs, config: GRPO, teacher: Teacher | None) -> None:
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "teacher_top"}
+    top = inputs.teacher_top
+    if top is not None:
+        tensors["teacher_top.is_rated"] = top.is_rated
     shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
     if len(set(shapes.values())) != 1 or inputs.logprobs.dim() != 2:
         raise ValueError(f"All inputs of the loss must have one shape [rows, seq], got {shapes}.")
@@ -186,6 +207,22 @@ def _check(inputs: LossInputs, config: GRPO) -> None:
         raise ValueError(
             f"ref_logprobs must be given with grpo.kl_coef = {config.kl_coef} and "
             "grpo.kl_in = 'loss', got None."
+        )
+    _check_top(top, inputs.logprobs.shape, 0 if teacher is None else teacher.top_k)
+
+
+def _check_top(top: TopLogprobs | None, shape: torch.Size, top_k: int) -> None:
+    if (top is None) != (top_k == 0):
+        got = "None" if top is None else "some"
+        raise ValueError(
+            f"teacher_top must be given with teacher.top_k above 0 and only then, got {got} with {top_k}."
+        )
+    if top is not None and not (
+        top.student.shape == top.teacher.shape and top.student.shape[:-1] == shape
+    ):
+        raise ValueError(
+            f"Logprobs of the teacher's tokens must be [{shape[0]}, {shape[1]}, k], got "
+            f"{tuple(top.student.shape)} of the student and {tuple(top.teacher.shape)} of the teacher."
         )
 
 
@@ -198,7 +235,7 @@ def _without_untrained(inputs: LossInputs) -> LossInputs:
     def masked(values: torch.Tensor) -> torch.Tensor:
         return torch.where(inputs.loss_mask, values, 0.0)
 
-    ref_logprobs = inputs.ref_logprobs
+    ref_logprobs, top = inputs.ref_logprobs, inputs.teacher_top
     return LossInputs(
         logprobs=masked(inputs.logprobs),
         entropy=masked(inputs.entropy),
@@ -210,6 +247,7 @@ def _without_untrained(inputs: LossInputs) -> LossInputs:
         loss_weights=masked(inputs.loss_weights),
         ptx_weights=inputs.ptx_weights,
         sequence_ids=inputs.sequence_ids,
+        teacher_top=None if top is None else top.only(inputs.loss_mask),
     )
 
 

@@ -25,11 +25,9 @@ def row_blocks(tokens: int, width: int, device: torch.device) -> list[slice]:
     return [slice(begin, min(begin + rows, tokens)) for begin in range(0, tokens, rows)]
 
 
-def _label_columns(
-    labels: torch.Tensor, start: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the column [tokens, 1] of each label in a slice, and whether the slice has it."""
-    columns = (labels - start).unsqueeze(1)
+def _columns(ids: torch.Tensor, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the column [tokens, n] of each id in a slice, and whether the slice has it."""
+    columns = ids - start
     inside = (columns >= 0) & (columns < width)
     return columns.clamp(0, width - 1), inside
 
@@ -41,7 +39,7 @@ class SoftmaxSums:
     entropy, of ``x * exp(x)``. They are rescaled when the maximum rises.
 
     Args:
-        labels: [tokens] int, where id 0 is the first of the first slice.
+        ids: [tokens, n] int, whose log-probabilities are computed. Id 0 is the first of the first slice.
         dtype: Dtype of the logits.
         with_entropy: Whether to compute the second sum.
         blocks: Blocks of rows, from :func:`row_blocks`.
@@ -51,28 +49,27 @@ class SoftmaxSums:
 
     def __init__(
         self,
-        labels: torch.Tensor,
+        ids: torch.Tensor,
         dtype: torch.dtype,
         with_entropy: bool,
         blocks: list[slice],
         scratch: torch.Tensor,
     ) -> None:
-        def full(value: float) -> torch.Tensor:
-            return torch.full(labels.shape, value, dtype=dtype, device=labels.device)
+        def full(value: float, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=ids.device)
 
-        self._labels, self._with_entropy = labels, with_entropy
+        self._ids, self._with_entropy = ids, with_entropy
         self._blocks, self._scratch = blocks, scratch
         # Finite, so that a rank without any ids causes no inf - inf.
-        self._maximum = full(torch.finfo(dtype).min)
-        self._label_logits = full(-torch.inf)
-        self._exp_sum = full(0.0)
-        self._weighted_sum = full(0.0)
+        self._maximum = full(torch.finfo(dtype).min, len(ids))
+        self._logits = full(-torch.inf, *ids.shape)
+        self._exp_sum = full(0.0, len(ids))
+        self._weighted_sum = full(0.0, len(ids))
 
     def add(self, start: int, logits: torch.Tensor) -> None:
         """Adds one slice, [tokens, width], whose first id is ``start``."""
-        columns, inside = _label_columns(self._labels, start, logits.shape[1])
-        found = logits.gather(1, columns)
-        self._label_logits = torch.where(inside, found, self._label_logits[:, None])[:, 0]
+        columns, inside = _columns(self._ids, start, logits.shape[1])
+        self._logits = torch.where(inside, logits.gather(1, columns), self._logits)
         for rows in self._blocks:
             self._add_block(rows, logits[rows])
 
@@ -89,18 +86,18 @@ class SoftmaxSums:
 
     def reduce(self, group: ProcessGroup) -> None:
         """Combines the ranks' pieces of the vocabulary."""
-        maxima = torch.stack((self._maximum, self._label_logits))
+        maxima = torch.cat((self._maximum[None], self._logits.t()))
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         self._raise_maximum(slice(None), maxima[0])
-        self._label_logits = maxima[1]
+        self._logits = maxima[1:].t()
         sums = torch.stack((self._exp_sum, self._weighted_sum))
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
         self._exp_sum, self._weighted_sum = sums.unbind()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns, each [tokens], log-probabilities, entropies or 0, and log normalisers."""
+        """Returns log-probabilities [tokens, n], and entropies or 0 and log normalisers [tokens]."""
         log_sum = self._exp_sum.log()
-        logprobs = (self._label_logits - self._maximum) - log_sum
+        logprobs = (self._logits - self._maximum[:, None]) - log_sum[:, None]
         entropy = torch.zeros_like(log_sum)
         if self._with_entropy:
             entropy = log_sum - self._weighted_sum / self._exp_sum
@@ -119,36 +116,37 @@ class SoftmaxSums:
 class LogitGrads:
     """Turns a slice of logits into the gradient with respect to it.
 
-    With ``p`` the softmax, ``H`` its entropy, ``y`` the label, ``g`` and ``h`` the
-    gradients of log-probability and entropy::
+    With ``p`` the softmax, ``H`` its entropy, ``y`` the ids of a token, ``g[y]`` and ``h`` the
+    gradients of their log-probabilities and of the entropy, and ``G`` the sum of ``g[y]``::
 
         d log p[y] / d z[v] = 1[v = y] - p[v]
         d H / d z[v]        = -p[v] (log p[v] + H)
-        gradient of z[v]    = g 1[v = y] - p[v] (h log p[v] + h H + g)
+        gradient of z[v]    = sum over y of g[y] 1[v = y] - p[v] (h log p[v] + h H + G)
 
     Args:
-        labels: [tokens] int, where id 0 is the first of the first slice.
+        ids: [tokens, n] int, where id 0 is the first of the first slice. The first one of a token may
+            be among the others, which differ from each other.
         normaliser: [tokens] logarithm of the sum of exponentials.
         entropy: [tokens], used only with ``entropy_grad``.
-        logprob_grad: [tokens], ``g`` above.
+        logprob_grads: [tokens, n], ``g`` above.
         entropy_grad: [tokens], ``h`` above, or None for 0, which needs no second buffer.
         blocks: Blocks of rows, from :func:`row_blocks`.
     """
 
     def __init__(
         self,
-        labels: torch.Tensor,
+        ids: torch.Tensor,
         normaliser: torch.Tensor,
         entropy: torch.Tensor,
-        logprob_grad: torch.Tensor,
+        logprob_grads: torch.Tensor,
         entropy_grad: torch.Tensor | None,
         blocks: list[slice],
     ) -> None:
-        self._labels, self._blocks = labels, blocks
+        self._ids, self._blocks = ids, blocks
         self._normaliser = normaliser[:, None]
-        self._at_label = logprob_grad[:, None]
+        self._at_ids = logprob_grads
         self._slope: torch.Tensor | None = None
-        self._offset = -self._at_label
+        self._offset = -logprob_grads.sum(dim=1, keepdim=True)
         if entropy_grad is not None:
             self._slope = -entropy_grad[:, None]
             self._offset = self._offset + self._slope * entropy[:, None]
@@ -168,6 +166,13 @@ class LogitGrads:
             else:
                 factors = torch.addcmul(self._offset[rows], block, self._slope[rows])
                 block.exp_().mul_(factors)
-        columns, inside = _label_columns(self._labels, start, out.shape[1])
-        at_label = out.gather(1, columns) + torch.where(inside, self._at_label, 0.0)
-        out.scatter_(1, columns, at_label)
+        self._add_at_ids(start, out)
+
+    def _add_at_ids(self, start: int, out: torch.Tensor) -> None:
+        columns, inside = _columns(self._ids, start, out.shape[1])
+        added = torch.where(inside, self._at_ids, 0.0)
+        first, others = columns[:, :1], columns[:, 1:]
+        out.scatter_(1, first, out.gather(1, first) + added[:, :1])
+        if others.shape[1] > 0:
+            # At most one of them adds more than 0 to an element, so that their order changes nothing.
+            out.scatter_add_(1, others, added[:, 1:])

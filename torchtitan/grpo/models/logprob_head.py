@@ -25,6 +25,8 @@ class LogprobHead(nn.Linear):
         with model.output.labelled(labels):
             packed = model(tokens)  # [rows, seq, 2]
 
+    Each token may have further ids whose log-probabilities are computed as well.
+
     Under tensor parallelism the weight is a ``DTensor`` sharded by vocabulary and the hidden
     states are replicated. The result is replicated, and no logits are sent between ranks.
     """
@@ -50,28 +52,35 @@ class LogprobHead(nn.Linear):
         self.keep_logits = keep_logits
         self._labels: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
+        self._other_ids: torch.Tensor | None = None
 
     @contextmanager
     def labelled(
-        self, labels: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        other_ids: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """Makes forward passes inside the context score labels.
 
         Args:
             labels: [rows, seq] int.
             positions: [tokens] int64, the tokens to score, counted row by row; None for all.
+            other_ids: [rows, seq, k] int, further ids of each token; see
+                :func:`packed_linear_logprobs`. None for none.
         """
-        outer = self._labels, self._positions
-        self._labels, self._positions = labels, positions
+        outer = self._labels, self._positions, self._other_ids
+        self._labels, self._positions, self._other_ids = labels, positions, other_ids
         try:
             yield
         finally:
-            self._labels, self._positions = outer
+            self._labels, self._positions, self._other_ids = outer
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Maps [rows, seq, dim] to [rows, seq, 2] float32: log-probability, and entropy or 0.
+        """Maps [rows, seq, dim] to [rows, seq, 2 + k] float32.
 
-        Both are 0 where nothing is scored.
+        They are log-probability, entropy or 0, and the log-probabilities of ``k`` other ids, all 0
+        where nothing is scored.
 
         Raises:
             RuntimeError: If no labels are set; see :meth:`labelled`.
@@ -117,10 +126,12 @@ class LogprobHead(nn.Linear):
         group: ProcessGroup | None,
         vocab_start: int,
     ) -> torch.Tensor:
-        shape, positions = labels.shape, self._positions
+        shape, positions, other_ids = labels.shape, self._positions, self._other_ids
         if positions is not None:
             hidden = hidden.flatten(0, 1).index_select(0, positions)
             labels = labels.flatten().index_select(0, positions)
+            if other_ids is not None:
+                other_ids = other_ids.flatten(0, 1).index_select(0, positions)
         packed = packed_linear_logprobs(
             hidden,
             weight,
@@ -132,12 +143,13 @@ class LogprobHead(nn.Linear):
             keep_logits=self.keep_logits,
             group=group,
             vocab_start=vocab_start,
+            other_ids=other_ids,
         )
         if positions is None:
             return packed
         # Not a view: FSDP2 cannot hook the outputs of a module that are views.
         where = (positions // shape[1], positions % shape[1])
-        return packed.new_zeros(*shape, 2).index_put(where, packed)
+        return packed.new_zeros(*shape, packed.shape[-1]).index_put(where, packed)
 
     def extra_repr(self) -> str:
         """Returns what ``print(model)`` shows of this layer."""

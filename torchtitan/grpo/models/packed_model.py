@@ -82,6 +82,7 @@ class PackedModel(nn.Module):
         positions: torch.Tensor,
         labels: torch.Tensor,
         scored: ScoredTokens | None = None,
+        other_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs packed rows through the model, or through one pipeline stage of it.
 
@@ -91,10 +92,12 @@ class PackedModel(nn.Module):
             positions: [rows, seq] int, starting at 0 in each sequence.
             labels: [rows, seq] int, tokens whose logprobs are computed.
             scored: The positions at which they are computed; None for all.
+            other_ids: [rows, seq, k] int, further tokens at each position whose logprobs are computed;
+                None for none.
 
         Returns:
-            [rows, seq, 2] float32: logprobs of the labels, and entropies; both are 0 where nothing
-            is scored. Stages before the last one return hidden states instead, of which tensor and
+            [rows, seq, 2 + k] float32: logprobs of the labels, entropies, and logprobs of the further
+            tokens; all are 0 where nothing is scored. Stages before the last one return hidden states instead, of which tensor and
             context parallelism leave a part to each rank.
         """
         group = self.context_group
@@ -106,7 +109,9 @@ class PackedModel(nn.Module):
         if not isinstance(head, LogprobHead):
             return super().forward(tokens, **inputs)  # pyright: ignore
         where = scored.positions(lambda mask: context_part(mask, group)) if scored else None
-        with head.labelled(context_part(labels, group), where):
+        if other_ids is not None:
+            other_ids = context_part(other_ids, group)
+        with head.labelled(context_part(labels, group), where, other_ids):
             return gather_sequence(super().forward(tokens, **inputs), group)  # pyright: ignore
 
 

@@ -122,7 +122,7 @@ class Learner:
         return None
 
     def _new_totals(self) -> MetricTotals:
-        return MetricTotals(metric_reductions(self.config))
+        return MetricTotals(metric_reductions(self.config, self.teacher))
 
     def _score(self, batch: TrainBatch) -> list[Minibatch]:
         self.enter("forward and backward")
@@ -156,7 +156,7 @@ class Learner:
         scale: float = 1.0,
         waiting: Sequence[ForwardJob] = (),
     ) -> None:
-        loss = MinibatchLoss(minibatch, self.config, scale)
+        loss = MinibatchLoss(minibatch, self.config, scale, self.teacher)
         self.runner.forward_backward(minibatch.rows, loss, waiting)
         if self.role.is_counted:
             loss.add_metrics(totals)

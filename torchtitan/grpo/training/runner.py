@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchtitan.grpo.training.forward_job import ForwardJob
 
 LossFunction = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2].
+"""Computes the loss of some rows, a scalar, from the model's output for them, [rows, seq, 2 + k].
 
 The slice tells which rows of the minibatch they are. Losses are summed over microbatches and
 ranks."""
@@ -94,14 +94,21 @@ class WholeModelRunner(ModelRunner):
     ) -> None:
         begin = 0
         for part in rows.microbatches(self.rows_at_once):
-            output = self.model(part.tokens, **model_inputs(part))
+            output = self.model(part.tokens, **model_inputs(part, trains=True))
             loss(output, slice(begin, begin + part.num_rows)).backward()
             begin += part.num_rows
 
 
-def model_inputs(rows: TrainRows) -> dict[str, Any]:
-    """Returns the inputs of a :class:`PackedModel` besides the tokens."""
-    return {
+def model_inputs(rows: TrainRows, *, trains: bool = False) -> dict[str, Any]:
+    """Returns the inputs of a :class:`PackedModel` besides the tokens.
+
+    Args:
+        rows: The rows.
+        trains: Whether a loss follows. Only then are the logprobs of a teacher's tokens of use.
+    """
+    has_top = trains and rows.teacher_top_ids is not None
+    top = {"other_ids": rows.teacher_top_ids} if has_top else {}
+    return top | {
         "scored": ScoredTokens(rows.scored, rows.host_mask),
         "sequence_ids": rows.sequence_ids,
         "positions": rows.positions,

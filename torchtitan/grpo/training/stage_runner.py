@@ -95,7 +95,7 @@ class PipelineRunner(ModelRunner):
         in_gaps = [self._gap_rows(job) for job in jobs]
         self.schedule.run(
             self.forwards.inputs_of(parts),
-            [model_inputs(part) for part in parts],
+            [model_inputs(part, trains=True) for part in parts],
             numbers if self.has_output else None,
             waiting=in_gaps,
         )

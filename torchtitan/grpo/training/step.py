@@ -16,10 +16,11 @@ import torch
 
 from torchtitan.grpo.config import GRPO, Teacher
 from torchtitan.grpo.data.feed import Feed, TrainBatch
-from torchtitan.grpo.data.rows import TrainRows
+from torchtitan.grpo.data.rows import NO_TOKEN, TrainRows
 from torchtitan.grpo.data.step_plan import SampleTable
 from torchtitan.grpo.losses.advantages import compute_advantages
 from torchtitan.grpo.losses.distillation import (
+    TopLogprobs,
     bounded,
     group_baselines,
     sample_sums,
@@ -88,20 +89,32 @@ class MinibatchLoss:
         scored: The minibatch.
         config: ``[grpo]``.
         scale: Factor of the loss; see `gradient_parts.py`.
+        teacher: ``[teacher]``, if rollouts may come with a teacher's ratings.
     """
 
-    def __init__(self, scored: ScoredRows, config: GRPO, scale: float = 1.0) -> None:
-        self.scored, self.config, self.scale = scored, config, scale
+    def __init__(
+        self,
+        scored: ScoredRows,
+        config: GRPO,
+        scale: float = 1.0,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self.scored, self.config, self.scale, self.teacher = scored, config, scale, teacher
         self._metrics: dict[int, dict[str, Metric]] = {}
 
     def __call__(self, output: torch.Tensor, which: slice) -> torch.Tensor:
         """Returns the loss of the rows ``which``, and keeps their metrics.
 
         Args:
-            output: [rows, seq, 2], logprobs and entropies of these rows.
+            output: [rows, seq, 2 + k], of these rows: logprobs and entropies, and the logprobs of the
+                teacher's tokens.
             which: The rows of the minibatch.
         """
         rows = self.scored.rows.select(which)
+        top = None
+        if rows.teacher_top_ids is not None:
+            output, of_teacher = output.tensor_split((2,), dim=-1)
+            top = _top_logprobs(of_teacher, rows)
         logprobs, entropy = output.unbind(-1)
         old, ref = self.scored.old_logprobs, self.scored.ref_logprobs
         inputs = LossInputs(
@@ -115,13 +128,21 @@ class MinibatchLoss:
             loss_weights=rows.loss_weights,
             ptx_weights=rows.ptx_weights,
             sequence_ids=rows.sequence_ids,
+            teacher_top=top,
         )
-        loss, self._metrics[which.start] = objective(inputs, self.config, self.scored.mean_weight)
+        mean = self.scored.mean_weight
+        loss, self._metrics[which.start] = objective(inputs, self.config, mean, self.teacher)
         return self.scale * loss
 
     def add_metrics(self, totals: MetricTotals) -> None:
         """Adds the metrics of the microbatches that this rank has seen."""
         totals.add(list(self._metrics.values()), self.scale)
+
+
+def _top_logprobs(student: torch.Tensor, rows: TrainRows) -> TopLogprobs:
+    assert rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None
+    is_rated = rows.teacher_top_ids[..., 0] != NO_TOKEN
+    return TopLogprobs(student, rows.teacher_top_logprobs, is_rated)
 
 
 def num_updates(config: GRPO) -> int:
@@ -165,7 +186,11 @@ def score(
         num_updates(config) > 1 or is_normalized
     )
     weight_mean = WeightMean(config, feed, is_counted=is_counted) if is_normalized else None
-    minibatches = [_bounded(rows.to(device), teacher) for rows in batch.minibatches]
+    top_k = 0 if teacher is None else teacher.top_k
+    minibatches = [rows.with_top_k(top_k).to(device) for rows in batch.minibatches]
+    if top_k:
+        teacher = None  # its part is a term of the loss, and none of the advantage
+    minibatches = [_bounded(rows, teacher) for rows in minibatches]
     ref = [_job(reference, rows, config) for rows in minibatches]
     old = [_job(policy if needs_proximal else None, rows, config) for rows in minibatches]
     advantages = _advantages(

@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_with_the_next_batch(record, replay):
         assert b is not None
         assert a.metrics == b.metrics
         for rows, same in zip(a.plan.rows_of_rank, b.plan.rows_of_rank, strict=True):
-            assert all(torch.equal(value, vars(same)[name]) for name, value in vars(rows).items())
+            assert all(torch.equal(x, same.tensors()[name]) for name, x in rows.tensors().items())
 
 
 def test_a_resumed_run_goes_on_with_the_supervised_rows(record, replay, tmp_path):

@@ -24,6 +24,7 @@ from torchtitan.grpo.types import (
     PromptProgress,
     Rollout,
     RolloutGroup,
+    TopTokens,
     VersionSegment,
     without_contexts,
 )
@@ -47,16 +48,21 @@ def rollout(reward: float, rows: tuple[tuple[int, int], ...] = ()) -> Rollout:
     )
 
 
-def groups(rows: tuple[tuple[int, int], ...]) -> list[RolloutGroup]:
-    return [
-        RolloutGroup(i, "", (rollout(0.0, rows), rollout(1.0), rollout(2.0, rows)), "http://a")
-        for i in range(2)
-    ]
+def rated(made: Rollout) -> Rollout:
+    """Two tokens of a teacher at each position, which tell where they belong."""
+    ids = (np.arange(10)[:, None] * 10 + np.arange(2)).astype(np.int32)
+    return dataclasses.replace(made, teacher_top=TopTokens(ids, -ids.astype(np.float32)))
 
 
-def plan(rows: tuple[tuple[int, int], ...], **settings) -> StepPlan:
+def groups(rows: tuple[tuple[int, int], ...], is_rated: bool = False) -> list[RolloutGroup]:
+    made = (rollout(0.0, rows), rollout(1.0), rollout(2.0, rows))
+    of_group = tuple(rated(r) for r in made) if is_rated else made
+    return [RolloutGroup(i, "", of_group, "http://a") for i in range(2)]
+
+
+def plan(batch: list[RolloutGroup], **settings) -> StepPlan:
     return plan_step(
-        groups(rows), dataclasses.replace(GRPO(), **settings), version=0, num_ranks=2, row_len=16,
+        batch, dataclasses.replace(GRPO(), **settings), version=0, num_ranks=2, row_len=16,
         local_batch_size=1, max_new_tokens=10, balance=True, cost=token_cost, row_bucket=1,
     )  # fmt: skip
 
@@ -72,9 +78,39 @@ def test_each_context_begins_a_sequence_with_what_the_server_was_sent():
     assert longest_sequence(2, 10, []) == 12
 
 
+def test_a_teacher_s_tokens_are_divided_as_the_completion_is():
+    first, second = sequences_of(rated(rollout(1.0, ((3, 4),))))
+    assert first.teacher_top is not None and second.teacher_top is not None
+    assert first.teacher_top.ids.tolist() == [[0, 1], [10, 11], [20, 21]]
+    assert second.teacher_top.ids.tolist() == [[70, 71], [80, 81], [90, 91]]
+    assert second.teacher_top.logprobs.tolist() == [[-70, -71], [-80, -81], [-90, -91]]
+    (whole,) = sequences_of(rollout(1.0))
+    assert whole.teacher_top is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position", "logprob", "message"),
+    [
+        (9, 0, 0.0, r"Each of the 10 completion tokens must have .* got \(9, 2\)"),
+        (10, 2, -np.inf, "must be finite"),
+        (10, 9, np.nan, "must be finite"),
+    ],
+)
+def test_tokens_of_a_teacher_that_fit_no_completion_are_refused(tokens, position, logprob, message):
+    logprobs = np.zeros((tokens, 2), np.float32)
+    logprobs[4] = np.nan  # a token of the context, which is not trained
+    made = dataclasses.replace(rollout(1.0), teacher_top=None)
+    top = TopTokens(np.zeros((tokens, 2), np.int32), logprobs)
+    if tokens == 10:
+        sequences_of(dataclasses.replace(made, teacher_top=top))
+    logprobs[position, 1] = logprob
+    with pytest.raises(ValueError, match=message):
+        sequences_of(dataclasses.replace(made, teacher_top=top))
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
 def test_a_rollout_weighs_as_much_in_several_rows_as_in_one(aggregation):
-    whole, split = plan((), aggregation=aggregation), plan(((3, 4),), aggregation=aggregation)
+    whole, split = (plan(groups(rows), aggregation=aggregation) for rows in ((), ((3, 4),)))
     assert (len(whole.sequences), len(split.sequences)) == (6, 10)
     assert (len(whole.samples), len(split.samples)) == (6, 6)
     assert split.minibatch_tokens == whole.minibatch_tokens
@@ -91,14 +127,17 @@ def test_a_rollout_weighs_as_much_in_several_rows_as_in_one(aggregation):
 
 
 def test_a_rank_that_fetches_its_rollouts_lays_out_the_same_rows():
-    made = plan(((3, 4),))
-    flat = [r for group in groups(((3, 4),)) for r in group.rollouts]
+    batch = groups(((3, 4),), is_rated=True)
+    made = plan(batch)
+    assert made.top_k == 2
+    flat = [r for group in batch for r in group.rollouts]
     for rows, expected in zip(made.layout, made.rows_of_rank, strict=True):
         where, weights = packing_list(rows, made.sequences, 10)
         fetched = [RolloutGroup(0, "", (flat[i],), "") for i in sources_of(where)]
         laid = rows_from(where, weights, fetched, num_rows=len(rows), row_len=16)
-        for field in dataclasses.fields(laid):
-            assert torch.equal(getattr(laid, field.name), getattr(expected, field.name)), field.name
+        assert laid.teacher_top_ids is not None
+        for name, tensor in laid.tensors().items():
+            assert torch.equal(tensor, expected.tensors()[name]), name
 
 
 def test_rows_survive_processes_files_and_records(tmp_path: Path):

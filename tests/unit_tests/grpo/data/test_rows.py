@@ -1,9 +1,11 @@
 """Rows hold what their docstring draws."""
 
 import numpy as np
+import pytest
 import torch
 
-from torchtitan.grpo.data.rows import NO_SAMPLE, Sample, build_rows
+from torchtitan.grpo.data.rows import NO_SAMPLE, NO_TOKEN, Sample, TrainRows, build_rows
+from torchtitan.grpo.types import TopTokens
 
 
 def sample(prompt, completion, logprobs, **weights):
@@ -44,6 +46,61 @@ def test_a_teacher_s_divergence_stands_at_the_predicted_token():
     rows = build_rows([rated, sample([3], [4], [-3], sample_id=1)], [[0, 1]], 8)
     assert rows.teacher_kl[0].tolist() == [0, 0.5, 0, -0.25, 0, 0, 0, 0]
     assert not packed().teacher_kl.any()
+
+
+def rated_rows() -> TrainRows:
+    """One sample with two tokens of a teacher at each position, of which one is context, and others."""
+    ids = np.array([[7, 1], [2, 3], [9, 4]], np.int32)
+    top = TopTokens(ids, np.array([[-0.5, -1], [np.nan, 0], [-2, -3]], np.float32))
+    mask = np.array([True, False, True])
+    rated = sample([5, 6], [7, 8, 9], [-1, 0, -2], sample_id=0, sampled=mask, teacher_top=top)
+    alone = sample([3], [4], [-3], sample_id=1)
+    whole = sample([3], [8], [-3], sample_id=2, teacher_top=TopTokens(ids[:1], top.logprobs[:1]))
+    mixed_in = sample([9], [2, 1], None, ptx_weight=0.125)
+    return build_rows([rated, alone, whole, mixed_in], [[0, 1], [3, 2]], 8)
+
+
+def test_a_teacher_s_tokens_stand_at_the_predicted_token_and_nowhere_else():
+    rows = rated_rows()
+    assert rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None
+    nothing = [NO_TOKEN] * 2
+    expected = [nothing] * 8
+    expected[1], expected[3] = [7, 1], [9, 4]
+    assert rows.teacher_top_ids[0].tolist() == expected
+    assert rows.teacher_top_logprobs[0].tolist() == [
+        [0, 0], [-0.5, -1], [0, 0], [-2, -3], [0, 0], [0, 0], [0, 0], [0, 0]
+    ]  # fmt: skip
+    assert rows.teacher_top_ids[1].tolist() == [*[nothing] * 3, [7, 1], *[nothing] * 4]
+    assert packed().teacher_top_ids is None and packed().teacher_top_logprobs is None
+
+
+def test_a_teacher_s_tokens_go_where_their_rows_go():
+    rows = rated_rows()
+    assert rows.teacher_top_ids is not None
+    for part in (rows.select(slice(1, 2)), rows.microbatches(1)[1], rows.to(torch.device("cpu"))):
+        assert part.teacher_top_ids is not None and part.teacher_top_logprobs is not None
+        assert torch.equal(part.teacher_top_ids[-1], rows.teacher_top_ids[1])
+        assert part.teacher_top_logprobs[-1, 3].tolist() == [-0.5, -1]
+    assert packed().microbatches(1)[1].teacher_top_ids is None
+
+
+def test_rows_take_the_number_of_tokens_that_the_run_asks_for():
+    rows = rated_rows()
+    assert rows.with_top_k(2) is rows
+    assert rows.with_top_k(0).teacher_top_ids is rows.with_top_k(0).teacher_top_logprobs is None
+    unrated = packed().with_top_k(3)
+    assert unrated.teacher_top_ids is not None and unrated.teacher_top_logprobs is not None
+    assert unrated.teacher_top_ids.shape == unrated.teacher_top_logprobs.shape == (3, 8, 3)
+    assert (unrated.teacher_top_ids == NO_TOKEN).all() and not unrated.teacher_top_logprobs.any()
+    with pytest.raises(ValueError, match=r"teacher.top_k \(3\) must be the number .* got 2"):
+        rows.with_top_k(3)
+
+
+def test_samples_with_different_numbers_of_a_teacher_s_tokens_are_refused():
+    tops = [TopTokens(np.zeros((1, k), np.int32), np.zeros((1, k), np.float32)) for k in (2, 4)]
+    samples = [sample([3], [4], [-3], sample_id=i, teacher_top=top) for i, top in enumerate(tops)]
+    with pytest.raises(ValueError, match=r"the same number .* got \[2, 4\]"):
+        build_rows(samples, [[0, 1]], 8)
 
 
 def test_supervised_tokens_have_a_weight_and_no_sample():

@@ -13,7 +13,7 @@ from torchtitan.grpo.data.cost import FlopsCost, token_cost
 from torchtitan.grpo.data.rows import NO_SAMPLE, Sample
 from torchtitan.grpo.data.step_plan import epoch_order, plan_step
 from torchtitan.grpo.losses.advantages import compute_advantages
-from torchtitan.grpo.types import Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.types import Rollout, RolloutGroup, TopTokens, VersionSegment
 
 ROW_LEN = 16
 
@@ -28,6 +28,7 @@ def rollout(reward, length=3, version=7, first=0):
         finish_reason="stop",
         completion="",
         reward=reward,
+        teacher_top=TopTokens(ids[:, None] * [5, 7], -ids[:, None] / np.float32([2, 3])),
     )
 
 
@@ -264,7 +265,7 @@ def test_plans_keep_their_invariants(
         assert total(of_rank, "loss_weights") == pytest.approx(1 if place else 0, rel=1e-5)
     again = plan(groups, config, **arguments)
     for rows, same in zip(made.rows_of_rank, again.rows_of_rank, strict=True):
-        assert all(torch.equal(value, vars(same)[name]) for name, value in vars(rows).items())
+        assert all(torch.equal(x, same.tensors()[name]) for name, x in rows.tensors().items())
 
 
 def trained_tokens(made):
@@ -277,6 +278,8 @@ def trained_tokens(made):
                 rows.sample_ids, rows.positions, rows.tokens, rows.labels,
                 rows.generator_logprobs, rows.loss_weights, rows.ptx_weights,
             ]  # fmt: skip
+            if rows.teacher_top_ids is not None and rows.teacher_top_logprobs is not None:
+                columns += [*rows.teacher_top_ids.unbind(-1), *rows.teacher_top_logprobs.unbind(-1)]
             values = torch.stack([column[where].double() for column in columns], dim=1)
             seen += [(m, *token) for token in values.tolist()]
     return sorted(seen)

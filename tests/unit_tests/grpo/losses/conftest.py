@@ -15,6 +15,7 @@ import torch
 
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.losses.aggregation import token_weights
+from torchtitan.grpo.losses.distillation import TopLogprobs
 from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.losses.objective import (
     LossInputs,
@@ -338,7 +339,11 @@ def pack(
 
 def row_slice(inputs: LossInputs, begin: int, end: int) -> LossInputs:
     """A microbatch: rows ``[begin, end)``."""
-    return LossInputs(**{name: value[begin:end] for name, value in vars(inputs).items()})
+    top = inputs.teacher_top
+    tensors = {name: value[begin:end] for name, value in vars(inputs).items() if value is not top}
+    if top is not None:
+        top = TopLogprobs(*(value[begin:end] for value in vars(top).values()))
+    return LossInputs(**tensors, teacher_top=top)
 
 
 def mean_weight(config: GRPO, microbatches: list[LossInputs]) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from torchtitan.grpo.observe.metric_docs.entry import Metric, Section
 
 TEACHERS = Section(
     "Teachers",
-    "With `teacher.urls`; the first one also in a replay of rollouts that were rated.",
+    "With `teacher.urls`; the first two also in a replay of rollouts that were rated.",
     (
         Metric(
             "teacher/reverse_kl", "nats/token",
@@ -15,6 +15,13 @@ TEACHERS = Section(
             "falls towards 0",
             "If it does not fall, raise `optimizer.lr` or `teacher.coef`. Below 0 in the mean of many steps, "
             "tokens are not drawn from the student's own distribution: read `mismatch/kl`.",
+        ),
+        Metric(
+            "teacher/top_k_kl", "nats/token",
+            "With `teacher.top_k`: mean over rated trained tokens of the reverse KL divergence over the teacher's "
+            "most likely tokens and the rest as one outcome, under the current policy. At least 0, and at most "
+            "the divergence over the vocabulary.",
+            "falls towards 0", "As above.",
         ),
         Metric(
             "teacher/rating_seconds", "s",
