@@ -42,12 +42,14 @@ from bare_trainer import (
 
 from torchtitan.grpo.config import Teacher
 from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.vllm import client as vllm_client
+from torchtitan.grpo.inference.vllm import launch as vllm_launch
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
-from torchtitan.grpo.types import GenerateRequest, Generation
+from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.group_facts import NCCL_SETTINGS, GroupFacts, choose_backend
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
@@ -289,15 +291,39 @@ def test_the_server_tells_what_it_is_and_a_run_that_needs_another_one_refuses_it
     run(test)
 
 
+@torch.no_grad()
+def all_logprobs(
+    model: Qwen3ForCausalLM, prompt: np.ndarray, completion: np.ndarray
+) -> torch.Tensor:
+    """[completion_len, vocab] logprobs of all tokens in the place of each completion token."""
+    ids = torch.from_numpy(np.concatenate([prompt, completion])).long()[None]
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def assert_most_likely(top: TopTokens, expected: torch.Tensor, top_k: int) -> None:
+    assert top.ids.shape == (len(expected), top_k)
+    # Sorted, so that tokens that are equally likely may change places.
+    best = expected.topk(top_k).values.numpy()
+    np.testing.assert_allclose(-np.sort(-top.logprobs, axis=1), best, atol=1e-3)
+    # Each id is the one that has this logprob.
+    of_ids = expected.gather(-1, torch.from_numpy(top.ids).long()).numpy()
+    np.testing.assert_allclose(top.logprobs, of_ids, atol=1e-3)
+
+
 def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningServer) -> None:
-    """As a teacher: each token of a completion, given all before it, at temperature 1."""
+    """As a teacher: each token of a completion, given all before it, at temperature 1.
+
+    The most likely tokens are those of transformers, apart from ties.
+    """
     random = np.random.default_rng(0)
     path = server.launched.spec.model_path
     vocabulary = TextCodec(path, ()).vocabulary()
 
-    def teachers(client: InferenceClient, num_tokens: int) -> TeacherPool:
-        needs = TeacherNeeds(vocabulary, VOCAB_SIZE, num_tokens, None)
-        return TeacherPool([client], Teacher(urls=[client.url], kind=server.kind), needs)
+    def teachers(client: InferenceClient, num_tokens: int, top_k: int = 0) -> TeacherPool:
+        needs = TeacherNeeds(vocabulary, VOCAB_SIZE, num_tokens, None, top_k)
+        settings = Teacher(urls=[client.url], kind=server.kind, top_k=top_k)
+        return TeacherPool([client], settings, needs)
 
     async def test() -> None:
         async with joined(server) as (client, trainer):
@@ -311,10 +337,25 @@ def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningS
             ]
             together = await pool.rate(pairs)
             alone = await asyncio.gather(*(pool.rate([pair]) for pair in pairs))
-            for (prompt, completion), rating, (single,) in zip(pairs, together, alone, strict=True):
+            rated = zip(pairs, together, alone, strict=True)
+            for (prompt, completion), (rating, _), ((single, _),) in rated:
                 expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
                 np.testing.assert_allclose(rating, expected, atol=1e-3)
                 np.testing.assert_allclose(rating, single, atol=1e-5, rtol=0)
+            for top_k in (1, 32):  # more than vLLM tells by default
+                pool = teachers(client, 1023, top_k)
+                await pool.start(60)
+                for (prompt, completion), (rating, top) in zip(
+                    pairs, await pool.rate(pairs), strict=True
+                ):
+                    expected = tempered_logprobs(model, prompt.tolist(), completion, 1.0)
+                    np.testing.assert_allclose(rating, expected, atol=1e-3)
+                    assert top is not None
+                    assert_most_likely(top, all_logprobs(model, prompt, completion), top_k)
+            if server.kind == "vllm":
+                most = vllm_launch.MAX_LOGPROBS
+                with pytest.raises(RouteError, match=f"at most {most} .*--max-logprobs {most + 1}"):
+                    await client.rate([PROBE], [1], most + 1)
             with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
                 await teachers(client, 1024).start(60)
 
