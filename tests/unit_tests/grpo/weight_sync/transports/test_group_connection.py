@@ -124,7 +124,7 @@ def test_a_server_stands_still_for_as_long_as_it_must_and_is_sent_all_buckets(st
         server: Any = Taking(stops_for)
         sources: Any = [Source(0), Source(2)]
         connection = GroupConnection(server, sources, {0: 2, 2: 1}, "all", 20.0, "host")
-        with pytest.raises(RuntimeError, match="join before push"):
+        with pytest.raises(RuntimeError, match="must be joined before a push"):
             await connection.push(7, None)
         await connection.join()
         joined = [("join_weight_group", "group0"), ("join_weight_group", "group2")]
