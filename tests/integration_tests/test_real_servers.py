@@ -41,12 +41,11 @@ from bare_trainer import (
 )
 
 from torchtitan.grpo.config import Teacher
-from torchtitan.grpo.inference.client import InferenceClient, ServerError
+from torchtitan.grpo.inference.client import MAX_TOP_TOKENS, InferenceClient, ServerError
 from torchtitan.grpo.inference.http import RouteError
 from torchtitan.grpo.inference.join_check import ServerNeeds, WrongServer, check_server
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.vllm import client as vllm_client
-from torchtitan.grpo.inference.vllm import launch as vllm_launch
 from torchtitan.grpo.rollout.teachers import TeacherNeeds, TeacherPool
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import GenerateRequest, Generation, TopTokens
@@ -353,7 +352,7 @@ def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningS
                     assert top is not None
                     assert_most_likely(top, all_logprobs(model, prompt, completion), top_k)
             if server.kind == "vllm":
-                most = vllm_launch.MAX_LOGPROBS
+                most = MAX_TOP_TOKENS
                 with pytest.raises(RouteError, match=f"at most {most} .*--max-logprobs {most + 1}"):
                     await client.rate([PROBE], [1], most + 1)
             with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):

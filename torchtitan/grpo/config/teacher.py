@@ -18,8 +18,9 @@ class Teacher:
     """``[teacher]``: a larger or better trained model that rates each token which the trained one samples.
 
     Each trained token gets, besides the advantage of its rollout, the teacher's log-probability minus
-    the student's, times ``coef``: the reverse KL divergence, estimated at the sampled token. Without
-    ``reward.functions`` this is all that the run learns from. docs/how-to/distill.md shows a run.
+    the student's, times ``coef``: the reverse KL divergence, estimated at the sampled token. With
+    ``top_k`` the divergence over the teacher's most likely tokens is a term of the loss instead. Without
+    ``reward.functions`` the teacher is all that the run learns from. docs/how-to/distill.md shows a run.
     """
 
     urls: list[str] = field(default_factory=list)
@@ -37,7 +38,8 @@ class Teacher:
     smaller; another one is refused at the start."""
 
     coef: Annotated[float, at_least(0)] = 1.0
-    """Weight of the teacher's part of the advantage. Used for replayed rollouts as well."""
+    """Weight of the teacher's part of the advantage, or of the loss with ``top_k``. It is used for replayed
+    rollouts as well."""
 
     top_k: Annotated[int, at_least(0).at_most(MAX_TOP_K)] = 0
     """Number of the teacher's most likely tokens at each position that the student is compared with. 0

@@ -6,8 +6,8 @@
 The file holds JSON lines: a header, then one line for each batch, in the order of training.
 Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
 restores the same bits. The most likely tokens of a teacher (``teacher.top_k``), of which there are
-many, are written as base64 of the arrays themselves. If the name ends in ``.gz``, each line is a gzip member of its own: a run
-that ends at any time leaves complete lines, and ``zcat`` shows them.
+many, are written as base64 of the arrays themselves. If the name ends in ``.gz``, each line is a gzip
+member of its own: a run that ends at any time leaves complete lines, and ``zcat`` shows them.
 """
 
 import gzip

@@ -272,10 +272,8 @@ def _lay_out(row: dict[str, np.ndarray], start: int, sample: Sample) -> int:
         if sample.teacher_kl is not None:
             row["teacher_kl"][predicted] = sample.teacher_kl * is_trained
         if sample.teacher_top is not None:
-            top, where = (
-                sample.teacher_top,
-                slice(None) if sample.sampled is None else sample.sampled,
-            )
+            top = sample.teacher_top
+            where = slice(None) if sample.sampled is None else sample.sampled
             row["teacher_top_ids"][predicted][where] = top.ids[where]
             row["teacher_top_logprobs"][predicted][where] = top.logprobs[where]
     return end

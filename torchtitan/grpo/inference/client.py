@@ -97,6 +97,11 @@ class Capabilities:
     rates_lists: bool = False
 
 
+MAX_TOP_TOKENS = 256
+"""How many of the most likely tokens a server of this project returns for each token: the largest
+``teacher.top_k``, and as many tokens that a student does not have."""
+
+
 @dataclass(frozen=True)
 class PromptRating:
     """How likely a server's model finds the tokens of a text, each given all before it.

@@ -3,14 +3,15 @@
 
 """Distillation on policy: the reverse KL divergence from a teacher, of the sampled or of many tokens.
 
-With the rating of the sampled token alone the divergence is an advantage of each token. The student samples ``x``, and the teacher rates each token of it. With the student's logprob ``s``
-and the teacher's ``t`` of the same token, given the same tokens before it::
+With the rating of the sampled token alone the divergence is an advantage of each token. The student
+samples ``x``, and the teacher rates each token of it. With the student's logprob ``s`` and the teacher's
+``t`` of the same token, given the same tokens before it::
 
     advantage = -coef * ((s - t) - baseline)
 
 The expectation of ``s - t`` over the student's own samples is ``KL(student || teacher)`` at that
-position, and the policy gradient with this advantage is its gradient, whatever the baseline is: GKD with reverse KL on
-sampled sequences (https://arxiv.org/abs/2306.13649), in the per-token form of
+position, and the policy gradient with this advantage is its gradient, whatever the baseline is. This is
+GKD with reverse KL on sampled sequences (https://arxiv.org/abs/2306.13649), in the per-token form of
 https://thinkingmachines.ai/blog/on-policy-distillation/. What is kept of GKD is the divergence and
 the student's own samples; a token answers for itself alone (a discount of 0), and only sampled
 tokens are rated, not the whole vocabulary.
@@ -23,8 +24,8 @@ Both logprobs are of sampling time. The policy loss corrects for the age of a sa
 any advantage.
 
 With the teacher's ``k`` most likely tokens (``teacher.top_k``) the divergence is a loss of its own, which
-:func:`top_k_reverse_kl` computes: no longer an estimate from one sample, so that its gradient has no
-noise at a position. The student's own samples remain what it learns on, as in GKD.
+:func:`top_k_reverse_kl` computes. It is not estimated from one sample, so that its gradient has no noise
+at a position. The student still learns on its own samples, as in GKD.
 """
 
 from dataclasses import dataclass

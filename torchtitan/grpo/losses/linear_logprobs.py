@@ -118,10 +118,7 @@ def packed_linear_logprobs(
         ValueError: If the shapes do not match, or a setting is out of its range.
     """
     _check(hidden, weight, labels, temperature, chunk_tokens)
-    ids = labels.unsqueeze(-1)
-    if other_ids is not None:
-        _check_other_ids(labels, other_ids)
-        ids = torch.cat((ids, other_ids), dim=-1)
+    ids = _all_ids(labels, other_ids)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Checked here, because gradients are always disabled inside of the function.
     keep_logits = keep_logits and torch.is_grad_enabled() and weight.requires_grad
@@ -155,12 +152,16 @@ def _check(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}.")
 
 
-def _check_other_ids(labels: torch.Tensor, other_ids: torch.Tensor) -> None:
+def _all_ids(labels: torch.Tensor, other_ids: torch.Tensor | None) -> torch.Tensor:
+    """Returns the label and the other ids of each token, [..., 1 + k]."""
+    if other_ids is None:
+        return labels.unsqueeze(-1)
     if other_ids.shape[:-1] != labels.shape:
         raise ValueError(
             f"other_ids {tuple(other_ids.shape)} without its last dim must have the shape of "
             f"labels {tuple(labels.shape)}."
         )
+    return torch.cat((labels.unsqueeze(-1), other_ids), dim=-1)
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -128,10 +128,9 @@ def objective(
     if config.entropy_coef > 0:
         loss = loss - config.entropy_coef * (clean.loss_weights * clean.entropy).sum()
     of_teacher: dict[str, Metric] = {}
-    if teacher is not None and (top := clean.teacher_top) is not None:
-        teacher_kl = top_k_reverse_kl(top.student, top.teacher)
-        loss = loss + teacher.coef * (clean.loss_weights * teacher_kl).sum()
-        of_teacher = {"teacher/top_k_kl": mean_metric(teacher_kl.sum(), top.is_rated.sum())}
+    if teacher is not None and clean.teacher_top is not None:
+        teacher_loss, of_teacher = _teacher_term(clean.teacher_top, clean.loss_weights)
+        loss = loss + teacher.coef * teacher_loss
     own = {
         "loss/total": loss_metric(loss),
         "loss/policy": loss_metric(policy_loss),
@@ -147,6 +146,15 @@ def objective(
     )
     of_term = _term_metrics(term, clean.loss_mask, own)
     return loss, own | of_teacher | of_term | of_mismatch | _policy_metrics(policy_inputs)
+
+
+def _teacher_term(
+    top: TopLogprobs, loss_weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """Returns the weighted sum of the divergence from the teacher, a scalar [], and its metric."""
+    teacher_kl = top_k_reverse_kl(top.student, top.teacher)
+    metric = mean_metric(teacher_kl.sum(), top.is_rated.sum())
+    return (loss_weights * teacher_kl).sum(), {"teacher/top_k_kl": metric}
 
 
 def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str, Reduction]:

@@ -97,8 +97,8 @@ class PackedModel(nn.Module):
 
         Returns:
             [rows, seq, 2 + k] float32: logprobs of the labels, entropies, and logprobs of the further
-            tokens; all are 0 where nothing is scored. Stages before the last one return hidden states instead, of which tensor and
-            context parallelism leave a part to each rank.
+            tokens; all are 0 where nothing is scored. Stages before the last one return hidden states
+            instead, of which tensor and context parallelism leave a part to each rank.
         """
         group = self.context_group
         if embeds_tokens(self):

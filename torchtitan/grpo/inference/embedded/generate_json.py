@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.request import Request
 from torchtitan.grpo.inference.embedded.sampling import SamplingParams
 
@@ -175,11 +176,10 @@ def _logprob_starts(body: Mapping[str, Any], prompts: list[list[int]]) -> list[i
 
 def _num_top(body: Mapping[str, Any], facts: ModelFacts) -> int:
     number = body_field(body, "top_logprobs_num", int, 0)
-    if not 0 <= number <= facts.vocab_size:
-        raise ValueError(
-            f"top_logprobs_num must be in [0, {facts.vocab_size}], the size of the vocabulary, got "
-            f"{number}."
-        )
+    # Without a bound, one request could ask for the whole vocabulary at each token of a long text.
+    most = min(MAX_TOP_TOKENS, facts.vocab_size)
+    if not 0 <= number <= most:
+        raise ValueError(f"top_logprobs_num must be in [0, {most}], got {number}.")
     return number
 
 

@@ -6,6 +6,7 @@
 import json
 import sys
 
+from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.server_spec import (
     LaunchCommand,
     ServerSpec,
@@ -17,9 +18,6 @@ WORKER_EXTENSION = "torchtitan.grpo.inference.vllm.worker_extension.WorkerExtens
 """Class whose methods vLLM adds to its workers, for requests to ``/collective_rpc``."""
 GUARD = "torchtitan.grpo.inference.vllm.guard.VllmGuard"
 """Class that vLLM puts before its HTTP routes."""
-MAX_LOGPROBS = 256
-"""Number of the most likely tokens that a launched server tells for each token: the largest
-``teacher.top_k``, and as many tokens that a student does not have."""
 GROUP_FACTS_METHOD = "torchtitan_grpo_group_facts"
 """Name of the method that tells what weight groups over NCCL depend on."""
 
@@ -35,8 +33,8 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(batched_tokens(spec))]
     # The route that takes and returns token ids, with the weight version of each token.
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    # A teacher tells its most likely tokens (teacher.top_k); vLLM's own limit is 20.
-    command += ["--max-logprobs", str(MAX_LOGPROBS)]
+    # A teacher returns its most likely tokens (teacher.top_k); vLLM's default limit is 20.
+    command += ["--max-logprobs", str(MAX_TOP_TOKENS)]
     command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     command += ["--middleware", GUARD]

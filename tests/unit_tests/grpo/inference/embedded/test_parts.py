@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan.grpo.inference.client import MAX_TOP_TOKENS
 from torchtitan.grpo.inference.embedded.generate_json import ModelFacts, parse_generate
 from torchtitan.grpo.inference.embedded.sampling import SamplingBatch, SamplingParams, sample
 from torchtitan.grpo.inference.embedded.weights import WeightTable, tensor_sha256
@@ -96,6 +97,14 @@ def test_a_request_that_cannot_be_served_names_the_field(body: Any, message: str
     body.setdefault("sampling_params", {"max_new_tokens": 4})
     with pytest.raises(ValueError, match=message):
         parse_generate(body, FACTS)
+
+
+def test_a_request_cannot_ask_for_a_whole_large_vocabulary_at_each_token() -> None:
+    facts = ModelFacts(vocab_size=150_000, max_model_len=20, eos_ids=frozenset(), tokenizer=None)
+    body = {"input_ids": [1], "return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
+    assert parse_generate(body | {"top_logprobs_num": MAX_TOP_TOKENS}, facts).num_top == 256
+    with pytest.raises(ValueError, match=r"top_logprobs_num must be in \[0, 256\], got 257"):
+        parse_generate(body | {"top_logprobs_num": 257}, facts)
 
 
 def test_each_of_n_samples_has_an_id_and_a_seed_of_its_own() -> None:
