@@ -40,9 +40,11 @@ class Session:
     def __init__(self, config, announce):
         self.drops = DropLog(announce)
         self.producer = SimpleNamespace(
-            batch=batch, run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None
+            batch=batch, run=for_ever, describe=lambda: "nothing", count_prompts=lambda: None,
+            is_asked=False,
         )
-        self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={})
+        # The process reads its vital signs about once a second, which a slow host reaches.
+        self.dispatcher = SimpleNamespace(watch_loads=for_ever, servers={}, num_tokens=0)
         self.watch_servers = for_ever
 
     async def open(self): ...
