@@ -7,11 +7,12 @@
 
 A real run under torchrun with ``--max-restarts`` has two training ranks, the shipped tiny model and
 two launched servers of the given kind. At random moments a server is killed, or stopped for some
-seconds. In the first half of the time a training rank is killed twice, and the disk of the run's
+seconds. In the first quarter of the time a training rank is killed twice, and the disk of the run's
 folder, a small file system of its own, is full for a while; that needs the right to mount one, and
-is left out, and said, without it. The second half begins when both servers serve and
-``SETTLE_SECONDS`` have passed, so that its first measurements are not those of processes that start.
-In it only the second server is harmed.
+is left out, and said, without it. After the first quarter only the second server is harmed, so the
+processes that are measured in the second half have been at work for a quarter before it: memory
+that a process takes once, while it warms up, is not taken for growth. The second half begins when
+both servers serve and ``SETTLE_SECONDS`` have passed.
 
 Every process that lives through the whole second half must then have a flat memory (unshared pages:
 the medians of the half's first and last quarter differ by at most 2 %), and its numbers of file
@@ -52,7 +53,9 @@ STOP_SECONDS = (4.0, 20.0)
 # For how long the servers are left alone before the second half.
 SETTLE_SECONDS = 120.0
 # When a rank is killed and the disk is filled, as parts of the whole time.
-RANK_KILLS, DISK_FILL = (0.12, 0.38), 0.25
+RANK_KILLS, DISK_FILL = (0.08, 0.22), 0.15
+# After this part of the whole time the first server is left alone.
+FIRST_SERVER_HARMED = 0.25
 LARGEST_GROWTH = 0.02
 LONGEST_RECORD = 1 << 16  # bytes of a record in metrics.jsonl
 
@@ -269,9 +272,9 @@ class Soak:
 
     def _harm_server(self) -> None:
         servers = self._run.servers()
-        is_second_half = self.measured_from is not None
-        harmed = servers[-1:] if is_second_half and len(servers) == 2 else servers
-        if harmed and not (is_second_half and len(servers) < 2):
+        is_first_spared = self._now > FIRST_SERVER_HARMED * self._seconds
+        harmed = servers if not is_first_spared else servers[1:]
+        if harmed:
             victim = self._rng.choice(harmed)
             if self._rng.random() < 0.5:
                 self._signal(victim, signal.SIGKILL)

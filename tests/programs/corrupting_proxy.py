@@ -115,6 +115,11 @@ _OTHERS = ("previous answer", "swapped", "hang", "cut connection", "no HTTP", "e
 MODES = (*_CHANGES, *_REPLACEMENTS, *_OTHERS)
 
 
+def is_completion(fields: Fields) -> bool:
+    """Returns whether a request asks for new tokens; one that asks for a rating of given tokens does not."""
+    return fields["sampling_params"]["max_new_tokens"] > 0
+
+
 @dataclass(eq=False)
 class _Waiting:
     """An answer that waits for another one with which it is swapped."""
@@ -190,7 +195,7 @@ class CorruptingProxy:
                 status, kind, body = answer.status, answer.content_type, await answer.read()
         except aiohttp.ClientError as error:
             return web.Response(status=502, text=f"The server behind the proxy: {error!r}")
-        if request.path == GENERATE_ROUTE and status == 200:
+        if request.path == GENERATE_ROUTE and status == 200 and is_completion(json.loads(sent)):
             mode = self._next_mode(json.loads(sent)["input_ids"])
             previous, self._previous = self._previous, body
             if mode is not None:
