@@ -17,6 +17,7 @@ TAUGHT = (
     "--grpo.prompts_per_step=4", "--evaluation.num_prompts=1", "--training.steps=12",
     "--optimizer.lr=1e-3", "--prompts.max_prompt_tokens=32",
 )  # fmt: skip
+TOP_K = 8
 ALONE = ("--reward.functions", "[]")
 
 
@@ -48,7 +49,8 @@ def test_a_teacher_that_is_the_student_itself_finds_no_divergence(make_run, serv
 def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve, tmp_path):
     teacher = serve()
     record = tmp_path / "run/rollouts.jsonl"
-    run = make_run(*TAUGHT, f"--teacher.urls={teacher.url}", f"--rollout.record={record}")
+    options = (*TAUGHT, f"--teacher.top_k={TOP_K}")
+    run = make_run(*options, f"--teacher.urls={teacher.url}", f"--rollout.record={record}")
     run.start()
     run.wait_for_step(3)
     os.killpg(teacher.process.pid, signal.SIGKILL)
@@ -61,19 +63,20 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
     assert len(run.metrics) == 12
     assert sum(step["rollout/failed_ratings"] for step in run.metrics) > 0
     assert sum(step["rollout/unrated_groups"] for step in run.metrics) == 0
-    assert all("teacher/reverse_kl" in step for step in run.metrics)
+    assert all("teacher/top_k_kl" in step for step in run.metrics)
     check_ledger(run.folder, num_prompts=12 * 4)
     batches = [json.loads(line) for line in record.read_text().splitlines()[1:]]
     rollouts = [r for b in batches for g in b["groups"] for r in g["rollouts"]]
     assert all(len(r["teacher_logprobs"]) == len(r["completion_ids"]) for r in rollouts)
     # The replay learns the same from the ratings in the file, without a teacher.
-    replay = make_run(*TAUGHT, f"--rollout.replay={record}", name="replay").succeed()
+    replay = make_run(*options, f"--rollout.replay={record}", name="replay").succeed()
     for mine, theirs in zip(replay.metrics, run.metrics, strict=True):
-        for name in ("loss/total", "grad_norm", "teacher/reverse_kl"):
+        for name in ("loss/total", "grad_norm", "teacher/reverse_kl", "teacher/top_k_kl"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("top_k", [0, TOP_K])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -81,7 +84,7 @@ def test_a_teacher_killed_and_restarted_in_mid_run_loses_nothing(make_run, serve
         pytest.param("sglang", marks=pytest.mark.sglang),
     ],
 )
-def test_a_run_is_taught_by_a_real_server(make_run, repository, tmp_path, kind):
+def test_a_run_is_taught_by_a_real_server(make_run, repository, tmp_path, kind, top_k):
     model = str(repository / "assets/reverse_digits/model")
     python = os.environ.get(
         f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON", str(repository / f".venv-{kind}/bin/python")
@@ -91,10 +94,11 @@ def test_a_run_is_taught_by_a_real_server(make_run, repository, tmp_path, kind):
     try:
         run = make_run(
             *TAUGHT, *ALONE, f"--teacher.urls={teacher.url}", f"--teacher.kind={kind}",
-            "--rollout.max_head_offpolicyness=0", "--training.steps=3",
+            f"--teacher.top_k={top_k}", "--rollout.max_head_offpolicyness=0", "--training.steps=3",
         ).succeed()  # fmt: skip
     finally:
         teacher.stop()
     # The teacher is the student itself at first, and stays behind as the student moves.
-    assert abs(run.metrics[0]["teacher/reverse_kl"]) < 1e-3
+    name = "teacher/top_k_kl" if top_k else "teacher/reverse_kl"
+    assert abs(run.metrics[0][name]) < 1e-3
     assert all(record["rollout/unrated_groups"] == 0 for record in run.metrics)
