@@ -52,7 +52,8 @@ class Guards:
 
     equal_rewards: Action = "warn"
     """What happens if no group has had two different rewards for ``observe.equal_rewards_steps``
-    batches in a row, so that rewards teach nothing. Steps are then taken by momentum alone."""
+    batches in a row, so that rewards teach nothing. Steps are then taken by momentum alone. A replay
+    without ``reward.functions`` is not judged: it may have been taught by a teacher alone."""
 
     mismatch_kl: Action = "warn"
     """What happens if ``mismatch/kl``, the divergence between the trainer's policy and the policy that

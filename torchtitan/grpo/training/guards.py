@@ -56,7 +56,9 @@ class Guards:
     def __init__(self, config: JobConfig, say: Callable[[str], None]) -> None:
         self._guards, self._say = config.guards, say
         self._rules = GuardRules(config)
-        self._equal_limit = config.observe.equal_rewards_steps if config.has_rewards else 0
+        # A replay that names no reward may have been taught by a teacher alone.
+        has_rewards = config.has_rewards and (config.reward.functions or config.has_servers)
+        self._equal_limit = config.observe.equal_rewards_steps if has_rewards else 0
         self._counts: Counter[str] = Counter(dict.fromkeys((*GUARDS, "skipped"), 0))
         self._in_a_row: Counter[str] = Counter()
         self._num_equal = 0  # batches in a row without two different rewards in a group

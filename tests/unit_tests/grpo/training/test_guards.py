@@ -201,3 +201,14 @@ def test_a_norm_below_the_factor_is_no_finding():
     assert judge.count("grad_norm") == 0
     judge(grad_norm=41.0)
     assert judge.count("grad_norm") == 1
+
+
+@pytest.mark.parametrize("functions", [[], ["exact_match"]])
+def test_equal_rewards_of_a_replay_that_names_no_reward_are_not_judged(functions):
+    config = JobConfig()
+    config.guards = dataclasses.replace(config.guards, equal_rewards="stop")
+    config.rollout = dataclasses.replace(config.rollout, replay="rollouts.jsonl")
+    config.reward = dataclasses.replace(config.reward, functions=functions)
+    guards = Guards(config, print)
+    verdicts = {guards.judge_rewards(step, are_equal=True) for step in range(1, 10)}
+    assert (Verdict.STOP in verdicts) == bool(functions)
