@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/exactly_once.py"
 @pytest.mark.parametrize(
     ("kills", "further"),
     [
-        (5, ["--no-comparison"]),
+        (3, ["--no-comparison"]),
         pytest.param(50, [], marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
     ],
 )

@@ -77,7 +77,6 @@ def make_family(kind: str, folder: Path, tokenizer: Path) -> Path:
     ("server", "kind"),
     [
         pytest.param("vllm", "qwen2", marks=pytest.mark.vllm),
-        pytest.param("sglang", "llama", marks=pytest.mark.sglang),
         *(
             pytest.param(server, kind, marks=[pytest.mark.long, *marks])
             for server, marks in (
@@ -86,7 +85,7 @@ def make_family(kind: str, folder: Path, tokenizer: Path) -> Path:
                 ("embedded", []),
             )
             for kind in KINDS
-            if (server, kind) not in {("vllm", "qwen2"), ("sglang", "llama")}
+            if (server, kind) != ("vllm", "qwen2")
         ),
     ],
 )

@@ -412,6 +412,7 @@ def test_a_vocabulary_sharded_over_ranks_gives_the_whole_ones_numbers(num_ranks,
             assert max(case["errors"].values()) < 1e-5, case["errors"]
 
 
+@pytest.mark.long
 def test_the_memory_benchmark_ends_with_one_json_object(repository, rank_environment):
     """Small, so that its bounds say nothing; that all rows agree on the numbers does."""
     result = subprocess.run(

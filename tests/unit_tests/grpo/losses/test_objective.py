@@ -201,8 +201,16 @@ def test_anything_may_stand_where_nothing_is_trained(lab, name, junk):
     assert inputs.entropy.grad is None or (inputs.entropy.grad[~inputs.loss_mask] == 0).all()
 
 
-# Inductor takes seconds a variant; the graph is captured whole with either backend.
-COMPILED = [("everything", "inductor"), *((name, "aot_eager") for name in VARIANTS)]
+# Inductor takes seconds a variant; the graph is captured whole with either backend. The short suite
+# compiles one variant of each kind of branch: the loss, the correction, what masks tokens.
+COMPILED_FIRST = ("default", "gspo_dual_clip", "mask_veto", "sampling_gmpo", "kl_k2_importance")
+COMPILED = [
+    ("everything", "inductor"),
+    *(
+        pytest.param(name, "aot_eager", marks=[] if name in COMPILED_FIRST else [pytest.mark.long])
+        for name in VARIANTS
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
