@@ -277,10 +277,14 @@ def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str
     """Returns an environment in which temporary files go to ``folder``.
 
     vLLM and SGLang leave sockets and other files in it. What torch has compiled stays where later
-    servers find it.
+    servers find it. Precompiled headers are off, because torch always keeps them in ``TMPDIR``:
+    each server would compile them anew, and with them all that was compiled before.
     """
-    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    return {"TORCHINDUCTOR_CACHE_DIR": compiled} | dict(environ) | {"TMPDIR": str(folder)}
+    torch_defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }
+    return torch_defaults | dict(environ) | {"TMPDIR": str(folder)}
 
 
 def stop_servers(servers: Sequence[LaunchedServer], grace_seconds: float = 3.0) -> None:
