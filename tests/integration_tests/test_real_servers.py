@@ -590,7 +590,7 @@ def test_a_server_tells_what_weight_groups_over_nccl_depend_on(server: RunningSe
 
 
 def test_what_torch_compiles_for_a_server_is_kept_for_the_next_one(server: RunningServer) -> None:
-    """vLLM compiles some C++ when it starts on a CPU, which takes longer than the rest of its start."""
+    """vLLM compiles some C++ when it starts on a CPU."""
     folder = server.launched.folder
     assert folder is not None and folder.is_dir()
     assert list(folder.glob("torchinductor*")) == []

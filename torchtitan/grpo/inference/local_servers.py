@@ -277,8 +277,8 @@ def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str
     """Returns an environment in which temporary files go to ``folder``.
 
     vLLM and SGLang leave sockets and other files in it. What torch has compiled stays where later
-    servers find it. Precompiled headers are off, because torch always keeps them in ``TMPDIR``:
-    each server would compile them anew, and with them all that was compiled before.
+    servers find it. Precompiled headers are off, because torch always keeps them in ``TMPDIR``, so
+    each server would compile them anew.
     """
     torch_defaults = {
         "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",
