@@ -127,7 +127,7 @@ class ServerAttestation:
         return bound
 
     async def _rated(self, weights: str) -> list[float]:
-        # The request waits its turn among those that generate.
+        # The request waits for its turn among the requests that generate.
         seconds = self._attestation.timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -135,6 +135,6 @@ class ServerAttestation:
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self._client.url} must rate the probe tokens under {weights} within "
-                f"weight_sync.timeout_seconds = {seconds:g} and did not. It is overloaded or has "
-                "stopped."
+                f"weight_sync.timeout_seconds = {seconds:g}, but no answer has arrived. The server "
+                "is overloaded or has stopped."
             ) from error

@@ -178,8 +178,8 @@ class LeaderChannel:
                 return await future
         except TimeoutError as error:
             raise TimeoutError(
-                f"Rank {rank} must answer the call of {method} within {self._timeout_seconds:g} s "
-                "and did not. Check that rank's log."
+                f"Rank {rank} must answer the call of {method} within {self._timeout_seconds:g} s, "
+                "but no answer has arrived. Check that rank's log."
             ) from error
         finally:
             self._waiting.pop(number, None)
