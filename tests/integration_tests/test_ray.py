@@ -49,7 +49,9 @@ def launch(make_run, repository: Path, tmp_path: Path):
 
 def _placed(run, name: str) -> list[int]:
     """Returns the processes of the actors of this name, in the order in which they were placed."""
-    found = re.findall(rf"^\[ray\] {name} placed.* \(process (\d+)\)$", run.console, re.MULTILINE)
+    found = re.findall(
+        rf"^\[ray\] {name} is placed.* \(process (\d+)\)$", run.console, re.MULTILINE
+    )
     return [int(pid) for pid in found]
 
 
