@@ -53,9 +53,10 @@ class ServerAttestation:
         self._may_observe = True
 
     async def observe(self) -> None:
-        """Rates the probe tokens by a server that nobody has pushed to; called before a push.
+        """Lets the server rate the probe tokens before the first push to it.
 
-        A server whose update broke off names no version either, so that only the first call counts.
+        Only the first call has an effect, because a server whose update was interrupted reports no
+        version either.
 
         Raises:
             ServerError: If the server failed to rate the tokens.

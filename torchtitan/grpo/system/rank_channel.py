@@ -133,7 +133,7 @@ class LeaderChannel:
                     future.set_exception(CallFailed("The leader no longer listens for answers."))
 
     def _forget(self, rank: int) -> None:
-        """Fails the calls of a rank that has ended: nobody will answer them."""
+        """Fails the calls of a rank that has ended, because they will not be answered."""
         self._gone.add(rank)
         self._arrived.set()
         for future, _, asked in self._waiting.values():
