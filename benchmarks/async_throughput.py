@@ -230,8 +230,9 @@ def measure_evaluation(model: Path, folder: Path, steps: int) -> tuple[dict[str,
     )
     print(
         f"timed: the median stall of a boundary is {1e3 * stalls['with']:.3f} ms with "
-        f"{num_evaluations} evaluations and {1e3 * stalls['without']:.3f} ms without (x{ratio:.2f}); "
-        f"a step takes {step_seconds['with']:.3f} s and {step_seconds['without']:.3f} s",
+        f"{num_evaluations} evaluations and {1e3 * stalls['without']:.3f} ms without "
+        f"(x{ratio:.2f}); a step takes {step_seconds['with']:.3f} s and "
+        f"{step_seconds['without']:.3f} s",
         flush=True,
     )
     figures = {

@@ -79,7 +79,10 @@ def gsm8k_like(random: np.random.Generator, num: int) -> np.ndarray:
 
 
 def log_normal(random: np.random.Generator, num: int) -> np.ndarray:
-    """Returns lengths of long reasoning: the median is 1,000 tokens, and one in forty is above 7,000."""
+    """Returns lengths of long reasoning.
+
+    The median is 1,000 tokens, and one length in forty is above 7,000 tokens.
+    """
     return random.lognormal(np.log(1000), 1.0, num)
 
 
@@ -271,8 +274,8 @@ def main() -> int:
     if slowest > MILLISECONDS_BOUND:
         num_broken += 1
         print(
-            f"FAIL the partition of 4,096 sequences over 64 ranks took {slowest:.0f} ms, must be <= "
-            f"{MILLISECONDS_BOUND:.0f} ms"
+            f"FAIL the partition of 4,096 sequences over 64 ranks took {slowest:.0f} ms, must be "
+            f"<= {MILLISECONDS_BOUND:.0f} ms"
         )
     if options.json:
         print(json.dumps({"benchmark": "balance", "ok": num_broken == 0, "figures": figures}))

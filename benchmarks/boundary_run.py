@@ -60,7 +60,7 @@ class SameServers:
 
 
 class RecordingLink:
-    """Takes the place of the link to the rollout process, and records what the publisher reports."""
+    """Takes the place of the link to the rollout process, and records the publisher's reports."""
 
     def __init__(self) -> None:
         self.watch = SameServers()

@@ -107,7 +107,8 @@ class Size:
             percent. A bound of a few milliseconds says nothing about the trainer if the host takes
             more. A run in the background mode is then repeated, and both runs are printed. Nothing
             else leads to a repetition.
-        pipeline: Whether each rank has half of the layers (1F1B) instead of half of every parameter.
+        pipeline: Whether each rank has half of the layers (1F1B) instead of half of every
+            parameter.
     """
 
     name: str
@@ -326,8 +327,8 @@ def start_ranks(
         "grpo.prompts_per_step": size.rows,
         "grpo.group_size": 2,
         "inference.urls": ",".join(urls),
-        # The trainer waits no longer than this for a stopped server. Giving it up takes a few control
-        # requests, which together must take less than twice weight_sync.timeout_seconds.
+        # The trainer waits no longer than this for a stopped server. Giving it up takes a few
+        # control requests, which together must take less than twice weight_sync.timeout_seconds.
         "inference.control_timeout_seconds": 5 if is_sick else 120,
         "weight_sync.timeout_seconds": 10 if is_sick else 120,
         "weight_sync.dtype": size.wire,
@@ -357,7 +358,8 @@ def rank_environment() -> dict[str, str]:
     """Returns the environment of a rank, which computes with one thread on the CPU."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # Freed memory is kept. Otherwise every step would cause page faults for its largest tensors.
+        # Freed memory is kept. Otherwise every step would cause page faults for its largest
+        # tensors.
         "MALLOC_MMAP_THRESHOLD_": str(2**31),
         "MALLOC_TRIM_THRESHOLD_": str(2**34),
         "HF_HUB_OFFLINE": "1",
@@ -371,7 +373,7 @@ def rank_environment() -> dict[str, str]:
 def watch_steps(
     pipe: Path, ranks: subprocess.Popen, log: Path, fault_at: int, fault: Callable[[], object]
 ) -> None:
-    """Reads which step has ended until the ranks end, and causes the fault after step ``fault_at``."""
+    """Follows the steps until the ranks end, and causes the fault after step ``fault_at``."""
     source = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         is_due, last_news = True, time.monotonic()
@@ -411,8 +413,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tries",
         type=int,
-        help="maximum number of runs of a condition, if the host disturbs them; default: 2, or 6 with "
-        "--all",
+        help="maximum number of runs of a condition, if the host disturbs them; default: 2, or 6 "
+        "with --all",
     )
     parser.add_argument(
         "--keep", type=Path, help="folder in which the records of all steps are kept"

@@ -7,15 +7,16 @@
 
 The engine of the embedded server samples for 60 requests with prompts of 100 to 300 tokens. In
 each run but the first, prompts of 2,000 tokens arrive at fixed steps and ask for 8 tokens each.
-`chunked` uses the token budget that the server chooses by itself, and `whole` uses a budget that fits
-a long prompt into a single step, as without chunked prefill. Both do the same work. A long prompt and
-some short ones are computed before each run, so that the cache of keys and values has its full size.
-With several rounds, the runs alternate, and each figure is the median over the rounds.
+`chunked` uses the token budget that the server chooses by itself, and `whole` uses a budget that
+fits a long prompt into a single step, as without chunked prefill. Both do the same work. A long
+prompt and some short ones are computed before each run, so that the cache of keys and values has
+its full size. With several rounds, the runs alternate, and each figure is the median over the
+rounds.
 
-The time between two tokens of a request is measured in CPU seconds of the engine's thread. The thread
-computes without a pause and on one core, so this is the time on a machine that does nothing else.
-Throughput is the number of all tokens, of prompts and of completions, divided by the time until the
-last one.
+The time between two tokens of a request is measured in CPU seconds of the engine's thread. The
+thread computes without a pause and on one core, so this is the time on a machine that does nothing
+else. Throughput is the number of all tokens, of prompts and of completions, divided by the time
+until the last one.
 
 The exit status is 1 if the 99th percentile of the time between tokens is more than 1.5 times that
 without long prompts, or if the throughput is more than 3 % below that of `whole`. With ``--json``
@@ -210,8 +211,8 @@ def main() -> None:
     print(
         f"With chunks, p99 is {latency:.2f} times that without long prompts (must be <= "
         f"{LATENCY_BOUND}), and throughput is {speed:.3f} of that with whole prompts (must be >= "
-        f"{THROUGHPUT_BOUND}). With whole prompts, p99 is {figures['latency_ratio_whole']:.2f} times "
-        "that without long prompts."
+        f"{THROUGHPUT_BOUND}). With whole prompts, p99 is {figures['latency_ratio_whole']:.2f} "
+        "times that without long prompts."
     )
     if arguments.json:
         print(json.dumps({"benchmark": "chunked_prefill", "ok": ok, "figures": figures}))

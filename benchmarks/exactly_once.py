@@ -12,13 +12,13 @@ At random moments the benchmark kills (SIGKILL) the rollout process, a server, o
 trainer, which it then starts again so that it resumes. At the end `ledger.jsonl` and the record
 of the trained rollouts must agree: each prompt up to the position is trained, closed or open, and
 no step is missing or present twice. A second run makes as many steps without kills. The lengths of
-the trained completions of both runs must not differ by the Kolmogorov-Smirnov test at the 1 % level;
-a run that preferred short answers after resuming would fail this test. ``--no-comparison`` leaves
-out the second run.
+the trained completions of both runs must not differ by the Kolmogorov-Smirnov test at the 1 %
+level; a run that preferred short answers after resuming would fail this test. ``--no-comparison``
+leaves out the second run.
 
-By default the benchmark kills 15 times, which takes about eight minutes on two cores; ``--all`` kills
-50 times. The exit status is 1 if a condition does not hold. With ``--json`` the last line is a JSON
-object.
+By default the benchmark kills 15 times, which takes about eight minutes on two cores; ``--all``
+kills 50 times. The exit status is 1 if a condition does not hold. With ``--json`` the last line is
+a JSON object.
 """
 
 import argparse

@@ -9,11 +9,11 @@ that one microbatch does not wait for the slow quadratic part of another. The pa
 send the hidden states to the rank that computes attention, and the parts after it receive them.
 
 Three things are as in the paper: the partition, in which the projection of q, k and v is computed
-beside attention, with weights that are sent there; the order, which is first in, last out, in loops of
-twice as many microbatches as ranks; and the recomputation of everything but attention. Two things
-differ from the paper, in HelixPipe's favour: a rank takes whatever task is ready, in the best of
-several orders and placements, and weight gradients may be computed later. The embedding and the
-output layer are left out, as they are for the other schedules.
+beside attention, with weights that are sent there; the order, which is first in, last out, in loops
+of twice as many microbatches as ranks; and the recomputation of everything but attention. Two
+things differ from the paper, in HelixPipe's favour: a rank takes whatever task is ready, in the
+best of several orders and placements, and weight gradients may be computed later. The embedding and
+the output layer are left out, as they are for the other schedules.
 """
 
 import heapq

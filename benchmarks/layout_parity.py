@@ -42,8 +42,8 @@ from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, Version
 TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
 TIMEOUT_SECONDS = 1500
-# Starting ranks is slow, but the process groups of each layout and their threads stay until the ranks
-# end.
+# Starting ranks is slow, but the process groups of each layout and their threads stay until the
+# ranks end.
 JOBS_PER_START = 6
 SEQ_LEN = 96
 VOCAB_SIZE = 131  # not divisible by the degrees of tensor parallelism
@@ -136,7 +136,7 @@ def record_batch(file: Path, steps: int) -> None:
 def run_layouts(
     layouts: dict[str, list[Layout]], models: dict[str, Path], batch: Path, folder: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs the layouts of each model. Layouts with the same number of ranks share a start of ranks."""
+    """Runs the layouts of each model. Layouts with the same number of ranks share a start."""
     results = {}
     for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []

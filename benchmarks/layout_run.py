@@ -96,8 +96,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def merged(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
     """Returns the tensors of all ranks, and the largest relative difference of their copies.
 
-    Pipeline stages hold different tensors. Replicas and tensor-parallel ranks hold copies of the same
-    tensors, which stay equal only because the ranks compute the same.
+    Pipeline stages hold different tensors. Replicas and tensor-parallel ranks hold copies of the
+    same tensors, which stay equal only because the ranks compute the same.
     """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tensors)

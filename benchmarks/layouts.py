@@ -198,8 +198,8 @@ ALSO_BY_DEFAULT = {
     ),
 }  # fmt: skip
 
-# Layouts with --quick of the models that have parts which llama3 lacks: norms of queries and keys, and
-# embeddings that are tied across two ranks, or across two stages of one rank.
+# Layouts with --quick of the models that have parts which llama3 lacks: norms of queries and keys,
+# and embeddings that are tied across two ranks, or across two stages of one rank.
 QUICK = {
     "qwen3": ("one process", "TP x2", "CP x2", "FSDP2 x2, PP x2, ZBVZeroBubble"),
     "qwen2": ("one process", "PP x2, 1F1B", "PP x2, ZBVZeroBubble"),

@@ -80,7 +80,7 @@ def passes(arguments: argparse.Namespace) -> dict:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Returns the seconds and the extra MiB of one pass, and numbers that must be equal in all passes."""
+    """Returns the seconds and the extra MiB of a pass, and numbers that are equal in all passes."""
     import torch
 
     run = passes(arguments)[arguments.child]

@@ -5,23 +5,24 @@
 
     python benchmarks/long_rows.py [--json]
 
-One rank measures the times of matrix products of a 7B model's layer, and of causal attention of a few
-of its heads at lengths that a CPU can compute. Two ranks measure the time of their link. Times at 32k,
-64k and 128k tokens are extrapolated by FLOPs: those of attention grow with the square of the length,
-and all others in proportion to the length. With these times, the benchmark simulates HelixPipe
-(`helix.py`) and the schedules of the package for microbatches of one row. All schedules recompute
-everything but attention in the backward pass.
+One rank measures the times of matrix products of a 7B model's layer, and of causal attention of a
+few of its heads at lengths that a CPU can compute. Two ranks measure the time of their link. Times
+at 32k, 64k and 128k tokens are extrapolated by FLOPs: those of attention grow with the square of
+the length, and all others in proportion to the length. With these times, the benchmark simulates
+HelixPipe (`helix.py`) and the schedules of the package for microbatches of one row. All schedules
+recompute everything but attention in the backward pass.
 
-Memory is the peak of the rank that holds most, in tensors of one row's hidden states [tokens, width]. It
-includes the activations of forward passes and the factors of pending weight gradients. HelixPipe
-keeps four tensors for each layer (the residual stream, and the tensors before and after attention, which
-are on other ranks), and the other schedules keep two. The benchmark compares HelixPipe with the fastest
-V schedule, and with the fastest schedule of all, that hold no more memory than HelixPipe does, under any
-bound of pending weight gradients (`grpo.max_pending_weight_grads_gib`).
+Memory is the peak of the rank that holds most, in tensors of one row's hidden states [tokens,
+width]. It includes the activations of forward passes and the factors of pending weight gradients.
+HelixPipe keeps four tensors for each layer (the residual stream, and the tensors before and after
+attention, which are on other ranks), and the other schedules keep two. The benchmark compares
+HelixPipe with the fastest V schedule, and with the fastest schedule of all, that hold no more
+memory than HelixPipe does, under any bound of pending weight gradients
+(`grpo.max_pending_weight_grads_gib`).
 
-On a CPU, the time of communication is negligible beside that of computation. All tables are therefore
-made a second time with a link that is as slow, relative to the products, as that of an accelerator. In
-the simulation, tensors do not wait for one another on a link.
+On a CPU, the time of communication is negligible beside that of computation. All tables are
+therefore made a second time with a link that is as slow, relative to the products, as that of an
+accelerator. In the simulation, tensors do not wait for one another on a link.
 """
 
 import argparse
@@ -55,11 +56,11 @@ MEASURED: dict[str, Any] = {
     "lengths": [2048, 4096], "link_bytes": 32 * 2**20,
 }  # fmt: skip
 KEPT = 2
-"""Number of tensors of hidden states that a layer keeps for the backward pass, except in HelixPipe."""
+"""Number of hidden-state tensors that a layer keeps for backward passes, except in HelixPipe."""
 PENDING_LINEAR, PENDING_QKV = (4 * DIM + 3 * FFN) / DIM, 4.0
 PENDING = PENDING_LINEAR + PENDING_QKV
-"""Memory of the factors of a layer's weight gradients, which are the inputs and the gradients of the
-outputs, in tensors of hidden states."""
+"""Memory of the factors of a layer's weight gradients, which are the inputs and the gradients of
+the outputs, in tensors of hidden states."""
 ACCELERATOR = {"flops": 4e14, "bandwidth": 5e10}
 """Assumed FLOP/s of an accelerator, and assumed bytes per second of its network."""
 WORTH_IT = 1.10
@@ -167,8 +168,9 @@ def compare(
         helix = best_helix(times, ranks, LAYERS, microbatches, held, defers=defers)
         label = f"{held} held{', W deferred' if defers else ''}"
         print(
-            f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   the busiest "
-            f"link sends for {helix.sent / helix.makespan:.1%} of the time; within this memory:",
+            f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   the "
+            f"busiest link sends for {helix.sent / helix.makespan:.1%} of the time; within this "
+            "memory:",
             end="",
         )
         for which, names in (("v", V_SCHEDULES), ("any", tuple(others))):
@@ -185,7 +187,10 @@ def compare(
     for name, found in others.items():
         cells = f"{found[0].makespan / busy:17.3f} {found[0].peak:7.0f}"
         if len(found) > 1:
-            cells += f"   without pending weight gradients: {found[-1].makespan / busy:.3f} {found[-1].peak:.0f}"
+            least = found[-1]
+            cells += (
+                f"   without pending weight gradients: {least.makespan / busy:.3f} {least.peak:.0f}"
+            )
         print(f"{name:40} {cells}")
     return gains
 
@@ -208,8 +213,8 @@ def main() -> int:
         times = times_at(tokens, measured)
         weights = times.linear + times.qkv
         print(
-            f"\n{tokens // 1024}k tokens: relative to the time of a layer's products, attention takes "
-            f"{times.attention / weights:.2f}, and sending a tensor of hidden states takes "
+            f"\n{tokens // 1024}k tokens: relative to the time of a layer's products, attention "
+            f"takes {times.attention / weights:.2f}, and sending a tensor of hidden states takes "
             f"{times.hidden_hop / weights:.3f}"
         )
         # A hop then takes the same share of the time of a layer's products as on the accelerator.

@@ -1,15 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares pipeline schedules with real computation on two ranks, as a part of `pipeline_schedules.py`.
+"""Compares pipeline schedules with real computation; a part of `pipeline_schedules.py`.
 
-A Qwen3 model of eight layers with random weights is trained under every schedule and ``auto``, with
-and without full activation checkpointing. Rounds are interleaved, and medians are shown. The embedding
-and the output layer are small compared to a layer, so the layers are divided evenly among the stages.
+A Qwen3 model of eight layers with random weights is trained on two ranks, under every schedule and
+``auto``, with and without full activation checkpointing. Rounds are interleaved, and medians are
+shown. The embedding and the output layer are small compared to a layer, so the layers are divided
+evenly among the stages.
 
 Processor times are measured for each stage and each kind of pass. They do not include the time for
-which a rank waits or has no core. The benchmark replays them through the dependencies of a schedule,
-which gives the time that a pass would take if every rank had a core of its own.
+which a rank waits or has no core. The benchmark replays them through the dependencies of a
+schedule, which gives the time that a pass would take if every rank had a core of its own.
 """
 
 import json
@@ -27,8 +28,8 @@ from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 RANKS = 2
 SEQ_LEN, REPLAYED_SEQ_LEN = 128, 512
-"""Number of tokens of a row: for whole passes, and for passes of single stages, which are timed one by
-one."""
+"""Number of tokens of a row: for whole passes, and for passes of single stages, which are timed one
+by one."""
 COUNTS = (2, 4, 8, 16)
 """Numbers of microbatches of a pass."""
 REPLAYED = 4
@@ -71,7 +72,8 @@ def compare_passes(rounds: int) -> Result:
     missed = []
     for mode in ("none", "full"):
         print(
-            f"\nReal computation, {RANKS} ranks, checkpointing: {mode}; median (range) of a pass in ms"
+            f"\nReal computation, {RANKS} ranks, checkpointing: {mode}; median (range) of a pass "
+            "in ms"
         )
         columns = [_passes_of(mode, m, rounds) for m in COUNTS]
         print(f"{'':22}" + "".join(f"{f'm = {m}':>22}" for m in COUNTS))
@@ -86,13 +88,13 @@ def compare_passes(rounds: int) -> Result:
             ratio = statistics.median(seconds[AUTO]) / statistics.median(seconds[best])
             figures[f"auto_over_best_{mode}_m{m}"] = ratio
             print(
-                f"  {m} microbatches: auto selects {chosen}, which takes {ratio:.3f} of the time of the "
-                f"best schedule, {best}"
+                f"  {m} microbatches: auto selects {chosen}, which takes {ratio:.3f} of the time "
+                f"of the best schedule, {best}"
             )
             if ratio > AUTO_MOST:
                 missed.append(
-                    f"auto takes {ratio:.3f} of the time of the best schedule with {m} microbatches, "
-                    f"checkpointing {mode}"
+                    f"auto takes {ratio:.3f} of the time of the best schedule with {m} "
+                    f"microbatches, checkpointing {mode}"
                 )
     return figures, missed
 
@@ -146,8 +148,8 @@ def replay(found: dict[str, list[Any]]) -> Result:
     }
     made = {label: _replayed(label.partition(",")[0], times) for label, times in found.items()}
     print(
-        f"\nReplayed passes, full checkpointing, {RANKS} ranks, {REPLAYED} microbatches: time, and time "
-        "relative to Interleaved1F1B"
+        f"\nReplayed passes, full checkpointing, {RANKS} ranks, {REPLAYED} microbatches: time, and "
+        "time relative to Interleaved1F1B"
     )
     figures, missed = {}, []
     for label, seconds in made.items():

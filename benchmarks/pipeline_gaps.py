@@ -6,13 +6,14 @@
     python benchmarks/pipeline_gaps.py [--json] [--rounds 5]
 
 First, each schedule is simulated for 2, 4 and 8 ranks. The table shows how many microbatches pass
-through the reference in the idle time of a training pass (`grpo.pipeline_fill_gaps`), and by how much
-that shortens the total time of the training pass and of the reference passes of as many microbatches.
+through the reference in the idle time of a training pass (`grpo.pipeline_fill_gaps`), and by how
+much that shortens the total time of the training pass and of the reference passes of as many
+microbatches.
 
 Then 2 and 4 processes run some schedules with the runtime that trains models. Their stages sleep
-instead of computing, so that processes do not compete for cores. A round runs a training pass alone, a
-training pass after separate reference passes, and a training pass with reference passes in its gaps.
-The medians over the rounds are compared with the simulator.
+instead of computing, so that processes do not compete for cores. A round runs a training pass
+alone, a training pass after separate reference passes, and a training pass with reference passes in
+its gaps. The medians over the rounds are compared with the simulator.
 
 The benchmark takes about three minutes. It exits with status 1 if filling the gaps makes a training
 pass more than 2 % slower, or if the hidden share differs from the simulator's by more than 0.1. With
@@ -53,8 +54,8 @@ def on_paper(
 
     Returns:
         The number of microbatches whose reference passes fit into the gaps of a training pass, and
-        three times: of a training pass alone, of a training pass after all reference passes, and of a
-        training pass with reference passes in its gaps, after those that do not fit into them.
+        three times: of a training pass alone, of a training pass after all reference passes, and of
+        a training pass with reference passes in its gaps, after those that do not fit into them.
     """
     row, count = SCHEDULES[name], MICROBATCHES_A_RANK * num_ranks
     costs = Costs.uniform(num_ranks, row.stages_per_rank, times)
@@ -87,9 +88,9 @@ def simulated() -> dict[str, float]:
     figures = {}
     for times in RATIOS:
         print(
-            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}, {MICROBATCHES_A_RANK} microbatches "
-            "per rank: share of the reference passes that fits into gaps, and time relative to separate "
-            "reference passes"
+            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}, {MICROBATCHES_A_RANK} "
+            "microbatches per rank: share of the reference passes that fits into gaps, and time "
+            "relative to separate reference passes"
         )
         print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
         for name in SCHEDULES:

@@ -24,7 +24,7 @@ WAYS = ("alone", "filled", "apart", "in gaps")
 
 
 class Passes:
-    """Runs training passes under one schedule, and reference passes through stages on the same ranks.
+    """Runs training passes under one schedule, and reference passes on the same ranks.
 
     Args:
         name: Name of the schedule.
@@ -56,7 +56,7 @@ class Passes:
         )
 
     def run(self, way: str) -> float:
-        """Runs one of ``WAYS``; returns the time from the first rank's start to the last rank's end."""
+        """Runs one of ``WAYS``; returns the time from the first start to the last end of a rank."""
         if self.model is None:
             self._rate(self.count)
             self.model = self.training.add_gap_model(self.reference.stages)

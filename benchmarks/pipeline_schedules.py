@@ -7,18 +7,18 @@
 
 First, all schedules are simulated for 2, 4, 8 and 16 ranks, four microbatches per rank, and three
 ratios of the times of F, I and W. The layers of a model take the same time however they are divided
-into stages. The columns are the idle share of a rank's span, from its first start to its last end, for
-the rank with the largest share; the idle share of the whole makespan; and the peak of activations in
-microbatches.
+into stages. The columns are the idle share of a rank's span, from its first start to its last end,
+for the rank with the largest share; the idle share of the whole makespan; and the peak of
+activations in microbatches.
 
 Then the runtime that trains models runs every schedule on four processes with stages that sleep
 instead of computing, so that processes do not compete for cores, and the time of a pass is
-compared with the simulator's. Some schedules are also run with activation checkpointing, without and
-with early recomputation (`grpo.recompute_early_blocks`). Rounds are interleaved, and medians are shown
-with their spread.
+compared with the simulator's. Some schedules are also run with activation checkpointing, without
+and with early recomputation (`grpo.recompute_early_blocks`). Rounds are interleaved, and medians
+are shown with their spread.
 
-Finally, a real model is trained on two ranks under every schedule and ``auto``, and the processor times
-of its passes are compared (`pipeline_compute.py`). This needs a machine without other work.
+Finally, a real model is trained on two ranks under every schedule and ``auto``, and the processor
+times of its passes are compared (`pipeline_compute.py`). This needs a machine without other work.
 
 The benchmark exits with status 1 if a bound is exceeded. With ``--json`` the last line is a JSON
 object. ``--quick`` runs fewer ranks and rounds. ``--pictures`` draws the schedules that
@@ -71,8 +71,8 @@ def on_paper(degrees: tuple[int, ...]) -> tuple[dict[str, float], list[str]]:
     missed = []
     for number, times in enumerate(RATIOS):
         print(
-            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}: idle share of the span, idle share "
-            "of the makespan, and peak of activations"
+            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}: idle share of the span, idle "
+            "share of the makespan, and peak of activations"
         )
         print(f"{'':22}" + "".join(f"{f'p = {p}':>22}" for p in degrees))
         tried = {p: try_all(p, 4 * p, times) for p in degrees}

@@ -51,7 +51,8 @@ class SleepingModule(nn.Module):
         self.times = forward, backward
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # Recomputation stops at the last saved tensor. The linear layer saves one, so it comes last.
+        # Recomputation stops at the last saved tensor. The linear layer saves one, so it comes
+        # last.
         return self.linear(Sleep.apply(hidden, *self.times))
 
 

@@ -6,13 +6,13 @@
     python benchmarks/prompts_open.py [--json] [--mib 256] [--prompt-bytes 300]
 
 The benchmark writes a JSONL file of random prompts and a parquet file with the same rows. It
-measures how long opening takes, which includes building the index of the lines and checking a sample
-of them, as before training. It compares this time with that of reading and parsing every line in
-Python, and with that of checking every line, as for smaller files. It also measures the time to read
-one row in random order, the speed of the check in the background, and the share of a core that this
-check takes. Times are CPU seconds of one core. The files are in the page cache; otherwise the disk
-could limit the speed. The exit status is 1 if opening is not at least 4 times as fast as parsing every
-line in Python. With ``--json`` the last line is a JSON object.
+measures how long opening takes, which includes building the index of the lines and checking a
+sample of them, as before training. It compares this time with that of reading and parsing every
+line in Python, and with that of checking every line, as for smaller files. It also measures the
+time to read one row in random order, the speed of the check in the background, and the share of a
+core that this check takes. Times are CPU seconds of one core. The files are in the page cache;
+otherwise the disk could limit the speed. The exit status is 1 if opening is not at least 4 times as
+fast as parsing every line in Python. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -145,8 +145,8 @@ def measure_background(path: Path) -> dict[str, float]:
     rows.check()
     rows.close()
     print(
-        f"The check in the background reads {num_bytes / 2**20 / took:.0f} MiB/s, takes {took:.1f} s "
-        f"for this file, and uses {cpu / took:.2f} of a core.",
+        f"The check in the background reads {num_bytes / 2**20 / took:.0f} MiB/s, takes "
+        f"{took:.1f} s for this file, and uses {cpu / took:.2f} of a core.",
         flush=True,
     )
     return {"background_mib_per_second": num_bytes / 2**20 / took, "background_cores": cpu / took}

@@ -141,7 +141,7 @@ async def _wait_until_up(servers: list[LaunchedServer]) -> None:
 def run_layouts(
     models: dict[str, Path], urls: dict[str, str], folder: Path, choice: Choice
 ) -> list[dict[str, Any]]:
-    """Publishes under the chosen layouts, with few starts of ranks; returns a row for each layout."""
+    """Publishes under the chosen layouts, with few starts of ranks; returns a row for each."""
     layouts = [
         (model, layout)
         for model in models

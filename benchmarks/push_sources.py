@@ -7,11 +7,11 @@
                                       [--only embedded vllm sglang]
 
 Two training ranks push to one server, in turn with ``weight_sync.max_sources = 1`` and with the
-default of 8, with which both ranks send. Each run starts a new pair of ranks, which push ten versions
-to the same server. The figure of a run is the median time from publishing a version to its
+default of 8, with which both ranks send. Each run starts a new pair of ranks, which push ten
+versions to the same server. The figure of a run is the median time from publishing a version to its
 confirmation. Real vLLM and SGLang need environments of their own (scripts/install_vllm.sh,
-scripts/install_sglang.sh). Five runs take about twelve minutes. With ``--json`` the last line is a JSON
-object.
+scripts/install_sglang.sh). Five runs take about twelve minutes. With ``--json`` the last line is a
+JSON object.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Makes Qwen3 models of a given size with random weights, for benchmarks of pushes and pipelines."""
+"""Makes Qwen3 models of a given size with random weights, for benchmarks."""
 
 import os
 from pathlib import Path
@@ -19,12 +19,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "30M": {"hidden_size": 704, "intermediate_size": 2176, "num_hidden_layers": 5, "heads": 8},
     "120M": {"hidden_size": 1408, "intermediate_size": 4480, "num_hidden_layers": 5, "heads": 16},
 }
-"""Sizes by name. The parameters are in few, wide layers, so that a step computes rather than waits for
-gloo. Pipelines need more layers."""
+"""Sizes by name. The parameters are in few, wide layers, so that a step computes rather than waits
+for gloo. Pipelines need more layers."""
 
 
 def make_model(folder: Path, size: str) -> tuple[Path, int]:
-    """Writes a Hugging Face directory in float32, with a tokenizer that has one word for each token.
+    """Writes a Hugging Face directory in float32, with a tokenizer of one word per token.
 
     Returns:
         The path of the directory, and the number of the model's parameters.

@@ -13,9 +13,9 @@ rollout process, the reward worker and the servers share the second.
 There are two runs. The first run measures the delay of the rollout process's event loop with the
 process's own metric (`rollout/loop_lag_p99_ms`, over the last minute). In the second run the
 rollout process and the reward worker are stopped during the trainer's computation in every second
-step, drawn at random (SIGSTOP, `rollout_load_run.py`). The steps of one run thus show by how much the
-rollout process slows the trainer down. Differences between runs and between minutes, which are larger,
-affect both kinds of steps equally. All steps compute the same shape.
+step, drawn at random (SIGSTOP, `rollout_load_run.py`). The steps of one run thus show by how much
+the rollout process slows the trainer down. Differences between runs and between minutes, which are
+larger, affect both kinds of steps equally. All steps compute the same shape.
 
 The benchmark takes about ten minutes. The exit status is 1 if the 99th percentile of the delay is
 not below 50 ms, if a step is on average (without the fastest and the slowest tenth) more than 2 %
@@ -52,8 +52,8 @@ IN_FLIGHT = 1000
 # Duration of a server's step. It is so long that the trainer has to wait for data; otherwise the
 # servers would sometimes be idle.
 DECODE_SECONDS = 0.04
-# All rewards are equal, so that dynamic sampling drops as many groups as it may: one for each group that
-# is trained on.
+# All rewards are equal, so that dynamic sampling drops as many groups as it may: one for each group
+# that is trained on.
 DISCARDED = 1.0
 PROMPTS_PER_STEP, GROUP_SIZE = 1, 8
 SEQ_LEN, NEW_TOKENS, MEAN_TOKENS = 512, 480, 256

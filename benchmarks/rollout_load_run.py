@@ -5,10 +5,11 @@
 
     torchrun --nproc_per_node=1 benchmarks/rollout_load_run.py OUT.json N ARGUMENTS
 
-This is the real trainer, except that the rollout process and the reward workers are stopped (SIGSTOP)
-while the trainer computes, in about half of the steps after the N-th, drawn at random. (If they were
-stopped in every second step, each such step would follow a step without a stop, whose data was late
-and whose weights had been pushed by then.) The computing time of each step is written to OUT.json.
+This is the real trainer, except that the rollout process and the reward workers are stopped
+(SIGSTOP) while the trainer computes, in about half of the steps after the N-th, drawn at random.
+(If they were stopped in every second step, each such step would follow a step without a stop, whose
+data was late and whose weights had been pushed by then.) The computing time of each step is written
+to OUT.json.
 """
 
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)

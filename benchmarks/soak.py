@@ -8,17 +8,17 @@
 A real run under torchrun with ``--max-restarts`` has two training ranks, the shipped tiny model and
 two launched servers of the given kind. At random moments a server is killed, or stopped for some
 seconds. In the first quarter of the time a training rank is killed twice, and the disk of the run's
-folder, which is a small file system of its own, is full for a while. If the user may not mount a file
-system, the benchmark prints this and leaves the full disk out. After the first quarter only the
-second server is harmed, so the processes that are measured in the second half have been at work for a
-quarter before it: memory that a process takes once, while it warms up, does not count as growth. The
-second half begins when both servers serve and ``SETTLE_SECONDS`` have passed.
+folder, which is a small file system of its own, is full for a while. If the user may not mount a
+file system, the benchmark prints this and leaves the full disk out. After the first quarter only
+the second server is harmed, so the processes that are measured in the second half have been at work
+for a quarter before it: memory that a process takes once, while it warms up, does not count as
+growth. The second half begins when both servers serve and ``SETTLE_SECONDS`` have passed.
 
-The memory of every process that lives through the whole second half must be constant: the medians of
-its unshared pages in the first and in the last quarter of the half differ by at most 2 %. Its numbers
-of file descriptors and threads must return to the same values. ``samples.jsonl`` in the kept folder has
-all measurements, with the number of servers that were lost. At the end the ledger must account for
-each prompt exactly once, and the run must have continued after every fault.
+The memory of every process that lives through the whole second half must be constant: the medians
+of its unshared pages in the first and in the last quarter of the half differ by at most 2 %. Its
+numbers of file descriptors and threads must return to the same values. ``samples.jsonl`` in the
+kept folder has all measurements, with the number of servers that were lost. At the end the ledger
+must account for each prompt exactly once, and the run must have continued after every fault.
 
 The exit status is 1 if a condition does not hold. With ``--json`` the last line is a JSON object.
 """
@@ -375,8 +375,8 @@ def judge(soak: Soak, seconds: float) -> tuple[dict[str, float], list[str]]:
             problems.append(f"the memory of a {life.name} grew by {100 * life.growth:.1f} %")
         if fds > 0 or threads > 0:
             problems.append(
-                f"the numbers of file descriptors and threads of a {life.name} changed by {fds:+.0f} "
-                f"and {threads:+.0f}"
+                f"the numbers of file descriptors and threads of a {life.name} changed by "
+                f"{fds:+.0f} and {threads:+.0f}"
             )
     names = Counter(life.name for life in lived)
     if names["rank"] < 2 or names["rollout process"] < 1:

@@ -5,11 +5,11 @@
 
     python benchmarks/stub_server.py --decode-seconds 0.02 --mean-tokens 256 --model-path DIR ...
 
-Logits come from a fixed table, in which the probability of the end-of-sequence token gives completions
-the stated mean length. Each step sleeps for the stated time, so a thousand completions can be generated
-at once without a core of their own. Everything else is the embedded server's own: HTTP, batching,
-sampling, versions, weight updates, and the log-probabilities of prompts, which the model computes. All
-further arguments are those of the embedded server.
+Logits come from a fixed table, in which the probability of the end-of-sequence token gives
+completions the stated mean length. Each step sleeps for the stated time, so a thousand completions
+can be generated at once without a core of their own. Everything else is the embedded server's own:
+HTTP, batching, sampling, versions, weight updates, and the log-probabilities of prompts, which the
+model computes. All further arguments are those of the embedded server.
 """
 
 import argparse

@@ -183,8 +183,8 @@ class Stress:
         while not holds():
             if self.loop.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(
-                    "The ranks must continue to publish, but they have ended or are too slow. The end "
-                    f"of their log:\n{self.loop.log_tail()}"
+                    "The ranks must continue to publish, but they have ended or are too slow. The "
+                    f"end of their log:\n{self.loop.log_tail()}"
                 )
             await asyncio.sleep(0.02)
 
@@ -290,7 +290,8 @@ class Stress:
         if not error <= TOLERANCE:
             self.result.mixtures += 1
             self._find(
-                f"the logprobs of a completion of versions {sample['segments']} differ by {error:.3g}"
+                f"the logprobs of a completion of versions {sample['segments']} differ by "
+                f"{error:.3g}"
             )
 
     # -- faults ------------------------------------------------------------------------
@@ -355,8 +356,8 @@ def main() -> int:
     parser.add_argument("--publishes", type=int, help="number of versions; default: 500")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
-    # Defects that the checks must find: parameters that are overwritten without the fence, or a slot
-    # that is written without being reserved.
+    # Defects that the checks must find: parameters that are overwritten without the fence, or a
+    # slot that is written without being reserved.
     parser.add_argument("--inject", choices=("fence", "slot"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.publishes = arguments.publishes or (2000 if arguments.all else 500)

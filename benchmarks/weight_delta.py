@@ -7,11 +7,11 @@
 
 The benchmark trains the quickstart's tiny model and a Qwen3 of 30 M random parameters in float32,
 with AdamW and the GRPO objective on random prompt groups. It compares each version with the version
-before, in both dtypes of a transfer: the share of the elements that changed, the bytes of a lossless
-delta (`weight_wire/sparse.py`) relative to those of a full push, and the speed of encoding and applying
-a delta. The figures are means over the steps after a warm-up. They have no bounds. The exit status is
-1 if the decoded weights differ in any bit from the encoded weights. With ``--json`` the last line is a
-JSON object.
+before, in both dtypes of a transfer: the share of the elements that changed, the bytes of a
+lossless delta (`weight_wire/sparse.py`) relative to those of a full push, and the speed of encoding
+and applying a delta. The figures are means over the steps after a warm-up. They have no bounds. The
+exit status is 1 if the decoded weights differ in any bit from the encoded weights. With ``--json``
+the last line is a JSON object.
 """
 
 import argparse

@@ -9,10 +9,10 @@
 Two training ranks (FSDP2, gloo, CPU) hold a Qwen3 of 120 M parameters and push it with the trainer's
 own publisher. The bandwidth is that of a push to an idle embedded server, from the sending of the
 first bucket to the arrival of the last, while the other buckets are gathered from both ranks. It is
-compared with a plain ``dist.broadcast`` of the same number of bytes from one rank to the other. Both
-alternate, and the figures are medians. A second figure starts when the version is published, and so
-includes the snapshot and the gathering of the first bucket. The pause is the time for which each
-kind of server generated no token because of a push, while requests were in flight.
+compared with a plain ``dist.broadcast`` of the same number of bytes from one rank to the other.
+Both alternate, and the figures are medians. A second figure starts when the version is published,
+and so includes the snapshot and the gathering of the first bucket. The pause is the time for which
+each kind of server generated no token because of a push, while requests were in flight.
 
 Real vLLM and SGLang need environments of their own (scripts/install_vllm.sh,
 scripts/install_sglang.sh); ``--only`` leaves kinds out. The benchmark takes about ten minutes. The
@@ -244,8 +244,9 @@ def measure_bandwidth(model: Path, folder: Path, rounds: int) -> tuple[dict[str,
         f"{figures['broadcast_gbps']:.2f} GB/s, a share of {figures['share']:.2f} (must be >= "
         f"{BANDWIDTH_SHARE}).\n"
         f"  measured from publishing: {figures['from_publishing_gbps']:.2f} GB/s, a share of "
-        f"{figures['share_from_publishing']:.2f}; gathering takes {figures['gather_seconds']:.3f} s, "
-        f"and publishing to confirmation takes {figures['confirmed_seconds']:.3f} s",
+        f"{figures['share_from_publishing']:.2f}; gathering takes "
+        f"{figures['gather_seconds']:.3f} s, and publishing to confirmation takes "
+        f"{figures['confirmed_seconds']:.3f} s",
         flush=True,
     )
     return figures, figures["share"] >= BANDWIDTH_SHARE

@@ -8,15 +8,16 @@
         --servers 8 --server-model path/to/model [-- --table.key value ...]
 
 Ray only decides on which nodes trainers and servers run. On each training node, an actor starts
-`scripts/launch_multinode.sh`, and for each server, another actor starts `scripts/serve_node.sh`, as a
-user would by hand. The script needs only Ray and the standard library, so it runs in the environment of
-any Ray cluster. Trainers and servers run in environments of their own. All nodes need this repository
-and its environments at the same path, and share job.dump_folder and the registry of servers.
+`scripts/launch_multinode.sh`, and for each server, another actor starts `scripts/serve_node.sh`, as
+a user would by hand. The script needs only Ray and the standard library, so it runs in the
+environment of any Ray cluster. Trainers and servers run in environments of their own. All nodes
+need this repository and its environments at the same path, and share job.dump_folder and the
+registry of servers.
 
-An actor that is lost is placed again. A server joins the run again by itself. If a training node is lost
-or fails, all training nodes end and start again from the newest checkpoint, because the collectives of
-the remaining nodes have failed as well; the servers stay. Ranks that fail on a node that is alive are
-started again there (``--max-restarts``) without Ray.
+An actor that is lost is placed again. A server joins the run again by itself. If a training node is
+lost or fails, all training nodes end and start again from the newest checkpoint, because the
+collectives of the remaining nodes have failed as well; the servers stay. Ranks that fail on a node
+that is alive are started again there (``--max-restarts``) without Ray.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEYS = ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
 ATTEMPT = "GRPO_RAY_PROCESS"
-"""Variable that names the actor that started a process. The actor that replaces it ends such processes."""
+"""Variable that names the actor that started a process. A later actor of this name ends it."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.2
@@ -65,7 +66,7 @@ class NodeProcess:
         self._stopped = False
 
     def where(self) -> tuple[str, int, int]:
-        """Returns the address of this node, a free port there, and the id of this actor's process."""
+        """Returns the address of this node, a free port there, and this actor's process id."""
         address = ray.util.get_node_ip_address()
         with socket.create_server((address, 0)) as probe:
             return address, probe.getsockname()[1], os.getpid()
@@ -239,8 +240,8 @@ class Launch:
         try:
             return self._watch()
         finally:
-            # The servers end after the trainers, because the rollouts that trainers save beside a checkpoint
-            # come from servers.
+            # The servers end after the trainers, because the rollouts that trainers save beside a
+            # checkpoint come from servers.
             self._stop(self.trainers)
             self._stop(self.servers)
 
@@ -260,7 +261,8 @@ class Launch:
         gpus, cpus = given.gpus_per_server, given.cpus_per_server
         bundle = {"CPU": cpus, "GPU": gpus}
         for index in range(given.servers):
-            # Each server has a placement group of its own, so that one without room does not delay others.
+            # Each server has a placement group of its own, so that one without room does not delay
+            # others.
             group = placement_group([{name: n for name, n in bundle.items() if n}])
             self.servers.append(Placed(f"server-{index}", group, 0, gpus, cpus))
 

@@ -13,8 +13,8 @@ model, in GSM8K's own form. It takes about five minutes on one core.
 The model is briefly taught to continue `Question: ...\\nAnswer:` with a worked answer. Half of
 its lessons end in GSM8K's last line, `#### <number>`, and half end before it, so that a reward for
 this line can rise. With `--last-line-share 0` no lesson has that line. This is the base model of
-`train_configs/gsm8k_sft.toml`, which teaches the line by a supervised start on `examples.jsonl`, which
-holds the training rows with plain answers.
+`train_configs/gsm8k_sft.toml`, which teaches the line by a supervised start on `examples.jsonl`,
+which holds the training rows with plain answers.
 
 Such a model writes readable sentences of the right kind, but it cannot reason, and its numbers are
 seldom right.
@@ -91,7 +91,7 @@ def plain_answer(answer: str) -> str:
 
 
 def lesson_answer(answer: str, with_last_line: float, rng: random.Random) -> str:
-    """Returns the plain answer with probability ``with_last_line``, and without its last line otherwise."""
+    """Returns the plain answer, with its last line with probability ``with_last_line``."""
     plain = plain_answer(answer)
     return plain if rng.random() < with_last_line else plain[: plain.rindex("####")].rstrip()
 
@@ -123,7 +123,8 @@ def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokeni
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Returns a small Qwen3 with 4 layers, grouped-query attention and 1.3 M parameters, in float32.
+    """Returns a small Qwen3 with 4 layers, grouped-query attention and 1.3 M parameters, in
+    float32.
 
     With a few minutes on a CPU, a small model that has seen its few rows often writes better than a
     larger one that has seen them once.
@@ -207,7 +208,7 @@ def batches(rows: list[Row], lessons: Lessons, rng: random.Random) -> list[list[
 
 
 def make_optimizers(model: Qwen3ForCausalLM, lessons: Lessons) -> list[torch.optim.Optimizer]:
-    """Returns Muon for the matrices of the layers, which learn in fewer steps, and AdamW for the rest."""
+    """Returns Muon for the layers' matrices, which then learn faster, and AdamW for the rest."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]

@@ -5,15 +5,15 @@
 
     python scripts/make_tiny_model.py
 
-The script writes `train.jsonl` and `heldout.jsonl` (columns `prompt` and `answer`, no row in common)
-and `model/`, a Hugging Face directory of less than 4 MB with a Qwen3 with untied embeddings and a
-tokenizer with one token for each printable ASCII character. It takes about half a minute on one core.
-The same seed on the same machine gives the same bytes.
+The script writes `train.jsonl` and `heldout.jsonl` (columns `prompt` and `answer`, no row in
+common) and `model/`, a Hugging Face directory of less than 4 MB with a Qwen3 with untied embeddings
+and a tokenizer with one token for each printable ASCII character. It takes about half a minute on
+one core. The same seed on the same machine gives the same bytes.
 
 GRPO can only reinforce what the model already writes now and then, so the model is first taught the
-task by supervised learning, with two handicaps. A share of the digits in its lessons is wrong, which
-keeps its samples uncertain, and the lessons end as soon as its most likely answers are right about
-half of the time. The data for GRPO and the held-out answers are all correct.
+task by supervised learning, with two handicaps. A share of the digits in its lessons is wrong,
+which keeps its samples uncertain, and the lessons end as soon as its most likely answers are right
+about half of the time. The data for GRPO and the held-out answers are all correct.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Lessons:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with a token for each printable ASCII character, and `<pad>`, `<eos>`, `<unk>`."""
+    """Returns a tokenizer of the printable ASCII characters, `<pad>`, `<eos>` and `<unk>`."""
     characters = [chr(code) for code in range(ord(" "), ord("~") + 1)]
     vocab = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
@@ -74,9 +74,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Returns a small Qwen3 with 4 layers, grouped-query attention and 0.47 M parameters, in float32."""
+    """Returns a small Qwen3: 4 layers, grouped-query attention, 0.47 M parameters, float32."""
     config = Qwen3Config(
-        # More than the tokenizer's 98 tokens, so that tensor-parallel ranks can divide the rows evenly.
+        # More than the tokenizer's 98 tokens, so that tensor-parallel ranks can divide the rows
+        # evenly.
         vocab_size=128,
         hidden_size=96,
         intermediate_size=256,
@@ -138,8 +139,8 @@ def greedy_exact_match(
 ) -> float:
     """Returns the share of rows that greedy decoding answers entirely right.
 
-    One forward pass is enough: greedy decoding writes the whole answer exactly if each of its tokens
-    is the most likely one after the right tokens before it.
+    One forward pass is enough: greedy decoding writes the whole answer exactly if each of its
+    tokens is the most likely one after the right tokens before it.
     """
     best = model(input_ids=tokens).logits.argmax(-1)
     right = (best == targets) | (targets == IGNORED)

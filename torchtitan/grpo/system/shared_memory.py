@@ -3,8 +3,8 @@
 
 """Notes the files in shared memory that processes hold, and removes those that no process holds.
 
-Programs such as SGLang leave such files behind when they are killed, and some also when they end. The
-names are random, so the process that starts such a program notes them while it runs; see
+Programs such as SGLang leave such files behind when they are killed, and some also when they end.
+The names are random, so the process that starts such a program notes them while it runs; see
 :func:`note_held`.
 """
 

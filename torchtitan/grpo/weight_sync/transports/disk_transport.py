@@ -207,8 +207,8 @@ class DiskConnection(Connection):
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self.client.url} must load version {version} from weight_sync.disk_path within "
-                f"weight_sync.timeout_seconds = {self._timeout_seconds:g}, but it has not answered. "
-                "Check the server's log, or raise the setting."
+                f"weight_sync.timeout_seconds = {self._timeout_seconds:g}, but it has not "
+                "answered. Check the server's log, or raise the setting."
             ) from error
 
     async def recover(self) -> None:
