@@ -125,7 +125,7 @@ class KilledRun:
 
     @property
     def steps(self) -> int:
-        """The newest step that has been logged."""
+        """Number of the newest step that has been logged."""
         lines = read_lines(self.folder / "metrics.jsonl")
         return lines[-1]["step"] if lines else 0
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The parallel layouts, and the settings of training, under which `layout_parity.py` trains."""
+"""Lists the parallel layouts and the settings under which `layout_parity.py` trains."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -50,7 +50,7 @@ NUM_RANKS, NUM_SERVERS = 2, 3
 TOLERANCE = 1e-3
 CHECK_SECONDS = 0.1
 PUBLISHES_A_PUSH = 10
-"""The run continues until there is at least one push for every so many publishes."""
+"""Maximum number of publishes for each push. The run continues until there are enough pushes."""
 WEIGHT_SYNC = {
     "checksum": True,
     "bucket_bytes": 65536,
