@@ -76,7 +76,7 @@ def read_rows(path: Path) -> list[Row]:
         row = json.loads(line)
         if not {"question", "answer"} <= row.keys() or "####" not in row["answer"]:
             raise ValueError(
-                f"{path}, line {number}, must have the columns question and answer, the latter "
+                f"{path}, line {number}: must have the columns question and answer, the latter "
                 f"with a #### line, got {row}. Pass GSM8K's train.jsonl."
             )
         rows.append({"question": row["question"], "answer": row["answer"]})
