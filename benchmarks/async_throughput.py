@@ -21,15 +21,17 @@ generated in two ways:
                with one core alone. If that is less than 2, no overlap of two computations can
                be ideal.
 
-The run with timed servers and a bound of 2 is then made again with an evaluation after every step, whose
-completions the same servers generate. What a step boundary costs the trainer must stay what it was:
-the medians of `time/boundary_stall_seconds` of both runs are compared.
+Then the run with timed servers and a bound of 2 is repeated with an evaluation after every step,
+whose completions the same servers generate. An evaluation must not make step boundaries slower, so
+the benchmark compares the medians of `time/boundary_stall_seconds` of the runs with and without
+evaluations.
 
 The last part is `dispatch_tail.py`: batches with a heavy-tailed distribution of lengths, longest
 first against first come, first served. The benchmark takes about six minutes on two cores. The
 exit status is 1 if a gain with timed servers is less than 0.85 of the ideal gain, if the stall of a
-boundary with evaluations is more than 1.5 times that without and 0.5 ms more, or if longest first takes more than 0.85 of the time of first come, first served. With ``--json`` the last line
-is a JSON object.
+boundary with evaluations is more than 1.5 times that without and 0.5 ms more, or if longest first
+takes more than 0.85 of the time of first come, first served. With ``--json`` the last line is a
+JSON object.
 """
 
 import argparse
@@ -76,7 +78,7 @@ print(count)
 
 
 def cores_at_once() -> float:
-    """Returns the throughput of two busy cores over that of one: 2 if they share nothing."""
+    """Returns the throughput of two busy cores relative to that of one; 2 if they share nothing."""
 
     def rate(num_processes: int) -> int:
         command = [sys.executable, "-c", MULTIPLY]
@@ -161,7 +163,11 @@ def median(records: list[dict[str, Any]], key: str) -> float:
 
 
 def measure(decoding: str, model: Path, folder: Path, steps: int) -> tuple[dict[str, float], bool]:
-    """Runs all bounds, prints a line for each, and returns whether all are near enough to the ideal."""
+    """Runs training with each staleness bound and prints a line for each.
+
+    Returns:
+        The figures, and whether each gain reaches the required share of the ideal.
+    """
     folder.mkdir()
     with servers_of(decoding, model, folder) as servers:
         synchronous = run(model, folder / "bound-0", servers, 0, steps)
@@ -177,13 +183,13 @@ def measure(decoding: str, model: Path, folder: Path, steps: int) -> tuple[dict[
         "bound0/samples_per_second": num_samples / step,
     }
     print(
-        f"{decoding}: synchronous {num_samples / step:6.2f} samples/s; generating {generate:.3f} s, training "
-        f"{train:.3f} s a step, so at best x{ideal:.2f}",
+        f"{decoding}: synchronous {num_samples / step:6.2f} samples/s; a step generates for "
+        f"{generate:.3f} s and trains for {train:.3f} s, so the ideal gain is x{ideal:.2f}",
         flush=True,
     )
     holds = True
     for bound in BOUNDS:
-        # Their versions go back with the trainer's, so each run has servers of its own.
+        # Each run starts at version 0 again, so it needs servers of its own.
         with servers_of(decoding, model, folder) as servers:
             records = run(model, folder / f"bound-{bound}", servers, bound, steps)
         gain = step / median(records, "time/step_seconds")
@@ -196,16 +202,20 @@ def measure(decoding: str, model: Path, folder: Path, steps: int) -> tuple[dict[
         holds = holds and gain / ideal >= SHARE_OF_IDEAL
         print(
             f"{decoding}: bound {bound}     {gain * num_samples / step:6.2f} samples/s, x{gain:.2f}, "
-            f"{gain / ideal:.2f} of the ideal; mean age "
-            f"{figures[f'bound{bound}/staleness_mean']:.2f}, waiting for data "
-            f"{median(records, 'time/wait_data_seconds'):.3f} s",
+            f"{gain / ideal:.2f} of the ideal; mean staleness "
+            f"{figures[f'bound{bound}/staleness_mean']:.2f} steps, wait for data "
+            f"{median(records, 'time/wait_data_seconds'):.3f} s per step",
             flush=True,
         )
     return figures, holds
 
 
 def measure_evaluation(model: Path, folder: Path, steps: int) -> tuple[dict[str, float], bool]:
-    """Compares the step boundaries of a run that evaluates after every step with those of one without."""
+    """Compares the step boundaries of a run with evaluations to those of a run without.
+
+    Returns:
+        The figures, and whether the stall with evaluations is within its bound.
+    """
     stalls, step_seconds, num_evaluations = {}, {}, 0
     for name, more in (("without", ()), ("with", EVALUATION)):
         with servers_of("timed", model, folder) as servers:
@@ -219,9 +229,10 @@ def measure_evaluation(model: Path, folder: Path, steps: int) -> tuple[dict[str,
         MOST_STALL * stalls["without"], stalls["without"] + MOST_STALL_SECONDS
     )
     print(
-        f"timed: with {num_evaluations} evaluations, one due after every step, a boundary stalls "
-        f"{1e3 * stalls['with']:.3f} ms, without {1e3 * stalls['without']:.3f} ms (x{ratio:.2f}); a "
-        f"step takes {step_seconds['with']:.3f} s and {step_seconds['without']:.3f} s",
+        f"timed: the median stall of a boundary is {1e3 * stalls['with']:.3f} ms with "
+        f"{num_evaluations} evaluations and {1e3 * stalls['without']:.3f} ms without "
+        f"(x{ratio:.2f}); a step takes {step_seconds['with']:.3f} s and "
+        f"{step_seconds['without']:.3f} s",
         flush=True,
     )
     figures = {
@@ -236,19 +247,24 @@ def measure_evaluation(model: Path, folder: Path, steps: int) -> tuple[dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--steps", type=int, default=16, help=f"{WARM_UP_STEPS} are left out")
-    parser.add_argument("--batches", type=int, default=12, help="of heavy-tailed lengths")
     parser.add_argument(
-        "--decoding", nargs="*", choices=DECODING, default=list(DECODING), help="which to measure"
+        "--steps",
+        type=int,
+        default=16,
+        help=f"steps of a run; the first {WARM_UP_STEPS} are not counted",
     )
-    parser.add_argument("--keep", type=Path, help="folder for the runs, kept")
+    parser.add_argument("--batches", type=int, default=12, help="batches of heavy-tailed lengths")
+    parser.add_argument(
+        "--decoding", nargs="*", choices=DECODING, default=list(DECODING), help="kinds of servers"
+    )
+    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="async-throughput-") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         model, _ = make_model(folder, SIZE)
         figures: dict[str, float] = {"cores_at_once": cores_at_once()}
-        print(f"two cores multiply {figures['cores_at_once']:.2f} times what one does alone")
+        print(f"two cores compute {figures['cores_at_once']:.2f} times as much as one core alone")
         holds = True
         for decoding in options.decoding:
             found, is_near = measure(decoding, model, folder / decoding, options.steps)
@@ -260,7 +276,7 @@ def main() -> int:
             holds = holds and is_alike
         print(
             f"{'ok  ' if holds else 'FAIL'} with timed servers, each bound must reach "
-            f"{SHARE_OF_IDEAL} of the ideal, and evaluations must not stall the boundary"
+            f"{SHARE_OF_IDEAL} of the ideal gain, and evaluations must not delay step boundaries"
         )
     tail, is_faster = measure_tail(options.batches, taught=400, seed=0)
     figures |= {f"tail/{name}": value for name, value in tail.items()}

@@ -20,13 +20,13 @@ The benchmark applies the planner's own functions to traces of sequence lengths,
 
 The exit status is 1 unless all of this holds:
 
-1. `partition` has max/mean <= 1.02 wherever ``bound`` is at most 1.02. (Elsewhere one long
-   sequence, or several that must share a rank, exceed the mean.) `spread` has max/mean <= 1.02
-   wherever ``in rows`` is at most 1.02. (Elsewhere, in addition, rows are so full that a rank with
-   a long sequence must take as many other tokens as the other ranks.) Nowhere are they more than
-   1.02 times these bounds.
-2. Padding is at most 3 % wherever ``floor`` is at most 3 %. (Elsewhere a rank has so few rows that
-   the last row, which every rank must have, is more than 3 % of them.)
+1. `partition` has max/mean <= 1.02 wherever ``bound`` is at most 1.02. (In the other cases, one
+   long sequence, or several that must share a rank, exceed the mean.) `spread` has max/mean <= 1.02
+   wherever ``in rows`` is at most 1.02. (In the other cases, rows may also be so full that a rank
+   with a long sequence must take as many other tokens as the other ranks.) In no case are they more
+   than 1.02 times these bounds.
+2. Padding is at most 3 % wherever ``floor`` is at most 3 %. (In the other cases, a rank has so few
+   rows that the last row, which every rank must have, is more than 3 % of them.)
 3. `partition` of 4,096 sequences over 64 ranks takes at most 100 ms.
 
 With ``--json`` the last line is a JSON object.
@@ -67,10 +67,11 @@ COSTS: dict[str, SequenceCost] = {"flops": flops_cost(QWEN3_600M), "tokens": tok
 def gsm8k_like(random: np.random.Generator, num: int) -> np.ndarray:
     """Returns lengths of GSM8K questions with answers that contain reasoning.
 
-    Questions of its training set have a median of 217 characters and a standard deviation of
-    0.38 on the log scale (with about 4 characters a token); eight rollouts share one. Its
-    reference answers have 257 characters and 0.49. The spread is kept here, the median is not:
-    a model that reasons writes some 250 tokens, and is cut at 1,024.
+    Questions of the training set have a median of 217 characters and a standard deviation of 0.38
+    on the log scale; a token has about 4 characters, and eight rollouts share a question. Reference
+    answers have a median of 257 characters and a standard deviation of 0.49. The lengths here have
+    the same standard deviations. The median of the answers is longer, because a model that reasons
+    writes about 250 tokens, and answers end at 1,024 tokens.
     """
     prompts = np.repeat(random.lognormal(np.log(54), 0.38, -(-num // 8)), 8)[:num]
     completions = np.minimum(random.lognormal(np.log(250), 0.49, num), 1024)
@@ -78,14 +79,17 @@ def gsm8k_like(random: np.random.Generator, num: int) -> np.ndarray:
 
 
 def log_normal(random: np.random.Generator, num: int) -> np.ndarray:
-    """Returns lengths of long reasoning: a median of 1,000 tokens, one in forty above 7,000."""
+    """Returns lengths of long reasoning.
+
+    The median is 1,000 tokens, and one length in forty is above 7,000 tokens.
+    """
     return random.lognormal(np.log(1000), 1.0, num)
 
 
 def pareto(random: np.random.Generator, num: int) -> np.ndarray:
-    """Draws lengths with a heavy tail (alpha 1.1).
+    """Returns lengths with a heavy tail (alpha 1.1).
 
-    Half of them are below 480 tokens, and one in 45 is cut at the row's length.
+    Half of them are below 480 tokens, and one in 45 is truncated to the length of a row.
     """
     return 256 * (1 + random.pareto(1.1, num))
 
@@ -202,7 +206,7 @@ def row_of(trace: str, num_ranks: int, num: int, case: Case) -> str:
 
 
 def run(cost_name: str, seed: int, repeats: int) -> tuple[dict[tuple[str, int, int], Case], int]:
-    """Prints one table; returns the cases and the number of those that break a bound."""
+    """Prints one table; returns the cases and the number of bounds that are exceeded."""
     print(f"\ncost: {cost_name}, seed {seed}\n{HEADER}")
     cases, num_broken = {}, 0
     for trace in TRACES:
@@ -247,8 +251,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--cost", nargs="+", choices=COSTS, default=list(COSTS))
-    parser.add_argument("--seeds", type=int, default=1, help="traces of each kind")
-    parser.add_argument("--repeats", type=int, default=3, help="of each timed call")
+    parser.add_argument("--seeds", type=int, default=1, help="number of traces of each kind")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of times that a call is timed"
+    )
     options = parser.parse_args()
     figures: dict[str, float] = {}
     num_broken = 0
@@ -267,7 +273,10 @@ def main() -> int:
     )
     if slowest > MILLISECONDS_BOUND:
         num_broken += 1
-        print(f"FAIL partition of 4,096 over 64 took {slowest:.0f} > {MILLISECONDS_BOUND:.0f} ms")
+        print(
+            f"FAIL the partition of 4,096 sequences over 64 ranks took {slowest:.0f} ms, must be "
+            f"<= {MILLISECONDS_BOUND:.0f} ms"
+        )
     if options.json:
         print(json.dumps({"benchmark": "balance", "ok": num_broken == 0, "figures": figures}))
     return 0 if num_broken == 0 else 1

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Turns the records of a run of `boundary_stall.py` into figures, a row, and verdicts."""
+"""Turns the records of a run of `boundary_stall.py` into figures, a table row, and verdicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ import numpy as np
 
 NUM_SERVERS = 3
 SICK = NUM_SERVERS - 1
-"""The server that something happens to."""
+"""Index of the server that is slowed down, stopped or killed."""
 WARM_UP = 10
-"""Steps before anything is counted."""
+"""Number of steps at the start that are not counted."""
 ASYNC_SHARE, ASYNC_FLOOR_MS = 0.01, 2.0
 FAULT_FACTOR, FAULT_SLACK_MS = 1.5, 0.5
 THROUGHPUT_FACTOR = 1.25
@@ -21,24 +21,28 @@ THROUGHPUT_FACTOR = 1.25
 
 @dataclass
 class Outcome:
-    """What one run showed; milliseconds where not said otherwise.
+    """Figures of one run. Durations are in milliseconds.
+
+    The sick server is the one that is slowed down, stopped or killed.
 
     Attributes:
-        stall: p50, p99 and maximum.
-        parts: 99th percentile of each part of the stall on each rank, and the maximum.
-        queued: Of a stall's time, how much the thread waited for a core, 99th percentile.
-        undisturbed: 99th percentile of stalls without that.
-        floor: 99th percentile of what 0.1 ms of computing takes before publishing.
-        stolen: Share of the cores' time that the host of a virtual machine gave to others, in %.
-        attested: p50 of stalls that a forward pass over the probe's tokens is part of.
-        step: p50.
-        steps_per_second: From the warm-up to the end.
-        lag: Of each server p50 and maximum, in versions; the sick one's while it lasts.
-        push: p50 of the healthy servers' pushes and of the sick one's.
-        slowest_push: 99th percentile of the healthy servers' pushes.
-        latency: p50 from publishing a version to a healthy server's confirming it.
-        pushes_per_second: Of all servers together.
-        failures: How often a server was lost.
+        stall: p50, p99 and maximum of the stalls.
+        parts: p99 and maximum of each part of the stall on each rank.
+        queued: p99 of the part of a stall in which the thread waited for a core.
+        undisturbed: p99 of the stalls without that part.
+        floor: p99 of the duration of 0.1 ms of computing, right before publishing.
+        stolen: Share of the cores' time that the host of a virtual machine gave to other machines,
+            in percent.
+        attested: p50 of the stalls that include a forward pass over the probe's tokens.
+        step: p50 of the duration of a step.
+        steps_per_second: Steps per second from the end of the warm-up to the end of the run.
+        lag: p50 and maximum of the number of versions that each server is behind. A lost server has
+            no lag.
+        push: p50 of the pushes to the healthy servers, and to the sick server.
+        slowest_push: p99 of the pushes to the healthy servers.
+        latency: p50 of the time from publishing a version to its confirmation by a healthy server.
+        pushes_per_second: Pushes per second to all servers together.
+        failures: Number of times that a server was lost.
     """
 
     stall: tuple[float, float, float]
@@ -62,9 +66,9 @@ def read_outcome(results: list[dict[str, Any]], urls: list[str], stolen: float) 
     """Returns percentiles over the steps after the warm-up.
 
     Args:
-        results: What each rank of `boundary_run.py` wrote.
-        urls: Of the servers, the sick one last.
-        stolen: Share of the cores' time that the host took meanwhile, in %.
+        results: The file that each rank of `boundary_run.py` wrote.
+        urls: URLs of the servers. The sick server is the last one.
+        stolen: Share of the cores' time that the host took during the run, in percent.
     """
     ranks = [[r for r in result["records"] if r["step"] > WARM_UP] for result in results]
     steps_of_ranks = list(zip(*ranks, strict=True))
@@ -122,7 +126,10 @@ def lags_of(
     confirmed: list[tuple[float, str, int]],
     lost: list[tuple[float, str, str]],
 ) -> dict[int, int]:
-    """Returns how many versions a server is behind whenever one is published, unless it is lost."""
+    """Returns how many versions a server is behind when each version is published.
+
+    Versions that are published while the server is lost are left out.
+    """
     news = [(at, version) for at, u, version in confirmed if u == url]
     news = sorted(news + [(at, None) for at, u, _ in lost if u == url], key=lambda n: n[0])
     lags = {}
@@ -134,7 +141,10 @@ def lags_of(
 
 
 def pushes_of(urls: list[str], records: list[dict[str, Any]]) -> list[float]:
-    """Milliseconds of each push to these servers; a record repeats a server's last one."""
+    """Returns the milliseconds of each push to these servers.
+
+    A push is counted once, although later records repeat the last push to a server.
+    """
     pushes = {
         (url, version): 1e3 * seconds
         for record in records
@@ -148,12 +158,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent)) if values else float("nan")
 
 
-# -- what must hold ---------------------------------------------------------------------
+# -- bounds -----------------------------------------------------------------------------
 
 
 @dataclass
 class Verdicts:
-    """The bounds, each with the measured value."""
+    """Bounds, each with the measured value and whether it holds."""
 
     lines: list[tuple[bool, str]] = field(default_factory=list)
 
@@ -184,7 +194,10 @@ def judge(outcomes: dict[str, Outcome]) -> Verdicts:
         if fault == "slow" and foreground is not None:
             ratio = outcome.steps_per_second / foreground.steps_per_second
             verdicts.check(
-                f"{size} slow: throughput over foreground", ratio, THROUGHPUT_FACTOR, at_least=True
+                f"{size} slow: throughput relative to the foreground mode",
+                ratio,
+                THROUGHPUT_FACTOR,
+                at_least=True,
             )
         healthy = outcomes.get(f"{size}/healthy/async")
         if healthy is None:
@@ -192,7 +205,9 @@ def judge(outcomes: dict[str, Outcome]) -> Verdicts:
         if fault in ("stopped", "killed"):
             p99 = healthy.stall[1]
             limit = max(FAULT_FACTOR * p99, p99 + FAULT_SLACK_MS)
-            verdicts.check(f"{name} stall p99 ms against healthy", outcome.stall[1], limit)
+            verdicts.check(
+                f"{name} stall p99 ms compared with the healthy condition", outcome.stall[1], limit
+            )
         if healthy.slowest_push < healthy.step:
             lag = max(largest for _, largest in outcome.lag[:SICK])
             verdicts.check(f"{name} lag of healthy servers", lag, 1)
@@ -224,7 +239,7 @@ def figures_of(outcomes: dict[str, Outcome]) -> dict[str, Any]:
             figures[f"{name}/lag_p50/{index}"], figures[f"{name}/lag_max/{index}"] = p50, largest
         for part, (p99, largest) in o.parts.items():
             figures[f"{name}/{part}/p99_ms"], figures[f"{name}/{part}/max_ms"] = p99, largest
-    # Not a number is not JSON.
+    # JSON has no NaN.
     return {key: value if np.isfinite(value) else None for key, value in figures.items()}
 
 

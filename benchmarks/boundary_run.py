@@ -53,14 +53,14 @@ _FLOOR_NANOSECONDS = 100_000
 
 
 class SameServers:
-    """Takes the place of the watch of servers in the link to the rollout process."""
+    """Takes the place of the link's watch of the servers."""
 
     def poll(self) -> None:
         """The servers never change."""
 
 
 class RecordingLink:
-    """Takes the place of the link to the rollout process, and keeps what the publisher reports."""
+    """Takes the place of the link to the rollout process, and records the publisher's reports."""
 
     def __init__(self) -> None:
         self.watch = SameServers()
@@ -74,7 +74,7 @@ class RecordingLink:
         self.lost.append((time.monotonic(), url, reason))
 
     def raise_if_ended(self) -> None:
-        """There is no process that could end."""
+        """Does nothing: there is no rollout process."""
 
 
 class CannedRollouts(StepSource):
@@ -124,7 +124,7 @@ class CannedRollouts(StepSource):
 
 
 def random_groups(config: JobConfig, vocab_size: int) -> list[RolloutGroup]:
-    """Returns groups of two rollouts, each as long as a row, with a random model's logprobs."""
+    """Returns groups of two rollouts with random logprobs. Each rollout is as long as a row."""
     random = np.random.default_rng(0)
     length = config.training.seq_len - _PROMPT_TOKENS
 
@@ -153,7 +153,7 @@ def random_groups(config: JobConfig, vocab_size: int) -> list[RolloutGroup]:
 class SchedulerClock:
     """Measures how long this thread has computed and how long it has waited for a core.
 
-    What is left of a duration was spent asleep: in a lock, or waiting for the interpreter.
+    During the rest of a duration the thread slept: in a lock, or waiting for the interpreter.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,8 @@ class KeepingClock(StepClock):
 
     Attributes:
         times: See :meth:`StepClock.end_step`.
-        computed, queued: Of the stall in the current step, in nanoseconds.
+        computed: Nanoseconds of the current step's stall in which the thread computed.
+        queued: Nanoseconds of the current step's stall in which the thread waited for a core.
     """
 
     def __init__(self) -> None:
@@ -186,7 +187,7 @@ class KeepingClock(StepClock):
             with super().measure(part):
                 yield
             return
-        # Asked outside of what is measured: it takes some microseconds itself.
+        # Read outside of the measurement, because reading takes some microseconds itself.
         with self.scheduling(), super().measure(part):
             yield
 
@@ -211,11 +212,11 @@ class KeepingClock(StepClock):
 
 
 class BoundaryTrainer(GRPOTrainer):
-    """Trains on canned rollouts and records what the boundary cost.
+    """Trains on prepared rollouts and records the cost of each step boundary.
 
     Attributes:
-        records: For each step its number, times in seconds and, on rank 0, the last push to
-            each server.
+        records: One record for each step, with its number, its times in seconds and, on rank 0, the
+            last push to each server.
     """
 
     source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -234,7 +235,7 @@ class BoundaryTrainer(GRPOTrainer):
         self.source = CannedRollouts(self.config, self.hf_model)
 
     def _reserve_slot(self) -> int:
-        # A part of the stall that the boundary's clock does not see.
+        # The boundary's clock does not measure this part of the stall.
         with self.clock.scheduling():
             return super()._reserve_slot()
 
@@ -259,7 +260,8 @@ class BoundaryTrainer(GRPOTrainer):
 
     def _learn(self, batch: TrainBatch) -> Learned | None:
         learned = super()._learn(batch)
-        # Publishing comes next: the same work precedes it, and the same time slice is left.
+        # Measured right before publishing, so that it has the same work before it and the same part
+        # of the thread's time slice.
         self.floor = computing_seconds(_FLOOR_NANOSECONDS)
         return learned
 
@@ -271,7 +273,7 @@ class BoundaryTrainer(GRPOTrainer):
                 "step": self.step,
                 "published_at": self.published_at,
                 "step_seconds": times["time/step_seconds"],
-                # The clock of the metrics file does not count the slot with the boundary.
+                # The metric does not include the reservation of a slot.
                 "stall_seconds": times["time/boundary_stall_seconds"]
                 + self.parts.get("reserve_slot", 0.0),
                 **{name: self.parts.get(name, 0.0) for name in _PARTS},
@@ -299,10 +301,10 @@ class BoundaryTrainer(GRPOTrainer):
 def take_core(rank: int, num_ranks: int) -> None:
     """Binds this process to a core of its own, as launchers do with ranks.
 
-    (``numactl --physcpubind``, ``torchrun --numa-binding``.) Otherwise Linux may let two ranks
-    share a core for milliseconds while another one is idle, and what one rank does in the
-    background may take the core of another one's training thread. Of all that has been
-    started, the ranks' training threads alone are not batch work.
+    Launchers offer ``numactl --physcpubind`` and ``torchrun --numa-binding`` for this. Otherwise
+    Linux may let two ranks share a core for milliseconds while another core is idle, and the
+    background work of one rank may take the core of another rank's training thread. The training
+    threads of the ranks are the only ones that are not scheduled as batch work.
     """
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     cores = sorted(os.sched_getaffinity(0))
@@ -311,7 +313,7 @@ def take_core(rank: int, num_ranks: int) -> None:
 
 
 def computing_seconds(nanoseconds: int) -> float:
-    """Returns how long a fixed computation takes this thread: longer if it is interrupted."""
+    """Returns how long this thread takes for a fixed computation, interruptions included."""
     begin, computed = time.perf_counter_ns(), time.thread_time_ns()
     while time.thread_time_ns() - computed < nanoseconds:
         pass
@@ -328,7 +330,7 @@ def push_seconds(publisher: Any) -> dict[str, list[float]]:
 
 
 def _steps_pipe() -> int:
-    """Returns the pipe from which the driver reads which step has ended."""
+    """Returns the pipe through which the driver learns which step has ended."""
     global _pipe
     if _pipe is None:
         _pipe = os.open(_job["steps_pipe"], os.O_WRONLY)

@@ -13,7 +13,7 @@ either in the background (async) or in the foreground. Each rank is bound to a c
 there are enough, with the highest priority. The servers have a lower priority, because they
 stand for servers on other machines. The condition of a run says what happens to the servers:
 
-    healthy   nothing
+    healthy   nothing happens
     slow      one server runs for a tenth of the time (SIGSTOP for 90 ms, SIGCONT for 10 ms), so
               that everything it does, receiving weights included, takes about ten times as long
     stopped   one server gets SIGSTOP and never continues
@@ -24,7 +24,7 @@ slot, the fence before the optimizer step, publishing after it, and, if the vers
 (`weight_sync.attest_every`), the forward pass over the probe's tokens, whose median is the
 column "attested". The rank with the longer stall counts. Two columns show how busy the machine
 was: "no queue" is the 99th percentile of the stalls without the time for which the thread was
-ready to run and had no core, and "floor" is the 99th percentile of the duration of 0.1 ms of
+ready to run but had no core, and "floor" is the 99th percentile of the duration of 0.1 ms of
 plain computing right before each version is published. On a virtual machine, "stolen" is the
 part of the cores' time that the host gave to other machines. If that is too much for the bound
 of the smallest model, the run is printed as discarded and repeated. The lag of a server is the
@@ -35,8 +35,8 @@ column.
 
 By default the smallest model is run in the background mode under all four conditions, which takes
 about ten minutes. ``--all`` runs all sizes in both modes, which takes two and a half hours. The
-benchmark prints one row for each run and then what must hold, and exits with status 1 if
-something does not hold. With ``--json`` the last line is a JSON object.
+benchmark prints one row for each run and then the bounds, and exits with status 1 if a bound is
+exceeded. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -78,9 +78,11 @@ from torchtitan.grpo.system.child import start_child, stop_children
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SERVER_NICE = 5
-"""More would starve them while both ranks compute: they could not take a version a step."""
+"""Nice value of the servers. With a higher value they could not receive one version per step while
+both ranks compute."""
 AUTOGROUP_SECONDS = 0.2
-"""Linux refuses who is not root and sets two of them within a tenth of a second."""
+"""Pause between two changes of an autogroup's nice value. Linux refuses a second change within a
+tenth of a second unless the caller is root."""
 FAULT_AT = 20
 """Step after which a server is stopped or killed; a slow one is slow from the warm-up on."""
 STOPPED_SECONDS, RUNNING_SECONDS = 0.09, 0.01
@@ -91,19 +93,22 @@ FOREGROUND_STEPS = 200
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and how much of a step it gets to do.
+    """A model and the size of its steps.
 
     Attributes:
-        rows: Of each rank, all of them in one microbatch; so many that a push ends within a step.
-        seq_len: Tokens of a row.
-        wire: Dtype in which the weights travel.
-        steps: That are counted in the background mode. Of 200 the 99th percentile is the third
-            longest, which two interruptions from outside decide, or one and the attested step;
-            with more steps it takes more of them.
-        max_stolen: With a bound of a few milliseconds there is no judging the trainer while the
-            host of a virtual machine takes its cores away: such a run in the background is made
-            again, for this reason alone, and both are printed. In percent of the cores' time.
-        pipeline: Each rank has half of the layers (1F1B), instead of half of every parameter.
+        rows: Number of rows of each rank, all in one microbatch. There are so many that a push ends
+            within a step.
+        seq_len: Number of tokens of a row.
+        wire: Dtype in which the weights are sent.
+        steps: Number of counted steps in the background mode. With 200 steps, the 99th percentile
+            would be the third longest stall, which two interruptions from outside, or one and the
+            attested step, are enough to change. More steps make the percentile more robust.
+        max_stolen: Maximum share of the cores' time that the host of a virtual machine may take, in
+            percent. A bound of a few milliseconds says nothing about the trainer if the host takes
+            more. A run in the background mode is then repeated, and both runs are printed. Nothing
+            else leads to a repetition.
+        pipeline: Whether each rank has half of the layers (1F1B) instead of half of every
+            parameter.
     """
 
     name: str
@@ -142,15 +147,15 @@ class Condition:
 
     @property
     def steps(self) -> int:
-        """Number of counted steps. In the foreground no percentile has a bound."""
+        """Number of counted steps. It is smaller in the foreground mode, which has no bound."""
         return self.size.steps if self.mode == "async" else FOREGROUND_STEPS
 
 
-# -- servers and what happens to them ------------------------------------------------
+# -- servers and their faults ----------------------------------------------------------
 
 
 class Throttle:
-    """Lets a process run a tenth of the time, from :meth:`start` to :meth:`stop`."""
+    """Lets a process run for a tenth of the time, from :meth:`start` to :meth:`stop`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -199,10 +204,10 @@ def running_servers(model: Path, folder: Path) -> Iterator[list[LaunchedServer]]
 
 
 def give_way(pid: int) -> None:
-    """Lowers the priority of a process before it starts threads, which inherit it.
+    """Lowers the priority of a process before it starts threads, which inherit the priority.
 
     The servers stand for servers on other machines. Where Linux groups tasks by session
-    (autogroup), it is the session's nice value that counts between a server and a rank.
+    (autogroup), the session's nice value decides between a server and a rank.
     """
     os.setpriority(os.PRIO_PROCESS, pid, SERVER_NICE)
     group = Path(f"/proc/{pid}/autogroup")
@@ -258,7 +263,8 @@ def run_condition(condition: Condition, model: Path, steps: int, keep: Path | No
         servers = stack.enter_context(running_servers(model, folder))
         throttle = Throttle(servers[SICK].process.pid)
         stack.callback(throttle.stop)
-        # Started last, ended first: a server that is gone would be one more failure.
+        # The ranks are started last and ended first, because a server that ends before them would
+        # count as a failure.
         pipe = folder / "steps"
         os.mkfifo(pipe)
         before = cpu_ticks()
@@ -283,7 +289,7 @@ def run_condition(condition: Condition, model: Path, steps: int, keep: Path | No
 
 
 def cpu_ticks() -> list[int]:
-    """Returns the ticks that all cores together have spent on each of the kernel's kinds of time."""
+    """Returns the ticks of each kind of processor time that the kernel counts, over all cores."""
     return [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
@@ -321,8 +327,8 @@ def start_ranks(
         "grpo.prompts_per_step": size.rows,
         "grpo.group_size": 2,
         "inference.urls": ",".join(urls),
-        # A server that is stopped is waited for no longer than this. Giving it up takes a few
-        # control requests, which together must be less than twice the other bound.
+        # The trainer waits no longer than this for a stopped server. Giving it up takes a few
+        # control requests, which together must take less than twice weight_sync.timeout_seconds.
         "inference.control_timeout_seconds": 5 if is_sick else 120,
         "weight_sync.timeout_seconds": 10 if is_sick else 120,
         "weight_sync.dtype": size.wire,
@@ -349,10 +355,11 @@ def start_ranks(
 
 
 def rank_environment() -> dict[str, str]:
-    """Returns the environment of a rank: one thread, on the CPU."""
+    """Returns the environment of a rank, which computes with one thread on the CPU."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        # Memory that is freed is kept: else every step gets its largest tensors page by page.
+        # Freed memory is kept. Otherwise every step would cause page faults for its largest
+        # tensors.
         "MALLOC_MMAP_THRESHOLD_": str(2**31),
         "MALLOC_TRIM_THRESHOLD_": str(2**34),
         "HF_HUB_OFFLINE": "1",
@@ -366,17 +373,17 @@ def rank_environment() -> dict[str, str]:
 def watch_steps(
     pipe: Path, ranks: subprocess.Popen, log: Path, fault_at: int, fault: Callable[[], object]
 ) -> None:
-    """Reads which step has ended until the ranks end, and causes the fault after its step."""
+    """Follows the steps until the ranks end, and causes the fault after step ``fault_at``."""
     source = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         is_due, last_news = True, time.monotonic()
         while ranks.poll() is None:
             if time.monotonic() - last_news > STEP_TIMEOUT_SECONDS:
-                raise SystemExit(f"No step in {STEP_TIMEOUT_SECONDS:.0f} s:\n{tail(log)}")
+                raise SystemExit(f"No step ended in {STEP_TIMEOUT_SECONDS:.0f} s:\n{tail(log)}")
             if not select.select([source], [], [], 0.5)[0]:
                 continue
             text = os.read(source, 4096).decode()
-            if not text:  # nobody has opened it yet, or all have closed it
+            if not text:  # rank 0 has not opened the pipe yet, or has closed it
                 time.sleep(0.05)
                 continue
             last_news = time.monotonic()
@@ -397,7 +404,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument(
-        "--steps", type=int, help="counted steps a condition; default: by size and mode"
+        "--steps", type=int, help="counted steps of a run; default: by size and mode"
     )
     parser.add_argument("--all", action="store_true", help="all sizes and modes")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: 1M")
@@ -406,9 +413,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tries",
         type=int,
-        help="runs of a condition that the host disturbs; default: 2, or 6 of --all",
+        help="maximum number of runs of a condition, if the host disturbs them; default: 2, or 6 "
+        "with --all",
     )
-    parser.add_argument("--keep", type=Path, help="folder for what was recorded of each step")
+    parser.add_argument(
+        "--keep", type=Path, help="folder in which the records of all steps are kept"
+    )
     options = parser.parse_args()
     options.sizes = options.sizes or (list(SIZES) if options.all else ["1M"])
     options.modes = options.modes or (list(MODES) if options.all else ["async"])
@@ -418,10 +428,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    # As Ctrl-C: everything that was started is ended on the way out.
+    # SIGTERM acts as Ctrl-C does: everything that was started is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Rank 0 wakes this process up after each step: it, torchrun and the servers take no core
-    # from a rank that computes. Ranks undo what they inherit of it.
+    # Rank 0 wakes this process up after each step. As batch work, this process, torchrun and the
+    # servers take no core from a rank that computes. The ranks undo the setting that they inherit.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     outcomes: dict[str, Outcome] = {}
     print(HEADER, flush=True)

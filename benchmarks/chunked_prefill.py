@@ -7,14 +7,16 @@
 
 The engine of the embedded server samples for 60 requests with prompts of 100 to 300 tokens. In
 each run but the first, prompts of 2,000 tokens arrive at fixed steps and ask for 8 tokens each.
-`chunked` is the token budget that the server chooses by itself, and `whole` is one that fits a
-long prompt into a single step, as without the feature. Both do the same work. A long prompt and
-some short ones come before each run, so that the storage of keys and values has its size. With
-several rounds, the runs alternate, and each figure is the median over the rounds.
+`chunked` uses the token budget that the server chooses by itself, and `whole` uses a budget that
+fits a long prompt into a single step, as without chunked prefill. Both do the same work. A long
+prompt and some short ones are computed before each run, so that the cache of keys and values has
+its full size. With several rounds, the runs alternate, and each figure is the median over the
+rounds.
 
-The time between two tokens of a request is that of the engine's thread, in CPU seconds. The thread
-computes without a pause and with one core, so this is the time on a machine that does nothing else.
-Throughput is all tokens, of prompts and of completions, divided by the time until the last one.
+The time between two tokens of a request is measured in CPU seconds of the engine's thread. The
+thread computes without a pause and on one core, so this is the time on a machine that does nothing
+else. Throughput is the number of all tokens, of prompts and of completions, divided by the time
+until the last one.
 
 The exit status is 1 if the 99th percentile of the time between tokens is more than 1.5 times that
 without long prompts, or if the throughput is more than 3 % below that of `whole`. With ``--json``
@@ -51,16 +53,16 @@ TIMEOUT_SECONDS = 900.0
 
 @dataclass
 class Run:
-    """One run of the engine: what it is to do, and what was measured on the engine's thread.
+    """The requests of one run of the engine, and the times that its thread measures.
 
     Attributes:
-        arrivals: Long prompts by the number of tokens that the running requests have when the
+        arrivals: Long prompts, by the number of tokens that the running requests have when the
             prompt arrives.
         left: Number of requests that have not finished.
-        is_warm: Whether the warm-up is over, of which nothing is counted.
-        started: Time at the first token of all.
-        ended: Time at the end of the last request.
-        gaps: Seconds between two tokens of a running request, without those of its first tokens.
+        is_warm: Whether the warm-up is over. Nothing is counted before.
+        started: Time of the first token of the run.
+        ended: Time at which the last request finished.
+        gaps: Seconds between two tokens of a running request, except for its first tokens.
     """
 
     arrivals: dict[int, Request]
@@ -74,7 +76,7 @@ class Run:
     done: threading.Event = field(default_factory=threading.Event)
 
     def report(self, events: Events) -> None:
-        """Is told of each step's tokens by the engine."""
+        """Receives the events of each step from the engine."""
         if not self.is_warm:
             return
         now = time.thread_time()
@@ -89,7 +91,7 @@ class Run:
             self.seen[id(request)] = now
             arrived = self.arrivals.pop(num_tokens, None)
             if arrived is not None:
-                assert self.engine is not None, "the engine reports after it was made"
+                assert self.engine is not None, "the engine must be set before it reports"
                 self.engine.submit([arrived])
         if self.left == 0:
             self.ended = now
@@ -117,7 +119,7 @@ def make_model() -> Any:
 
 
 def make_requests(arguments: argparse.Namespace) -> Iterator[Request]:
-    """Makes the running requests and then the long prompts, the same ones in every run."""
+    """Yields the running requests and then the long prompts, which are the same in every run."""
     rng = np.random.default_rng(0)
     for index in range(arguments.running + arguments.prompts):
         is_long = index >= arguments.running
@@ -155,7 +157,7 @@ def measure(model: Any, step_tokens: int | None, with_long: bool, arguments) -> 
 
 
 def warm_up(engine: Engine, arguments: argparse.Namespace) -> None:
-    """Fills every row once, one of them with a long prompt, and waits until all have ended."""
+    """Fills every row once, one of them with a long prompt, and waits until all requests end."""
     engine.pause("retract").result(TIMEOUT_SECONDS)
     for length in [LONG_PROMPT] + [8] * (arguments.running + FREE_ROWS - 1):
         params = SamplingParams(max_new_tokens=1)
@@ -184,7 +186,7 @@ def measure_rounds(arguments: argparse.Namespace) -> dict[str, dict[str, float]]
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--running", type=int, default=60)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--prompts", type=int, default=6)
@@ -207,9 +209,10 @@ def main() -> None:
     speed = figures["throughput_ratio"] = chunked["tokens_per_second"] / whole["tokens_per_second"]
     ok = latency <= LATENCY_BOUND and speed >= THROUGHPUT_BOUND
     print(
-        f"p99 with long prompts: {latency:.2f} times that without them (at most {LATENCY_BOUND}), "
-        f"whole prompts {figures['latency_ratio_whole']:.2f}; throughput {speed:.3f} of that "
-        f"with whole prompts (at least {THROUGHPUT_BOUND})"
+        f"With chunks, p99 is {latency:.2f} times that without long prompts (must be <= "
+        f"{LATENCY_BOUND}), and throughput is {speed:.3f} of that with whole prompts (must be >= "
+        f"{THROUGHPUT_BOUND}). With whole prompts, p99 is {figures['latency_ratio_whole']:.2f} "
+        "times that without long prompts."
     )
     if arguments.json:
         print(json.dumps({"benchmark": "chunked_prefill", "ok": ok, "figures": figures}))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures the time saved by starting probable long answers first and spreading them over servers.
+"""Measures the time saved by starting long answers first and spreading them over the servers.
 
     python benchmarks/dispatch_tail.py [--json] [--batches N] [--taught N]
 
@@ -12,13 +12,13 @@ advance: the words of the prompt choose a quantile of a Pareto distribution (sha
 tokens), and each answer differs from it by a log-normal factor (sigma 0.3). Every batch is written
 twice, in alternating order: first come, first served, on servers with equal expected work, and
 with ``rollout.longest_first``, using what the ranker has learned from other groups of the same
-kind. The number of steps is that of the server that took more of them; a server spends one step
-on one token of each running completion. ``perfect`` is the number of steps that every order needs:
-the longest answer, or all tokens divided by all places.
+kind. The number of steps is that of the server that took more of them; in one step, a server
+generates one token of each running completion. ``perfect`` is the number of steps that every order
+needs at least: the length of the longest answer, or all tokens divided by all places.
 
-The exit status is 1 if longest first needs more than 0.85 of the time of first come, first served
-over all batches, or if the ranker's order has little to do with the true lengths. With ``--json``
-the last line is a JSON object.
+The exit status is 1 if longest first takes more than 0.85 of the time of first come, first served
+over all batches, or if the rank correlation of predicted and true lengths is below 0.5. With
+``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -60,7 +60,7 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the lengths of its answers."""
+    """A prompt and the lengths of its answers."""
 
     prompt: Prompt
     lengths: tuple[int, ...]
@@ -80,7 +80,7 @@ class Task:
         mean = SHORTEST * (1 - place) ** (-1 / SHAPE)
         lengths = mean * np.exp(self._rng.normal(0, NOISE, GROUP_SIZE))
         self._count += 1
-        # The first two ids of the vocabulary are no words.
+        # The first two ids of the vocabulary are not words.
         prompt = Prompt(self._count, "", (words + 2).astype(np.int32), {})
         return Question(prompt, tuple(np.clip(lengths, 1, LONGEST).astype(int).tolist()))
 
@@ -96,7 +96,7 @@ class PlannedClient(EmbeddedClient):
         written = await super().generate(
             replace(request, max_new_tokens=num_tokens, ignore_eos=True)
         )
-        return replace(written, finish_reason="stop")  # it has its planned length
+        return replace(written, finish_reason="stop")  # the completion has its planned length
 
 
 async def attested(clients: list[PlannedClient]) -> Dispatcher:
@@ -125,7 +125,7 @@ async def num_steps(client: PlannedClient) -> int:
 async def write_batch(
     clients: list[PlannedClient], questions: list[Question], ranker: LengthRanker | None
 ) -> np.ndarray:
-    """Returns seconds and steps until the last answer; with a ranker, longest first."""
+    """Writes a batch, longest first if there is a ranker; returns the seconds and the steps."""
     dispatcher = await attested(clients)
     plan = {question.prompt.index: list(question.lengths) for question in questions}
     for client in clients:
@@ -169,7 +169,7 @@ def rank_correlation(ranker: LengthRanker, questions: list[Question]) -> float:
 
 
 def ideal_tokens(questions: list[Question]) -> float:
-    """Returns the number of steps that a perfect order needs."""
+    """Returns the number of steps that a perfect order would need."""
     lengths = [length for question in questions for length in question.lengths]
     return max(max(lengths), sum(lengths) / (NUM_SERVERS * PLACES))
 
@@ -186,7 +186,7 @@ async def measure(
         )
         for server in servers
     ]
-    await write_batch(clients, batches[0][:8], None)  # warm: memory is taken, code is loaded
+    await write_batch(clients, batches[0][:8], None)  # warms up memory and code
     totals = {"first_come": np.zeros(2), "longest_first": np.zeros(2)}
     print("batch  tokens longest perfect |  first come, steps | longest first, steps")
     for number, questions in enumerate(batches):
@@ -211,9 +211,9 @@ def measure_tail(num_batches: int, taught: int, seed: int) -> tuple[dict[str, fl
     """Runs the benchmark, prints its table, and returns figures and whether the bounds hold.
 
     Args:
-        num_batches: Batches that are written.
-        taught: Groups that the ranker has seen before.
-        seed: Of the lengths.
+        num_batches: Number of batches that are written.
+        taught: Number of groups that the ranker has observed before.
+        seed: Seed of the lengths.
     """
     task = Task(seed)
     ranker = LengthRanker(first_guess=LONGEST)
@@ -252,8 +252,8 @@ def measure_tail(num_batches: int, taught: int, seed: int) -> tuple[dict[str, fl
         print(f"{name:30} {value:.3f}")
     ok = figures["ratio_of_seconds"] <= RATIO_BOUND and correlation >= RANK_BOUND
     print(
-        f"{'ok  ' if ok else 'FAIL'} ratio_of_seconds must be at most {RATIO_BOUND}, "
-        f"rank_correlation at least {RANK_BOUND}"
+        f"{'ok  ' if ok else 'FAIL'} ratio_of_seconds must be <= {RATIO_BOUND}, and "
+        f"rank_correlation must be >= {RANK_BOUND}"
     )
     return figures, ok
 
@@ -262,7 +262,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--batches", type=int, default=12)
-    parser.add_argument("--taught", type=int, default=400, help="groups the ranker has seen")
+    parser.add_argument(
+        "--taught", type=int, default=400, help="number of groups that the ranker learns from"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     figures, ok = measure_tail(options.batches, options.taught, options.seed)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that kills lose no prompt and train none twice.
+"""Checks that no prompt is lost or trained twice when processes are killed.
 
     python benchmarks/exactly_once.py [--json] [--kills 15 | --all] [--seed 0] [--keep FOLDER]
         [--no-comparison]
@@ -10,15 +10,15 @@ A real run has one training rank, two embedded servers, the shipped tiny model, 
 every second step, and a learning rate of 0, so that the distribution of lengths stays the same.
 At random moments the benchmark kills (SIGKILL) the rollout process, a server, or the whole
 trainer, which it then starts again so that it resumes. At the end `ledger.jsonl` and the record
-of the trained rollouts must agree: each prompt up to the position is either trained, closed or
-open, and no step is missing or present twice. A second run makes as many steps without kills.
-The lengths of the trained completions of both runs must not differ by the Kolmogorov-Smirnov test
-at the 1 % level; a run that preferred short answers after resuming would fail it.
+of the trained rollouts must agree: each prompt up to the position is trained, closed or open, and
+no step is missing or present twice. A second run makes as many steps without kills. The lengths of
+the trained completions of both runs must not differ by the Kolmogorov-Smirnov test at the 1 %
+level; a run that preferred short answers after resuming would fail this test. ``--no-comparison``
+leaves out the second run.
 
-``--no-comparison`` leaves out that second run.
-
-By default there are 15 kills, which takes about eight minutes on two cores; ``--all`` makes 50.
-The exit status is 1 if something does not hold. With ``--json`` the last line is a JSON object.
+By default the benchmark kills 15 times, which takes about eight minutes on two cores; ``--all``
+kills 50 times. The exit status is 1 if a condition does not hold. With ``--json`` the last line is
+a JSON object.
 """
 
 import argparse
@@ -49,17 +49,17 @@ WORDS = {"rollout process": "grpo.rollout.process", "server": "grpo.inference.em
 PROGRESS_SECONDS = 180.0
 END_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 4.0
-# Of kills that do not wait until the run has gone on since the one before.
+# Probability that a kill does not wait until the run has taken a step since the kill before.
 HASTE = 0.2
-# Two-sided, 1 %: the asymptotic quantile of Kolmogorov's distribution.
+# Asymptotic quantile of Kolmogorov's distribution for the two-sided test at the 1 % level.
 CRITICAL = 1.63
 
 
 class KilledRun:
-    """One run in a folder, which is started again after each kill.
+    """A run whose processes are killed, and which is started again when the trainer is killed.
 
     Args:
-        folder: Its dump folder.
+        folder: The run's dump folder.
         seed: ``debug.seed``.
     """
 
@@ -88,7 +88,7 @@ class KilledRun:
             "rollout.record": self.folder / "rollouts.jsonl",
             "rollout.max_process_restarts": 1000,
             "inference.num_servers": 2,
-            # The servers are forked, which saves their imports. Whoever is killed stands for one.
+            # The servers are forked, which saves them their imports.
             "inference.python": fork_server().launcher(),
             "inference.max_restarts": 1000,
             "inference.restart_seconds": 0.1,
@@ -120,23 +120,23 @@ class KilledRun:
 
     @property
     def console(self) -> Path:
-        """File with what the run has printed."""
+        """File that receives the output of the run."""
         return self.folder / "console.log"
 
     @property
     def steps(self) -> int:
-        """The newest step that has been logged."""
+        """Number of the newest step that has been logged."""
         lines = read_lines(self.folder / "metrics.jsonl")
         return lines[-1]["step"] if lines else 0
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a whole checkpoint."""
+        """Returns whether there is a complete checkpoint."""
         return any((self.folder / "checkpoint").glob("step-*/.metadata"))
 
     def wait_for(
         self, holds: Callable[[], bool], what: str, seconds: float = PROGRESS_SECONDS
     ) -> None:
-        """Waits until ``holds`` returns True, at most ``seconds``.
+        """Waits until ``holds`` returns True, for at most ``seconds``.
 
         Raises:
             SystemExit: If the condition does not hold in time, or if the run ends first.
@@ -150,7 +150,11 @@ class KilledRun:
             time.sleep(0.02)
 
     def kill(self, victim: str, rng: random.Random) -> str:
-        """Kills one process, or the whole trainer if there is none; returns the kind of the victim."""
+        """Kills one process of a kind, or the whole trainer if there is no such process.
+
+        Returns:
+            The kind of the victim.
+        """
         found = [p for p in self._processes() if WORDS.get(victim, "?") in command_of(p)]
         if not found:
             self.kill_all()
@@ -167,7 +171,7 @@ class KilledRun:
         deadline = time.monotonic() + END_SECONDS
         while self._processes():
             if time.monotonic() > deadline:
-                raise SystemExit(f"Processes are left after {END_SECONDS:g} s.")
+                raise SystemExit(f"Processes of the run are left after {END_SECONDS:g} s.")
             time.sleep(0.02)
         if self._process is not None:
             self._process.wait(END_SECONDS)
@@ -212,7 +216,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def kill_often(run: KilledRun, num_kills: int, rng: random.Random) -> Counter[str]:
-    """Kills processes of a run, which is alive afterwards; returns the number of kills of each kind."""
+    """Starts a run and kills its processes; returns the number of kills of each kind.
+
+    The run is alive afterwards.
+    """
     killed: Counter[str] = Counter()
     run.start(steps=1_000_000)
     # A run that is killed before its first checkpoint has nothing to resume from.
@@ -263,7 +270,10 @@ def check_ledger(folder: Path) -> dict[str, float]:
 
 
 def lengths_of(folder: Path, steps: int) -> np.ndarray:
-    """[completions] lengths in tokens of what the first ``steps`` steps were trained on."""
+    """Returns the lengths in tokens of the completions that the first ``steps`` steps trained on.
+
+    The shape is [completions].
+    """
     batches = read_lines(folder / "rollouts.jsonl")[1 : steps + 1]
     return np.array(
         [
@@ -276,7 +286,7 @@ def lengths_of(folder: Path, steps: int) -> np.ndarray:
 
 
 def ks_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference of two empirical distribution functions (Smirnov 1939)."""
+    """Returns the largest difference of two empirical distribution functions (Smirnov 1939)."""
     points = np.union1d(a, b)
     of_a = np.searchsorted(np.sort(a), points, side="right") / len(a)
     of_b = np.searchsorted(np.sort(b), points, side="right") / len(b)
@@ -286,7 +296,11 @@ def ks_distance(a: np.ndarray, b: np.ndarray) -> float:
 def measure(
     folder: Path, num_kills: int, seed: int, compares: bool
 ) -> tuple[dict[str, float], bool]:
-    """Kills processes of a run, and compares it with one that is left alone, if it is to."""
+    """Kills processes of a run and, if ``compares``, compares it with a run without kills.
+
+    Returns:
+        The figures, and whether all conditions hold.
+    """
     run = KilledRun(folder / "killed", seed)
     try:
         killed = kill_often(run, num_kills, random.Random(seed))
@@ -311,7 +325,11 @@ def measure(
 
 
 def compare(run: KilledRun, folder: Path, seed: int, steps: int) -> tuple[dict[str, float], bool]:
-    """Takes as many steps without kills; returns figures, and whether the lengths are as before."""
+    """Compares a run with one that takes as many steps without kills.
+
+    Returns:
+        The figures, and whether the second run has no violations and the lengths do not differ.
+    """
     unkilled = KilledRun(folder, seed)
     try:
         unkilled.start(steps)
@@ -330,8 +348,8 @@ def compare(run: KilledRun, folder: Path, seed: int, steps: int) -> tuple[dict[s
         "ks_bound": bound,
     }
     print(
-        f"Lengths: mean {a.mean():.2f} tokens against {b.mean():.2f} without kills; "
-        f"Kolmogorov-Smirnov distance {distance:.4f} (must be <= {bound:.4f})"
+        f"The mean length is {a.mean():.2f} tokens with kills and {b.mean():.2f} without; the "
+        f"Kolmogorov-Smirnov distance is {distance:.4f} (must be <= {bound:.4f})."
     )
     return figures, violations == 0 and distance <= bound
 
@@ -339,12 +357,15 @@ def compare(run: KilledRun, folder: Path, seed: int, steps: int) -> tuple[dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--all", action="store_true", help="50 kills")
-    parser.add_argument("--kills", type=int, help="default: 15")
+    parser.add_argument("--all", action="store_true", help="kill 50 times")
+    parser.add_argument("--kills", type=int, help="number of kills; default: 15")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for both runs, kept")
+    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     parser.add_argument(
-        "--no-comparison", dest="compares", action="store_false", help="no run without kills"
+        "--no-comparison",
+        dest="compares",
+        action="store_false",
+        help="leave out the run without kills",
     )
     options = parser.parse_args()
     options.kills = options.kills or (50 if options.all else 15)

@@ -1,18 +1,19 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""HelixPipe's schedule on paper (https://arxiv.org/abs/2507.00394), for `long_rows.py`.
+"""Simulates HelixPipe's schedule (https://arxiv.org/abs/2507.00394) for `long_rows.py`.
 
-A layer's parts with weights lie on one rank, and successive layers on successive ranks. The
-attention of different microbatches is computed on different ranks at the same time, so that the
-slow quadratic part is no longer on the way of one microbatch after the other. What precedes and
-follows attention sends the hidden states there and gets them back.
+The parts of a layer that have weights are on one rank, and successive layers are on successive
+ranks. The attention of different microbatches is computed on different ranks at the same time, so
+that one microbatch does not wait for the slow quadratic part of another. The parts before attention
+send the hidden states to the rank that computes attention, and the parts after it receive them.
 
-Kept of the paper: the partition, with the projection of q, k and v beside attention, which receives
-its weights; first in, last out, in loops of twice as many microbatches as ranks; and recomputation of
-everything but attention. More than the paper, in Helix's favour: ranks take whatever is ready, in the
-best of several orders and placements, and the gradients of weights may be computed later. The
-embedding and the output layer are left out, as they are for the other schedules.
+Three things are as in the paper: the partition, in which the projection of q, k and v is computed
+beside attention, with weights that are sent there; the order, which is first in, last out, in loops
+of twice as many microbatches as ranks; and the recomputation of everything but attention. Two
+things differ from the paper, in HelixPipe's favour: a rank takes whatever task is ready, in the
+best of several orders and placements, and weight gradients may be computed later. The embedding and
+the output layer are left out, as they are for the other schedules.
 """
 
 import heapq
@@ -24,17 +25,20 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class PartTimes:
-    """Times of one layer's parts and a microbatch, in seconds.
+    """Times of the parts of one layer for one microbatch, in seconds.
+
+    F, I and W are the forward pass, the input gradient and the weight gradient.
 
     Attributes:
-        linear: Forward time of the linear layers but q, k and v. Their I and W take as long each.
-        qkv: Forward time of the projection of q, k and v; its I and W take as long each.
-        attention: Forward time of attention.
-        attention_backward: Backward time of attention, which has no weights.
-        hidden_hop: Time for which one tensor of the hidden states travels to another rank.
-        weights_hop: Time for which the weights of q, k and v do.
-        linear_pending: Hidden states that the factors of the linear layers' weight gradients take.
-        qkv_pending: The same of the projection of q, k and v.
+        linear: Time of F of the linear layers except q, k and v. I and W take the same time each.
+        qkv: Time of F of the projection of q, k and v. I and W take the same time each.
+        attention: Time of the forward pass of attention.
+        attention_backward: Time of the backward pass of attention, which has no weights.
+        hidden_hop: Time for sending one tensor of hidden states to another rank.
+        weights_hop: Time for sending the weights of q, k and v to another rank.
+        linear_pending: Memory of the factors of the linear layers' weight gradients, in tensors of
+            hidden states.
+        qkv_pending: Memory of the factors of the weight gradients of q, k and v, in the same unit.
     """
 
     linear: float
@@ -48,7 +52,10 @@ class PartTimes:
 
 
 class Task(NamedTuple):
-    """A part of a microbatch's way: ``part`` 2k is what lies between attentions, 2k + 1 attention."""
+    """One pass of one microbatch through one part of the model.
+
+    Part 2k is what lies between the attention of two layers, and part 2k + 1 is attention.
+    """
 
     kind: Literal["F", "B", "W"]
     part: int
@@ -56,9 +63,9 @@ class Task(NamedTuple):
 
 
 Place = Callable[[int, int], int]
-"""Rank of the attention of a layer and microbatch."""
+"""Returns the rank that computes the attention of a layer and a microbatch."""
 Order = Callable[[Task], tuple[int, ...]]
-"""Of the tasks that are ready, a rank takes the one for which this is least."""
+"""Returns the sort key of a task. A rank takes the ready task with the smallest key."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,8 @@ class Helix:
 
     Attributes:
         makespan: Time of the whole step.
-        peak: The most memory that a rank holds, in hidden states of a microbatch.
-        sent: The longest time for which one rank's link sends.
+        peak: Largest memory of a rank, in tensors of a microbatch's hidden states.
+        sent: Longest time for which the link of one rank sends.
     """
 
     makespan: float
@@ -92,7 +99,7 @@ def best_helix(
         num_ranks: Number of ranks. It divides the number of layers.
         num_layers: Number of layers.
         num_microbatches: Number of microbatches.
-        held: How many microbatches may be under way.
+        held: Maximum number of microbatches that have begun and not finished.
         defers: Whether gradients of weights may be computed later.
     """
     found = []
@@ -108,9 +115,9 @@ def _places(num_ranks: int) -> Iterator[Place]:
 
 
 _ORDERS: tuple[Order, ...] = (
-    # Backward passes first, last in first out; weights last.
+    # Backward passes come first, with the last microbatch first; weight gradients come last.
     lambda t: ("BFW".index(t.kind), -t.microbatch if t.kind == "B" else t.microbatch, t.part),
-    # The same, and forward passes that are further on their way first.
+    # As above, with the forward passes of later parts first.
     lambda t: ("BFW".index(t.kind), -t.microbatch if t.kind == "B" else 0, -t.part, t.microbatch),
     # Layer after layer.
     lambda t: (
@@ -118,7 +125,7 @@ _ORDERS: tuple[Order, ...] = (
         if t.kind == "B"
         else ("BFW".index(t.kind), t.part, t.microbatch)
     ),
-    # The same, forward passes first.
+    # As above, with forward passes before backward passes.
     lambda t: (
         ("FBW".index(t.kind), -t.part, -t.microbatch)
         if t.kind == "B"
@@ -128,12 +135,13 @@ _ORDERS: tuple[Order, ...] = (
     lambda t: ("BFW".index(t.kind), t.microbatch, -t.part if t.kind == "B" else t.part),
 )
 _KEPT = 2
-"""Hidden states that a part keeps: the residual stream and the output of attention, or its input and output."""
+"""Number of tensors of hidden states that a part keeps: the residual stream and the output of
+attention, or the input and the output of attention."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """The tasks of all microbatches: where they run, how long, and what they wait for."""
+    """The tasks of all microbatches: their ranks, their durations, and the tasks they depend on."""
 
     times: PartTimes
     num_ranks: int
@@ -152,7 +160,7 @@ class _Way:
 
     def seconds(self, task: Task) -> float:
         t = self.times
-        # The first part has only the norm before attention, which costs next to nothing.
+        # The first part consists of the norm before attention, whose time is negligible.
         weights = t.qkv if task.part % 2 else (t.linear if task.part > 0 else 0.0)
         forward = weights + (t.attention if task.part % 2 else 0.0)
         if task.kind == "F":
@@ -160,19 +168,20 @@ class _Way:
         if task.kind == "W":
             return weights
         attention = t.attention_backward if task.part % 2 else 0.0
-        # Linear layers are computed again; attention is not.
+        # Linear layers are recomputed; attention is not.
         return 2 * weights + attention + (0.0 if self.defers else weights)
 
     def hop(self, task: Task) -> float:
-        """Returns how long the results of a task travel, if they do."""
-        # Hidden states and the residual stream; to attention its weights, and back their gradients.
+        """Returns the time for sending the results of a task to another rank, if they are sent."""
+        # Sent are hidden states, the residual stream, the weights of q, k and v on the way to
+        # attention, and their gradients on the way back.
         to_attention = task.kind == "F" and task.part % 2 == 0
         from_attention = task.kind == "B" and task.part % 2 == 1
         weights = self.times.weights_hop if to_attention or from_attention else 0.0
         return 2 * self.times.hidden_hop + weights
 
     def memory(self, task: Task) -> float:
-        """Returns by how much a task changes the memory of its rank."""
+        """Returns the change of a rank's memory that a task causes."""
         t = self.times
         pending = (t.qkv_pending if task.part % 2 else t.linear_pending) if task.part else 0.0
         kept = float(_KEPT if task.part else 0)
@@ -193,9 +202,9 @@ class _Way:
 
 
 def _simulate(way: _Way, order: Order, held: int) -> Helix:
-    """Lets each rank run what is ready."""
+    """Simulates the schedule: each rank runs tasks as soon as they are ready."""
     ready: list[list[tuple[tuple[int, ...], Task]]] = [[] for _ in range(way.num_ranks)]
-    # Time, kind of event (what arrives before what is free), and a task or a rank.
+    # Time, kind of event (arrivals sort before ranks that become free), and a task or a rank.
     events: list[tuple[float, int, Task | int]] = []
     is_busy = [False] * way.num_ranks
     sent, memory, peak = [0.0] * way.num_ranks, [0.0] * way.num_ranks, 0.0
@@ -233,7 +242,7 @@ def _simulate(way: _Way, order: Order, held: int) -> Helix:
             is_busy[what] = False
             finish(running.pop(what), what)
         if events and events[0][0] == now:
-            continue  # all that happens at this time, before ranks choose
+            continue  # handles all events of this time before ranks choose tasks
         for rank, tasks in enumerate(ready):
             if tasks and not is_busy[rank]:
                 task = running[rank] = heapq.heappop(tasks)[1]

@@ -16,10 +16,10 @@ reference model.
 
 By default each kind of layout is run for at least one model, which takes about ten minutes on
 two cores. ``--quick`` leaves out the layouts of 8 ranks, compiled models, activation
-checkpointing and several updates a batch. ``--all`` runs every layout, which takes about 40
-minutes. ``--only TEXT`` runs of all layouts those whose name contains the text, and their baselines,
-and ``--model NAME`` only those of one model. The benchmark prints one row for each layout, and exits with status 1 if a layout
-differs. With ``--json`` the last line is a JSON object.
+checkpointing and several updates per batch. ``--all`` runs every layout, which takes about 40
+minutes. ``--only TEXT`` runs the layouts whose name contains the text, and their baselines.
+``--model NAME`` runs the layouts of one model. The benchmark prints one row for each layout, and
+exits with status 1 if a layout differs. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -42,14 +42,15 @@ from torchtitan.grpo.types import PromptProgress, Rollout, RolloutGroup, Version
 TOLERANCE = 1e-5
 ADAMW_LOSS_TOLERANCE = 1e-4
 TIMEOUT_SECONDS = 1500
-# Starting ranks is slow, but each layout's process groups and their threads stay to the end.
+# Starting ranks is slow, but the process groups of each layout and their threads stay until the
+# ranks end.
 JOBS_PER_START = 6
 SEQ_LEN = 96
-VOCAB_SIZE = 131  # does not divide by the degrees of tensor parallelism
+VOCAB_SIZE = 131  # not divisible by the degrees of tensor parallelism
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """Writes random tiny models as Hugging Face directories; no two of their sizes are equal."""
+    """Writes random tiny models as Hugging Face directories. All sizes of a model are different."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import (
         LlamaConfig,
@@ -91,11 +92,11 @@ def make_models(folder: Path) -> dict[str, Path]:
     }
     with torch.no_grad():
         for name, parameter in models["qwen2"].named_parameters():
-            if name.endswith(".bias"):  # transformers begins with zeros
+            if name.endswith(".bias"):  # transformers initializes biases to zero
                 parameter.normal_(std=0.1)
     for name, model in models.items():
         model.float().save_pretrained(folder / name)
-        # The reference is another model, or its KL would be 0.
+        # The reference is another model. Otherwise the KL divergence would be 0.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.01 * torch.randn_like(parameter)
@@ -104,7 +105,7 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 def record_batch(file: Path, steps: int) -> None:
-    """Records random rollouts whose lengths fill rows unevenly: the same batch for each step."""
+    """Records random rollouts whose lengths fill rows unevenly. Each step has the same batch."""
     random = np.random.default_rng(0)
     groups = []
     for group_id in range(6):
@@ -112,7 +113,7 @@ def record_batch(file: Path, steps: int) -> None:
         rollouts = []
         for _ in range(4):
             length = int(random.integers(1, 40))
-            # About as likely as a random model finds them, so that some weights are cut off.
+            # About the logprobs of a random model, so that some importance weights are truncated.
             logprobs = random.normal(-np.log(VOCAB_SIZE), 0.8, length).astype(np.float32)
             rollouts.append(
                 Rollout(
@@ -135,7 +136,7 @@ def record_batch(file: Path, steps: int) -> None:
 def run_layouts(
     layouts: dict[str, list[Layout]], models: dict[str, Path], batch: Path, folder: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs the layouts of each model; layouts with the same number of ranks share starts."""
+    """Runs the layouts of each model. Layouts with the same number of ranks share a start."""
     results = {}
     for ranks in sorted({layout.ranks for some in layouts.values() for layout in some}):
         jobs, keys = [], []
@@ -181,7 +182,7 @@ def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[s
         "grpo.aggregation": "sequence_mean",
         "grpo.mismatch_level": "geometric",
         "grpo.kl_coef": 0.1,
-        "grpo.entropy_coef": 0.05,  # the policy term alone is near 0, and so no measure
+        "grpo.entropy_coef": 0.05,  # the policy term alone is near 0, too small to compare
         "grpo.ref_model_path": f"{model}-reference",
         "observe.progress": "none",
         "observe.log_level": "warning",
@@ -193,7 +194,7 @@ def _arguments(layout: Layout, model: Path, batch: Path, folder: Path) -> list[s
 
 
 def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Returns the largest relative differences; that of a missing tensor is infinite."""
+    """Returns the largest relative differences. The difference of a missing tensor is infinite."""
     sgd, sgd_expected = result["sgd"], expected["sgd"]
     return {
         "loss": _largest(zip(sgd["losses"], sgd_expected["losses"], strict=True)),
@@ -206,7 +207,7 @@ def compare(result: dict[str, Any], expected: dict[str, Any]) -> dict[str, float
 
 
 def _largest(pairs: Iterable[tuple[float, float]]) -> float:
-    # numpy's maximum is NaN where there is one; Python's may pass over it.
+    # numpy's maximum is NaN if a value is NaN. Python's maximum may ignore a NaN.
     return float(np.max([abs(value - expected) / abs(expected) for value, expected in pairs]))
 
 
@@ -221,17 +222,17 @@ def _farthest(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def holds(figures: dict[str, float]) -> bool:
-    """Returns whether a layout's differences are within the bounds (NaN is not)."""
+    """Returns whether the differences of a layout are within the bounds. NaN is not."""
     adamw = figures["adamw_loss"] <= ADAMW_LOSS_TOLERANCE
     return adamw and all(v <= TOLERANCE for k, v in figures.items() if k != "adamw_loss")
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose the layouts; the choice is ``options.choice``."""
+    """Adds the options that choose the layouts. The choice is stored in ``options.choice``."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--quick", dest="choice", action="store_const", const="quick", default="default",
-        help="few layouts, of up to 4 ranks",
+        help="a few layouts of up to 4 ranks",
     )  # fmt: skip
     group.add_argument(
         "--all", dest="choice", action="store_const", const="all", help="every layout"
@@ -242,8 +243,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     add_choice(parser)
-    parser.add_argument("--only", metavar="TEXT", help="all layouts with this text in their name")
-    parser.add_argument("--model", choices=ALSO_BY_DEFAULT, help="only this model")
+    parser.add_argument("--only", metavar="TEXT", help="layouts whose name contains this text")
+    parser.add_argument("--model", choices=ALSO_BY_DEFAULT, help="layouts of this model")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

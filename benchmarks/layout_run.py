@@ -69,7 +69,7 @@ class WatchedTrainer(GRPOTrainer):
 
     def _log_step(self, learned, learning_rate) -> None:
         super()._log_step(learned, learning_rate)
-        # Combined over all ranks by now.
+        # These metrics have been reduced over all ranks.
         metrics = batch_loss_metrics(learned.totals, len(learned.grad_norms))
         self.losses.append(metrics["loss/total"])
         self.grad_norms.append(sum(learned.grad_norms) / len(learned.grad_norms))
@@ -96,8 +96,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def merged(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
     """Returns the tensors of all ranks, and the largest relative difference of their copies.
 
-    Pipeline stages hold different ones; replicas and tensor-parallel ranks hold copies of
-    their own, which nothing but equal arithmetic keeps equal.
+    Pipeline stages hold different tensors. Replicas and tensor-parallel ranks hold copies of the
+    same tensors, which stay equal only because the ranks compute the same.
     """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tensors)
@@ -115,9 +115,9 @@ def run_job(job: dict[str, Any]) -> None:
     config = load_config([*job["args"]])
     hf_model = read_hf_model(config.model.hf_assets_path)
     check_model(config, hf_model)
-    # A run registers its model once; this is several runs in one.
+    # Upstream registers a model once per process, but this process runs several trainers.
     train_specs._extra_train_specs.clear()
-    # Each run compiles again, as the first run in a process does.
+    # Each trainer compiles its model again, as the first trainer of a process does.
     torch.compiler.reset()
     result = {}
     for optimizer in ("sgd", "adamw"):

@@ -1,13 +1,13 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The parallel layouts, and the settings of training, under which `layout_parity.py` trains."""
+"""Lists the parallel layouts and the settings under which `layout_parity.py` trains."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Choice = Literal["quick", "default", "all"]
-"""How many of the layouts are run."""
+"""Which layouts are run."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ ONE = "one process, 4 updates a batch"
 MIXED = "PP x2, Interleaved1F1B, bfloat16"
 UPDATES = {"minibatches": 2, "epochs": 2, "kl_in": "reward", "ema": 0.5}
 STREAMED = {"stream": True, "parts": 3}
-# Rejects some of the sequences and masks others; the mean weight is over all ranks.
 WITH_MUON = "one process, Muon"
 MUON = {"optimizer": "Muon", "muon_dtype": "float32"}  # takes the place of AdamW in the last column
 REJECTION = "one process, rejection"
+# These settings reject some sequences and mask others. The mean weight is taken over all ranks.
 REJECTED = {
     "minibatches": 2, "advantage": "leave_one_out_norm", "max_k3": 0.9, "normalize": True, "off_policy": 0.3,
     "estimator": "k3_straight", "importance": True,
 }  # fmt: skip
-# Smaller microbatches have no tensors of a size that is moved to the host.
+# Smaller microbatches have no tensors that are large enough to be moved to the host.
 OFFLOAD = {"offload": 1, "microbatch": 4}
 SCHEDULES = (
     "1F1B", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "VMin", "VHalf", "VZB", "auto",
@@ -174,7 +174,7 @@ MOE_LAYOUTS = [
 ]  # fmt: skip
 
 
-# By default a model is also run under these layouts, so that each kind of layout is there once.
+# By default a model is also run under these layouts, so that each kind of layout is run once.
 ALSO_BY_DEFAULT = {
     "llama3": (
         MIXED, "PP x2, ZBVZeroBubble, bfloat16",
@@ -198,8 +198,8 @@ ALSO_BY_DEFAULT = {
     ),
 }  # fmt: skip
 
-# Under --quick, the layouts of models that have something besides what llama3 has: norms of queries and
-# keys, and embeddings that are tied across two ranks, or across two stages of one.
+# Layouts with --quick of the models that have parts which llama3 lacks: norms of queries and keys,
+# and embeddings that are tied across two ranks, or across two stages of one rank.
 QUICK = {
     "qwen3": ("one process", "TP x2", "CP x2", "FSDP2 x2, PP x2, ZBVZeroBubble"),
     "qwen2": ("one process", "PP x2, 1F1B", "PP x2, ZBVZeroBubble"),
@@ -207,9 +207,10 @@ QUICK = {
 
 
 def layouts_of(model: str, choice: Choice, only: str | None = None) -> list[Layout]:
-    """Returns the layouts that a model is run under; mixtures of experts have their own.
+    """Returns the layouts under which a model is run.
 
-    Qwen2 is there for its tied embeddings, which only pipelines treat differently.
+    Mixtures of experts have layouts of their own. Qwen2 is run for its tied embeddings, which only
+    pipelines treat differently, so other layouts of Qwen2 are left out.
     """
     layouts = MOE_LAYOUTS if model == "qwen3_moe" else LAYOUTS
     if model == "qwen2":

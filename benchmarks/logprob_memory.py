@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares fused log-probabilities with whole logits: peak extra memory and time.
+"""Compares the peak extra memory and the time of fused log-probabilities with those of full logits.
 
     python benchmarks/logprob_memory.py [--json] [--device cuda] [--dtype bfloat16]
 
@@ -31,19 +31,19 @@ MIB = 2**20
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--quick", action="store_true", help="a small size, to try the script")
+    parser.add_argument("--quick", action="store_true", help="use a small size, to try the script")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--chunk-tokens", type=int, help="default: that of grpo.logprob_chunk_tokens"
+        "--chunk-tokens", type=int, help="chunk size; default: that of grpo.logprob_chunk_tokens"
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-# ---- in the child: one pass, measured
+# ---- in the child: measuring one pass
 
 
 def passes(arguments: argparse.Namespace) -> dict:
@@ -80,7 +80,7 @@ def passes(arguments: argparse.Namespace) -> dict:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
-    """Returns seconds and extra MiB of one pass, and numbers on which all passes must agree."""
+    """Returns the seconds and the extra MiB of a pass, and numbers that are equal in all passes."""
     import torch
 
     run = passes(arguments)[arguments.child]
@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         return logprobs
 
     size = SIZES["quick" if arguments.quick else "full"]
-    # Libraries start their threads, and a GPU picks its kernels, outside of the measurement.
+    # Libraries start their threads, and a GPU selects its kernels, before the measurement.
     once(*make(*(size if arguments.device == "cuda" else SIZES["quick"])))
     case = make(*size)
     before, start, cpu_start = (
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
     assert hidden_grad is not None and weight_grad is not None
     return {
         "seconds": seconds,
-        # Of all threads: what a machine that others use leaves comparable.
+        # The time of all threads, which stays comparable on a machine that others use as well.
         "cpu_seconds": cpu_seconds,
         "extra_mib": (memory_peak(arguments.device) - before) / MIB,
         "logprob": float(logprobs.detach().double().mean()),
@@ -125,7 +125,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def memory_now(device: str) -> int:
-    """Returns the bytes in use, and resets the peak to them."""
+    """Returns the number of bytes in use; on a GPU, also resets the peak to this number."""
     if device == "cpu":
         return process_memory("VmRSS")
     import torch
@@ -151,7 +151,7 @@ def process_memory(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# ---- in the parent: rounds, ratios, verdict
+# ---- in the parent: rounds, ratios and the verdict
 
 
 def run_child(name: str) -> dict[str, float]:
@@ -166,7 +166,10 @@ def run_child(name: str) -> dict[str, float]:
 
 
 def run_rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Returns each row's measurements: the two rows of the claim in every round, the others once."""
+    """Returns the measurements of each row.
+
+    The two rows of the claim are measured in every round, and the others once.
+    """
     measured: dict[str, list[dict[str, float]]] = {}
     for number in range(rounds):
         names = ["naive", "fused"] if number % 2 == 0 else ["fused", "naive"]
@@ -177,7 +180,7 @@ def run_rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
 
 
 def figures_of(measured: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Returns medians of each row and its ratios to the naive path, under flat names."""
+    """Returns the medians of each row, and their ratios to those of the row `naive`."""
     figures = {}
     for name, runs in measured.items():
         for key, kind in (("seconds", "time"), ("cpu_seconds", "cpu"), ("extra_mib", "memory")):
@@ -185,7 +188,7 @@ def figures_of(measured: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             pairs = zip(runs, measured["naive"], strict=False)
             ratio = statistics.median(ours[key] / naive[key] for ours, naive in pairs)
             figures[f"{name}_{kind}_ratio"] = ratio
-        # All rows see the same numbers, so they must come to the same.
+        # All rows have the same inputs, so they must have the same results.
         figures[f"{name}_difference"] = max(
             abs(runs[0][key] / measured["naive"][0][key] - 1)
             for key in ("logprob", "hidden_grad", "weight_grad")
@@ -212,7 +215,7 @@ def main() -> int:
         return 0
     measured = run_rounds(arguments.rounds)
     figures = figures_of(measured)
-    # Half precision rounds differently by design; in float32 the rows must agree.
+    # In half precision, the rows round differently by design. In float32 they must agree.
     difference_bound = DIFFERENCE_BOUND if arguments.dtype == "float32" else 1e-2
     ok = (
         figures["fused_memory_ratio"] <= MEMORY_BOUND
@@ -221,8 +224,8 @@ def main() -> int:
     )
     print_table(figures, list(measured))
     print(
-        f"fused against naive: memory at most {MEMORY_BOUND}, time at most {TIME_BOUND}, same "
-        f"numbers: {'holds' if ok else 'DOES NOT HOLD'}"
+        f"{'ok  ' if ok else 'FAIL'} fused must take at most {MEMORY_BOUND} of the memory and "
+        f"{TIME_BOUND} of the time of naive, and compute the same numbers"
     )
     if arguments.json:
         print(json.dumps({"benchmark": "logprob_memory", "ok": ok, "figures": figures}))

@@ -1,24 +1,28 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Asks on paper whether HelixPipe pays for long rows, with the times of this machine.
+"""Simulates whether HelixPipe is faster than other schedules for long rows, with measured times.
 
     python benchmarks/long_rows.py [--json]
 
-One rank times matrix products of a 7B model's layer and causal attention of a few of its heads at
-lengths that a CPU can compute, and two ranks time their link. Times at 32k, 64k and 128k tokens are
-extrapolated by FLOPs: those of attention grow with the square of the length, all others with the length.
-All schedules then recompute everything but attention in the backward pass, and are simulated
-with these times for one row a microbatch: HelixPipe (`helix.py`) and the schedules of the package.
+One rank measures the times of matrix products of a 7B model's layer, and of causal attention of a
+few of its heads at lengths that a CPU can compute. Two ranks measure the time of their link. Times
+at 32k, 64k and 128k tokens are extrapolated by FLOPs: those of attention grow with the square of
+the length, and all others in proportion to the length. With these times, the benchmark simulates
+HelixPipe (`helix.py`) and the schedules of the package for microbatches of one row. All schedules
+recompute everything but attention in the backward pass.
 
-Memory is what forward passes leave plus the factors of weight gradients that wait, at the peak of the
-rank that holds most, in hidden states of one row [tokens, width]. HelixPipe keeps four of them for each
-layer (the residual stream and what is before and after attention, which lie on other ranks), the others
-two. HelixPipe is compared with the fastest V schedule, and the fastest of all, that hold no more than it
-does, with any bound of the weight gradients that wait (`grpo.max_pending_weight_grads_gib`).
+Memory is the peak of the rank that holds most, in tensors of one row's hidden states [tokens,
+width]. It includes the activations of forward passes and the factors of pending weight gradients.
+HelixPipe keeps four tensors for each layer (the residual stream, and the tensors before and after
+attention, which are on other ranks), and the other schedules keep two. The benchmark compares
+HelixPipe with the fastest V schedule, and with the fastest schedule of all, that hold no more
+memory than HelixPipe does, under any bound of pending weight gradients
+(`grpo.max_pending_weight_grads_gib`).
 
-On a CPU, communication is next to nothing beside computation. All tables are therefore made once more with
-a link that is as slow beside the products as that of an accelerator would be. It has no queue.
+On a CPU, the time of communication is negligible beside that of computation. All tables are
+therefore made a second time with a link that is as slow, relative to the products, as that of an
+accelerator. In the simulation, tensors do not wait for one another on a link.
 """
 
 import argparse
@@ -43,29 +47,30 @@ from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 LAYERS, DIM, FFN, HEAD_DIM = 32, 4096, 11008, 128
 TOKENS = (32768, 65536, 131072)
 PIPELINES = ((4, 8), (4, 16), (8, 16), (8, 32))
-"""Ranks and microbatches."""
+"""Pairs of the number of ranks and the number of microbatches."""
 MORE_STAGES = 4
-"""Stages of a rank in additional rows of interleaved schedules."""
+"""Number of stages of a rank in the additional rows of interleaved schedules."""
 V_SCHEDULES = ("ZBVZeroBubble", "VMin", "VHalf", "VZB")
 MEASURED: dict[str, Any] = {
     "dim": DIM, "ffn": FFN, "head_dim": HEAD_DIM, "linear_tokens": 256, "measured_heads": 2,
     "lengths": [2048, 4096], "link_bytes": 32 * 2**20,
 }  # fmt: skip
 KEPT = 2
-"""Hidden states that a layer keeps for the backward pass, but under HelixPipe."""
+"""Number of hidden-state tensors that a layer keeps for backward passes, except in HelixPipe."""
 PENDING_LINEAR, PENDING_QKV = (4 * DIM + 3 * FFN) / DIM, 4.0
 PENDING = PENDING_LINEAR + PENDING_QKV
-"""Hidden states that the factors of a layer's weight gradients take: inputs and outputs' gradients."""
+"""Memory of the factors of a layer's weight gradients, which are the inputs and the gradients of
+the outputs, in tensors of hidden states."""
 ACCELERATOR = {"flops": 4e14, "bandwidth": 5e10}
-"""FLOP/s and bytes per second of an accelerator and its network, as an assumption."""
+"""Assumed FLOP/s of an accelerator, and assumed bytes per second of its network."""
 WORTH_IT = 1.10
-"""By which HelixPipe would have to be faster to be worth a runtime."""
+"""Speedup above which it would be worthwhile to implement HelixPipe."""
 BYTES = 2
-"""Of a number, in bfloat16. The time of a product is measured in float32, as the link's is in bytes."""
+"""Bytes of a number that is sent, in bfloat16. The products are measured in float32."""
 
 
 def measure() -> dict[str, Any]:
-    """Returns seconds per FLOP and per byte; see `long_rows_run.py`."""
+    """Returns the seconds per FLOP and per byte; see `long_rows_run.py`."""
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
         job.write_text(json.dumps(MEASURED))
@@ -74,7 +79,7 @@ def measure() -> dict[str, Any]:
 
 
 def times_at(tokens: int, measured: dict[str, Any]) -> PartTimes:
-    """Extrapolates to rows of so many tokens."""
+    """Returns the times for rows of ``tokens`` tokens, extrapolated by FLOPs and bytes."""
     forward, backward = measured["attention"][str(max(MEASURED["lengths"]))]
     attention_flops = 2 * tokens**2 * DIM
     linear = 2 * tokens * measured["linear"]
@@ -91,7 +96,10 @@ def times_at(tokens: int, measured: dict[str, Any]) -> PartTimes:
 
 
 def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, list[Simulation]]:
-    """Simulates the schedules of the package, zero-bubble ones with several bounds of what waits."""
+    """Simulates the schedules of the package.
+
+    Zero-bubble schedules are simulated with several bounds of pending weight gradients.
+    """
     found = {}
     weights = times.linear + times.qkv
     rows = [(name, row, row.stages_per_rank) for name, row in SCHEDULES.items() if name != AUTO]
@@ -105,7 +113,7 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, l
             layers * weights,
             activation=layers * KEPT,
             pending=layers * PENDING,
-            recompute=weights,  # one block, as grpo.recompute_early_blocks is by default
+            recompute=weights,  # one block, which is the default of grpo.recompute_early_blocks
         )
         costs = Costs((stage,) * (ranks * per_rank), times.hidden_hop)
         table = row.make_table(ranks, microbatches, per_rank, costs)
@@ -117,7 +125,10 @@ def simulate_all(times: PartTimes, ranks: int, microbatches: int) -> dict[str, l
 
 
 def with_bound(table: Table, costs: Costs, most: float) -> Table:
-    """Returns a table in which the oldest W runs at once where more would wait, as in a run."""
+    """Returns a table with a bound of the memory of pending weight gradients.
+
+    As in a run, the oldest W is computed as soon as the bound would be exceeded.
+    """
     orders = []
     for actions in table.actions:
         order: list[Action] = []
@@ -142,7 +153,8 @@ def compare(
     """Prints one table.
 
     Returns:
-        For each row of HelixPipe, the time over its own of the best V schedule, and of the best of all.
+        For each row of HelixPipe, the times of the best V schedule and of the best schedule of all,
+        relative to the time of HelixPipe.
     """
     weights = times.linear + times.qkv
     busy = LAYERS * microbatches / ranks
@@ -151,13 +163,14 @@ def compare(
     print(f"{'':40} {'time / busy time':>17} {'memory':>7}")
     gains = {}
     others = simulate_all(times, ranks, microbatches)
-    # One loop at a time, which is the paper's, and all microbatches at once.
+    # HelixPipe holds the microbatches of one loop, as in the paper, or all microbatches.
     for held, defers in itertools.product(sorted({2 * ranks, microbatches}), (False, True)):
         helix = best_helix(times, ranks, LAYERS, microbatches, held, defers=defers)
         label = f"{held} held{', W deferred' if defers else ''}"
         print(
-            f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   links send "
-            f"for {helix.sent / helix.makespan:.1%} of the time; in as much memory:",
+            f"{f'HelixPipe, {label}':40} {helix.makespan / busy:17.3f} {helix.peak:7.0f}   the "
+            f"busiest link sends for {helix.sent / helix.makespan:.1%} of the time; within this "
+            "memory:",
             end="",
         )
         for which, names in (("v", V_SCHEDULES), ("any", tuple(others))):
@@ -167,15 +180,16 @@ def compare(
                 for s in others[name]
                 if s.peak <= helix.peak + 1e-9
             )
-            print(f" {name} {best / helix.makespan:.3f} of its time;", end="")
+            print(f" {name} takes {best / helix.makespan:.3f} of HelixPipe's time;", end="")
             key = f"{tokens}_p{ranks}_m{microbatches}_{label}_{link}_{which}"
             gains[key.replace(", ", "_").replace(" ", "_")] = best / helix.makespan
         print()
     for name, found in others.items():
         cells = f"{found[0].makespan / busy:17.3f} {found[0].peak:7.0f}"
         if len(found) > 1:
+            least = found[-1]
             cells += (
-                f"   weight gradients at once: {found[-1].makespan / busy:.3f} {found[-1].peak:.0f}"
+                f"   without pending weight gradients: {least.makespan / busy:.3f} {least.peak:.0f}"
             )
         print(f"{name:40} {cells}")
     return gains
@@ -199,10 +213,11 @@ def main() -> int:
         times = times_at(tokens, measured)
         weights = times.linear + times.qkv
         print(
-            f"\n{tokens // 1024}k tokens: attention takes {times.attention / weights:.2f} of the time "
-            f"of a layer's products; a hidden state travels for {times.hidden_hop / weights:.3f} of it"
+            f"\n{tokens // 1024}k tokens: relative to the time of a layer's products, attention "
+            f"takes {times.attention / weights:.2f}, and sending a tensor of hidden states takes "
+            f"{times.hidden_hop / weights:.3f}"
         )
-        # A hop of the same share of a layer's products as on the accelerator.
+        # A hop then takes the same share of the time of a layer's products as on the accelerator.
         slower = (
             ACCELERATOR["flops"]
             * measured["linear"]
@@ -214,7 +229,7 @@ def main() -> int:
         for ranks, microbatches in PIPELINES:
             for link, its in (("measured", times), ("assumed", assumed)):
                 gains |= compare(tokens, its, ranks, microbatches, link)
-    print("\nIn HelixPipe's memory, over its time:")
+    print("\nTime of the best schedule within HelixPipe's memory, relative to HelixPipe's time:")
     for link, which in itertools.product(("measured", "assumed"), ("v", "any")):
         for per_rank in (2, 4):
             of_kind = [
@@ -224,9 +239,9 @@ def main() -> int:
                 and any(f"p{p}_m{m}_" in key for p, m in PIPELINES if m == per_rank * p)
             ]
             print(
-                f"  {link} link, {per_rank} microbatches a rank, best {which} schedule: "
-                f"{min(of_kind):.3f} to {max(of_kind):.3f}, at least {WORTH_IT} in "
-                f"{sum(gain >= WORTH_IT for gain in of_kind)} of {len(of_kind)}"
+                f"  {link} link, {per_rank} microbatches per rank, best {which} schedule: "
+                f"{min(of_kind):.3f} to {max(of_kind):.3f}; at least {WORTH_IT} in "
+                f"{sum(gain >= WORTH_IT for gain in of_kind)} of {len(of_kind)} cases"
             )
     if given.json:
         print(json.dumps({"benchmark": "long_rows", "ok": True, "figures": gains | {

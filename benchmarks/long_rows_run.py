@@ -1,7 +1,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A rank of `long_rows.py`: rank 0 times parts of a layer, and both the link between them."""
+"""Runs a rank of `long_rows.py`.
+
+Rank 0 measures the times of parts of a layer, and both ranks measure the time of their link.
+"""
 
 import json
 import statistics
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 
 
 def seconds(run: Callable[[], Any], rounds: int = 5) -> float:
-    """Returns the median time of a call after one that warms up."""
+    """Returns the median time of a call, after a first call that is not counted."""
     run()
     times = []
     for _ in range(rounds):
@@ -35,7 +38,10 @@ def linear_rate(settings: dict[str, Any]) -> float:
 
 
 def attention_rates(settings: dict[str, Any], length: int) -> tuple[float, float]:
-    """Returns the seconds per FLOP of the forward pass: that of causal attention, and its backward's."""
+    """Returns the times of the forward and of the backward pass of causal attention.
+
+    Both are in seconds per FLOP of the forward pass.
+    """
     heads, dim = settings["measured_heads"], settings["head_dim"]
     q, k, v = (torch.randn(1, heads, length, dim, requires_grad=True) for _ in range(3))
     flops = 2 * length * length * dim * heads
@@ -51,7 +57,7 @@ def attention_rates(settings: dict[str, Any], length: int) -> tuple[float, float
 
 
 def link_rate(num_bytes: int) -> float:
-    """Returns the seconds per byte of a tensor's way to the other rank."""
+    """Returns the seconds per byte for sending a tensor to the other rank."""
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
 
     def there_and_back() -> None:

@@ -1,15 +1,16 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares pipeline schedules with real computation on two ranks; a part of `pipeline_schedules.py`.
+"""Compares pipeline schedules with real computation; a part of `pipeline_schedules.py`.
 
-A Qwen3 model of eight layers with random weights is trained under every schedule and ``auto``, with
-and without full activation checkpoints. Rounds are interleaved, and medians are shown. Embedding and
-output layer are small beside a layer, so that every stage has two layers.
+A Qwen3 model of eight layers with random weights is trained on two ranks, under every schedule and
+``auto``, with and without full activation checkpointing. Rounds are interleaved, and medians are
+shown. The embedding and the output layer are small compared to a layer, so the layers are divided
+evenly among the stages.
 
-Processor times are measured for each stage and kind of pass, without the time for which a rank waits
-or has no core. Replayed through the dependencies of a schedule, they say how long a pass would
-take if every rank had a core of its own.
+Processor times are measured for each stage and each kind of pass. They do not include the time for
+which a rank waits or has no core. The benchmark replays them through the dependencies of a
+schedule, which gives the time that a pass would take if every rank had a core of its own.
 """
 
 import json
@@ -27,20 +28,21 @@ from torchtitan.grpo.pipeline.tables.costs import Costs, StageCosts
 
 RANKS = 2
 SEQ_LEN, REPLAYED_SEQ_LEN = 128, 512
-"""Tokens of a row: few for passes of many microbatches, more where passes are timed one by one."""
+"""Number of tokens of a row: for whole passes, and for passes of single stages, which are timed one
+by one."""
 COUNTS = (2, 4, 8, 16)
-"""Microbatches of a pass."""
+"""Numbers of microbatches of a pass."""
 REPLAYED = 4
-"""Microbatches of a pass that is replayed."""
+"""Number of microbatches of a pass that is replayed."""
 AUTO_MOST = 1.05
-"""Of the time of the best schedule."""
+"""Bound of the time of ``auto``, relative to the best schedule."""
 SPLIT_MOST = {"none": 1.05, "full": 1.05, "none, compiled": 1.10, "full, compiled": 1.10}
-"""Of the processor time of I and W over that of a whole backward pass."""
+"""Bounds of the processor time of I and W, relative to that of a whole backward pass."""
 REPLAY_MOST = {"ZBVZeroBubble": 0.98, "ZBVZeroBubble, early": 0.95}
-"""Of the replayed time over that of Interleaved1F1B, with full checkpoints."""
+"""Bounds of the replayed time with full checkpointing, relative to that of Interleaved1F1B."""
 
 Result = tuple[dict[str, float], list[str]]
-"""Figures, and the bounds that were missed."""
+"""Figures, and a text for each bound that is exceeded."""
 
 
 def run(
@@ -51,7 +53,7 @@ def run(
     seq_len: int,
     rounds: int,
 ) -> Any:
-    """Runs `pipeline_compute_run.py`; returns what it found."""
+    """Runs `pipeline_compute_run.py` and returns its result."""
     model = folder / "model-8 layers"
     if not model.exists():
         make_model(folder, "8 layers")
@@ -65,11 +67,14 @@ def run(
 
 
 def compare_passes(rounds: int) -> Result:
-    """Times passes under every schedule; ``auto`` must be about as fast as the best."""
+    """Times passes under every schedule. ``auto`` must be about as fast as the best schedule."""
     figures: dict[str, float] = {}
     missed = []
     for mode in ("none", "full"):
-        print(f"\nReal computation, {RANKS} ranks, checkpoints: {mode}; ms, medians (range)")
+        print(
+            f"\nReal computation, {RANKS} ranks, checkpointing: {mode}; median (range) of a pass "
+            "in ms"
+        )
         columns = [_passes_of(mode, m, rounds) for m in COUNTS]
         print(f"{'':22}" + "".join(f"{f'm = {m}':>22}" for m in COUNTS))
         for name in SCHEDULES:
@@ -82,14 +87,20 @@ def compare_passes(rounds: int) -> Result:
             best = min(seconds, key=lambda name: statistics.median(seconds[name]))
             ratio = statistics.median(seconds[AUTO]) / statistics.median(seconds[best])
             figures[f"auto_over_best_{mode}_m{m}"] = ratio
-            print(f"  {m} microbatches: auto takes {chosen}, {ratio:.3f} of the best, {best}")
+            print(
+                f"  {m} microbatches: auto selects {chosen}, which takes {ratio:.3f} of the time "
+                f"of the best schedule, {best}"
+            )
             if ratio > AUTO_MOST:
-                missed.append(f"auto takes {ratio:.3f} of the best at {m} microbatches, {mode}")
+                missed.append(
+                    f"auto takes {ratio:.3f} of the time of the best schedule with {m} "
+                    f"microbatches, checkpointing {mode}"
+                )
     return figures, missed
 
 
 def _passes_of(mode: str, microbatches: int, rounds: int) -> tuple[dict[str, list[float]], str]:
-    """Returns the seconds of each round by schedule, and the schedule that ``auto`` takes."""
+    """Returns the seconds of each round by schedule, and the schedule that ``auto`` selects."""
     cases = {
         name: {"schedule": name, "ac": mode, "microbatches": microbatches} for name in SCHEDULES
     }
@@ -99,10 +110,10 @@ def _passes_of(mode: str, microbatches: int, rounds: int) -> tuple[dict[str, lis
 
 
 def compare_processor_times(rounds: int) -> Result:
-    """Compares I and W with whole backward passes, and replays passes under full checkpoints."""
+    """Compares I and W with whole backward passes, and replays passes with full checkpointing."""
     figures: dict[str, float] = {}
     missed = []
-    print(f"\nProcessor time of I and W over that of whole backward passes, {RANKS} ranks")
+    print(f"\nProcessor time of I and W relative to whole backward passes, {RANKS} ranks")
     for mode, most in SPLIT_MOST.items():
         ac, _, compiled = mode.partition(", ")
         common = {"ac": ac, "compiled": bool(compiled), "early_blocks": 0}
@@ -115,9 +126,11 @@ def compare_processor_times(rounds: int) -> Result:
             ("ZBVZeroBubble", "IW"), ("Interleaved1F1B", "B"),
         ))  # fmt: skip
         figures[f"split_over_whole_{mode}"] = split / whole
-        print(f"  checkpoints: {mode:16} {split / whole:.3f}")
+        print(f"  checkpointing: {mode:16} {split / whole:.3f}")
         if split / whole > most:
-            missed.append(f"I and W take {split / whole:.3f} of a backward pass, {mode}")
+            missed.append(
+                f"I and W take {split / whole:.3f} of a whole backward pass, checkpointing {mode}"
+            )
         if len(cases) > 2:
             more = replay(found)
             figures |= more[0]
@@ -127,7 +140,7 @@ def compare_processor_times(rounds: int) -> Result:
 
 def replay(found: dict[str, list[Any]]) -> Result:
     """Replays processor times through the dependencies of their schedules."""
-    # V-ZB has the same stages, and an order that follows their times.
+    # V-ZB has the same stages as ZBVZeroBubble, and orders their passes by these times.
     found = found | {
         label.replace("ZBVZeroBubble", "VZB"): times
         for label, times in found.items()
@@ -135,7 +148,8 @@ def replay(found: dict[str, list[Any]]) -> Result:
     }
     made = {label: _replayed(label.partition(",")[0], times) for label, times in found.items()}
     print(
-        f"\nReplayed, full checkpoints, {RANKS} ranks, {REPLAYED} microbatches: over Interleaved1F1B"
+        f"\nReplayed passes, full checkpointing, {RANKS} ranks, {REPLAYED} microbatches: time, and "
+        "time relative to Interleaved1F1B"
     )
     figures, missed = {}, []
     for label, seconds in made.items():
@@ -143,12 +157,12 @@ def replay(found: dict[str, list[Any]]) -> Result:
         figures[f"replayed_{label}"] = ratio
         print(f"  {label:24} {1000 * seconds:6.0f} ms   {ratio:.3f}")
         if ratio > REPLAY_MOST.get(label, ratio):
-            missed.append(f"{label} replayed takes {ratio:.3f} of Interleaved1F1B")
+            missed.append(f"replayed, {label} takes {ratio:.3f} of the time of Interleaved1F1B")
     return figures, missed
 
 
 def _replayed(name: str, times: list[Any]) -> float:
-    """Returns the makespan of a schedule with these times of stages and kinds of passes."""
+    """Returns the makespan of a schedule with the given times of each stage and kind of pass."""
     by_kind = {(stage, kind): seconds for stage, kind, seconds in times}
     num_stages = 1 + max(stage for stage, _ in by_kind)
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A rank of `pipeline_compute.py`: a real model under every schedule."""
+"""Runs a rank of `pipeline_compute.py`, which trains a real model under every schedule."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ FOLDER = "pipeline"
 
 
 class ProcessorTimer(PassTimer):
-    """Measures for how long this thread had a core, which others that share it do not lengthen."""
+    """Measures the processor time of this thread, which does not depend on other load."""
 
     def _mark(self) -> float:
         return time.thread_time()
@@ -44,7 +44,7 @@ def build(job: dict[str, Any], case: dict[str, Any]) -> tuple[TableSchedule, str
 
 
 def run_pass(schedule: TableSchedule, job: dict[str, Any]) -> float:
-    """Runs one pass; returns the time from the first rank's start to the last one's end."""
+    """Runs one pass; returns the time from the start of the first rank to the end of the last."""
     microbatches, shape = job["microbatches"], (1, job["seq_len"])
     rows = [torch.randint(1, 500, shape) for _ in range(microbatches)]
     has_first = any(stage.is_first for stage in schedule.stages)
@@ -71,7 +71,7 @@ def run_pass(schedule: TableSchedule, job: dict[str, Any]) -> float:
 
 
 def passes(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the seconds of each round by case, and what auto took."""
+    """Returns the seconds of each round and the name of the schedule, both by case."""
     built = {label: build(job, case) for label, case in job["cases"].items()}
     for schedule, _ in built.values():
         run_pass(schedule, job)
@@ -83,7 +83,7 @@ def passes(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def processor_times(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the processor time of each stage's passes of each kind, by case."""
+    """Returns the processor time of each stage and kind of pass, by case."""
     built = {label: build(job, case)[0] for label, case in job["cases"].items()}
     timers = {label: ProcessorTimer(torch.device("cpu")) for label in built}
     for schedule in built.values():

@@ -5,14 +5,15 @@
 
     python benchmarks/pipeline_gaps.py [--json] [--rounds 5]
 
-First, the simulator says for each schedule and for 2, 4 and 8 ranks how many microbatches pass the
-reference in the idle time of a training pass (`grpo.pipeline_fill_gaps`), and by how much that
-shortens the training pass together with the reference's passes of as many microbatches.
+First, each schedule is simulated for 2, 4 and 8 ranks. The table shows how many microbatches pass
+through the reference in the idle time of a training pass (`grpo.pipeline_fill_gaps`), and by how
+much that shortens the total time of the training pass and of the reference passes of as many
+microbatches.
 
 Then 2 and 4 processes run some schedules with the runtime that trains models. Their stages sleep
-instead of computing, so that processes do not compete for cores. A round runs a training pass alone, one
-after a separate pass through the reference, and one with reference passes in its gaps. Medians of
-the rounds are compared with the simulator.
+instead of computing, so that processes do not compete for cores. A round runs a training pass
+alone, a training pass after separate reference passes, and a training pass with reference passes in
+its gaps. The medians over the rounds are compared with the simulator.
 
 The benchmark takes about three minutes. It exits with status 1 if filling the gaps makes a training
 pass more than 2 % slower, or if the hidden share differs from the simulator's by more than 0.1. With
@@ -41,7 +42,7 @@ DEGREES = (2, 4, 8)
 MICROBATCHES_A_RANK = 4
 SLEEPING = {2: ("1F1B", "GPipe"), 4: ("1F1B", "VHalf")}
 TIMES = [0.03, 0.06, 0.024]
-"""Of F, I and W on a rank, in seconds, as with activation checkpoints."""
+"""Times of F, I and W on a rank in seconds, as with activation checkpointing."""
 MOST_DELAY = 1.02
 MOST_DEVIATION = 0.1
 
@@ -49,10 +50,12 @@ MOST_DEVIATION = 0.1
 def on_paper(
     name: str, num_ranks: int, times: tuple[float, ...]
 ) -> tuple[int, float, float, float]:
-    """Returns how many microbatches fit, and the times of three ways.
+    """Simulates a schedule.
 
-    The times are those of a training pass, of one after a reference pass, and of one with the
-    reference in its gaps, after those of its microbatches that do not fit in.
+    Returns:
+        The number of microbatches whose reference passes fit into the gaps of a training pass, and
+        three times: of a training pass alone, of a training pass after all reference passes, and of
+        a training pass with reference passes in its gaps, after those that do not fit into them.
     """
     row, count = SCHEDULES[name], MICROBATCHES_A_RANK * num_ranks
     costs = Costs.uniform(num_ranks, row.stages_per_rank, times)
@@ -65,7 +68,7 @@ def on_paper(
 
 
 def _after_reference(table: Table, count: int) -> Table:
-    """Returns a table that begins with forward passes of further microbatches."""
+    """Returns a table that begins with the reference passes of ``count`` further microbatches."""
     first = table.num_gap_microbatches
     actions = tuple(
         tuple(
@@ -81,12 +84,13 @@ def _after_reference(table: Table, count: int) -> Table:
 
 
 def simulated() -> dict[str, float]:
-    """Prints what fits in on paper, and returns it."""
+    """Simulates all schedules, prints the table, and returns its figures."""
     figures = {}
     for times in RATIOS:
         print(
-            f"\nF, I, W take {', '.join(f'{t:g}' for t in times)}; {MICROBATCHES_A_RANK} microbatches a "
-            "rank: share of the reference that fits in, and time with it over time without"
+            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}, {MICROBATCHES_A_RANK} "
+            "microbatches per rank: share of the reference passes that fits into gaps, and time "
+            "relative to separate reference passes"
         )
         print(f"{'':22}" + "".join(f"{f'p = {p}':>16}" for p in DEGREES))
         for name in SCHEDULES:
@@ -104,7 +108,7 @@ def simulated() -> dict[str, float]:
 
 
 def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
-    """Runs sleeping stages; returns what was hidden, and the bounds that were missed."""
+    """Runs sleeping stages; returns figures, and a text for each bound that is exceeded."""
     print(f"\nSleeping stages; F, I and W take {', '.join(f'{1000 * t:g}' for t in TIMES)} ms")
     print(f"{'':22}{'pass':>8} {'delay':>7} {'hidden':>8} {'simulated':>10}   spread of {rounds}")
     figures, missed = {}, []
@@ -132,9 +136,14 @@ def measured(rounds: int) -> tuple[dict[str, float], list[str]]:
             figures |= {f"{key}_delay": filled / alone, f"{key}_hidden": hidden}
             figures[f"{key}_simulated_hidden"] = wanted
             if filled > MOST_DELAY * alone:
-                missed.append(f"{name}, p = {num_ranks}: the pass takes {filled / alone:.3f}")
+                missed.append(
+                    f"{name}, p = {num_ranks}: filling the gaps makes a training pass take "
+                    f"{filled / alone:.3f} of its time"
+                )
             if abs(hidden - wanted) > MOST_DEVIATION:
-                missed.append(f"{name}, p = {num_ranks}: {hidden:.1%} is hidden, not {wanted:.1%}")
+                missed.append(
+                    f"{name}, p = {num_ranks}: {hidden:.1%} is hidden, simulated {wanted:.1%}"
+                )
     return figures, missed
 
 
@@ -147,14 +156,16 @@ def _run(num_ranks: int, job: dict[str, Any]) -> dict[str, dict[str, list[float]
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the benchmark and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds with sleeping stages")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds with sleeping stages"
+    )
     given = parser.parse_args()
     paper = simulated()
     figures, missed = measured(given.rounds)
-    print("\n" + ("all bounds hold" if not missed else "MISSED: " + "; ".join(missed)))
+    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
     if given.json:
         figures = paper | figures
         print(json.dumps({"benchmark": "pipeline_gaps", "ok": not missed, "figures": figures}))

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A rank of `pipeline_gaps.py`: training passes and passes through a reference, which both sleep."""
+"""Runs a rank of `pipeline_gaps.py`, whose training and reference passes sleep."""
 
 import json
 import sys
@@ -24,13 +24,13 @@ WAYS = ("alone", "filled", "apart", "in gaps")
 
 
 class Passes:
-    """Training passes under one schedule, and passes through a reference placed like its stages.
+    """Runs training passes under one schedule, and reference passes on the same ranks.
 
     Args:
         name: Name of the schedule.
-        times: Of F, I and W on one rank.
-        count: Number of microbatches of a pass of either kind.
-        fitting: How many of the reference's fit into the gaps.
+        times: Times of F, I and W on one rank.
+        count: Number of microbatches of a training pass, and of reference passes.
+        fitting: Number of reference passes that fit into the gaps of a training pass.
     """
 
     def __init__(self, name: str, times: list[float], count: int, fitting: int) -> None:
@@ -56,7 +56,7 @@ class Passes:
         )
 
     def run(self, way: str) -> float:
-        """Runs one way; returns the time from the first rank's start to the last one's end."""
+        """Runs one of ``WAYS``; returns the time from the first start to the last end of a rank."""
         if self.model is None:
             self._rate(self.count)
             self.model = self.training.add_gap_model(self.reference.stages)
@@ -72,7 +72,9 @@ class Passes:
         )  # fmt: skip
         dist.barrier()
         seconds = time.monotonic() - begin
-        assert all(rows.num_done == in_gaps for rows in waiting), "Fewer fit in than on paper."
+        assert all(rows.num_done == in_gaps for rows in waiting), (
+            "Fewer reference passes fit into the gaps than simulated."
+        )
         return seconds
 
     @torch.no_grad()
@@ -85,13 +87,13 @@ class Passes:
 
 
 def in_turns(passes: dict[str, Callable[[str], float]], rounds: int) -> dict[str, dict[str, list]]:
-    """Returns the seconds of each schedule and way, in rounds that take turns."""
+    """Returns the seconds of each schedule and way. Each round runs all of them once."""
     seconds: dict[str, dict[str, list]] = {name: {way: [] for way in WAYS} for name in passes}
     for number in range(rounds + 1):
         for name, run in passes.items():
             for way in WAYS:
                 found = run(way)
-                if number > 0:  # the first round makes tables and infers shapes
+                if number > 0:  # the first round builds tables and infers shapes
                     seconds[name][way].append(found)
     return seconds
 

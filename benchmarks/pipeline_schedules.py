@@ -1,26 +1,27 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Compares pipeline schedules on paper, and the simulator with the runtime.
+"""Compares simulated pipeline schedules with each other and with the runtime.
 
     python benchmarks/pipeline_schedules.py [--json] [--quick] [--pictures FOLDER]
 
-First, all schedules are simulated for 2, 4, 8 and 16 ranks, four microbatches a rank, and three
-ratios of the times of F, I and W. A model's layers take the same time however they are cut.
-The columns are the idle share of a rank's span (its own first start to last end, of the rank with
-the largest), the idle share of the whole makespan, and the peak of activations in microbatches.
+First, all schedules are simulated for 2, 4, 8 and 16 ranks, four microbatches per rank, and three
+ratios of the times of F, I and W. The layers of a model take the same time however they are divided
+into stages. The columns are the idle share of a rank's span, from its first start to its last end,
+for the rank with the largest share; the idle share of the whole makespan; and the peak of
+activations in microbatches.
 
 Then the runtime that trains models runs every schedule on four processes with stages that sleep
 instead of computing, so that processes do not compete for cores, and the time of a pass is
-compared with the simulator's. Some schedules are run once more with stages in activation
-checkpoints, without and with early recomputation (`grpo.recompute_early_blocks`). Rounds are
-interleaved, and medians are shown with their spread.
+compared with the simulator's. Some schedules are also run with activation checkpointing, without
+and with early recomputation (`grpo.recompute_early_blocks`). Rounds are interleaved, and medians
+are shown with their spread.
 
-At last, a real model is trained on two ranks under every schedule and ``auto``, and processor times of
-its passes are compared (`pipeline_compute.py`). This needs a machine without other work.
+Finally, a real model is trained on two ranks under every schedule and ``auto``, and the processor
+times of its passes are compared (`pipeline_compute.py`). This needs a machine without other work.
 
-The benchmark exits with status 1 if a bound is missed. With ``--json`` the last line is a JSON
-object. ``--quick`` runs a few of each. ``--pictures`` draws the schedules that
+The benchmark exits with status 1 if a bound is exceeded. With ``--json`` the last line is a JSON
+object. ``--quick`` runs fewer ranks and rounds. ``--pictures`` draws the schedules that
 docs/schedules.md shows.
 """
 
@@ -45,9 +46,9 @@ RATIOS = ((1.0, 1.0, 1.0), (3.0, 4.0, 2.0), (1.0, 2.0, 0.5))
 DEGREES = (2, 4, 8, 16)
 SLEEPING: dict[str, Any] = {"ranks": 4, "microbatches": 8, "times": [0.04, 0.04, 0.04]}
 CHECKPOINTED = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "1F1B")
-"""Schedules that are run in checkpoints as well. The first one is what the others are compared with."""
+"""Schedules that are also run with activation checkpointing. The first one is the baseline."""
 BOUNDS = {
-    # Schedule, ranks, ratio: the largest idle share of a span.
+    # The largest idle share of a span, by schedule, number of ranks, and index in RATIOS.
     ("VZB", 8, 0): 0.01,
     ("VHalf", 8, 0): 0.085,
     ("VHalf", 8, 1): 0.125,
@@ -55,18 +56,23 @@ BOUNDS = {
 }
 PEAKS = {("VHalf", 8): 5.0, ("VMin", 8): 4.0, ("1F1B", 8): 8.0, ("ZBH1", 8): 8.0, ("VZB", 8): 8.0}
 MOST_DEVIATION = 0.05
-"""Of the time of a pass with sleeping stages from the simulator's."""
+"""Bound of the relative difference of a pass with sleeping stages from the simulator."""
 CLEAR_ORDER = 1.03
 """Schedules whose simulated times differ by this factor must be measured in the same order."""
 
 
 def on_paper(degrees: tuple[int, ...]) -> tuple[dict[str, float], list[str]]:
-    """Prints the table of simulations; returns its figures and the bounds that were missed."""
+    """Simulates all schedules and prints the table.
+
+    Returns:
+        Figures, and a text for each bound that is exceeded.
+    """
     figures: dict[str, float] = {}
     missed = []
     for number, times in enumerate(RATIOS):
         print(
-            f"\nF, I, W take {', '.join(f'{t:g}' for t in times)}: idle of span, of makespan; peak"
+            f"\nF, I and W take {', '.join(f'{t:g}' for t in times)}: idle share of the span, idle "
+            "share of the makespan, and peak of activations"
         )
         print(f"{'':22}" + "".join(f"{f'p = {p}':>22}" for p in degrees))
         tried = {p: try_all(p, 4 * p, times) for p in degrees}
@@ -91,13 +97,15 @@ def on_paper(degrees: tuple[int, ...]) -> tuple[dict[str, float], list[str]]:
                 if wait is not None:
                     off = abs(found.span_bubble - wait / (wait + 4 * p * sum(times)))
                     if off > 1e-9:
-                        missed.append(f"{name}, p = {p}, {times}: {off:.1e} off its formula")
+                        missed.append(
+                            f"{name}, p = {p}, {times}: differs from its formula by {off:.1e}"
+                        )
             print(f"{name:22}" + "".join(cells))
     return figures, missed
 
 
 def formula(name: str, p: int, times: tuple[float, ...]) -> float | None:
-    """Returns how long the longest waiting rank waits, where that is known."""
+    """Returns the idle time of the rank with the most idle time, or None if no formula is known."""
     forward, back, weight = times
     per_rank = {
         "1F1B": forward + back + weight,
@@ -109,7 +117,11 @@ def formula(name: str, p: int, times: tuple[float, ...]) -> float | None:
 
 
 def sleeping(rounds: int) -> tuple[dict[str, float], list[str]]:
-    """Runs sleeping stages; prints times beside the simulator's, and returns what was missed."""
+    """Runs sleeping stages and prints their times beside the simulator's.
+
+    Returns:
+        Figures, and a text for each bound that is exceeded.
+    """
     tried = try_all(SLEEPING["ranks"], SLEEPING["microbatches"], tuple(SLEEPING["times"]))
     measured = measure({name: (name, None) for name in tried}, rounds)
     print(f"\n{_title()}")
@@ -119,7 +131,7 @@ def sleeping(rounds: int) -> tuple[dict[str, float], list[str]]:
     for fast, slow in itertools.permutations(medians, 2):
         is_clear = tried[slow][1].makespan > CLEAR_ORDER * tried[fast][1].makespan
         if is_clear and medians[slow] <= medians[fast]:
-            missed.append(f"{fast} is not measured to be faster than {slow}")
+            missed.append(f"{fast} must be measured to be faster than {slow}, but it is not")
     for name, seconds in measured.items():
         expected, found = tried[name][1].makespan, medians[name]
         ratio = found / expected
@@ -133,14 +145,14 @@ def sleeping(rounds: int) -> tuple[dict[str, float], list[str]]:
 
 
 def checkpointed(rounds: int) -> tuple[dict[str, float], list[str]]:
-    """Runs sleeping stages with checkpoints, without and with early recomputation."""
+    """Runs sleeping stages with checkpointing, without and with early recomputation."""
     cases = {
         f"{name}{', early' if early else ''}": (name, early)
         for name in CHECKPOINTED
         for early in (0, -1)
     }
     measured = measure(cases, rounds)
-    print(f"\n{_title()}, in checkpoints: F is slept again before I")
+    print(f"\n{_title()}, with activation checkpointing: F is repeated before I")
     print(f"{'':32} {'measured':>10} {'ratio':>6}   spread of {rounds}")
     baseline = statistics.median(measured[CHECKPOINTED[0]])
     figures, missed = {}, []
@@ -151,7 +163,7 @@ def checkpointed(rounds: int) -> tuple[dict[str, float], list[str]]:
     for name in CHECKPOINTED:
         early, late = (statistics.median(measured[n]) for n in (f"{name}, early", name))
         if early > late:
-            missed.append(f"{name} is not faster with early recomputation")
+            missed.append(f"{name} must be faster with early recomputation, but it is not")
     return figures, missed
 
 
@@ -189,7 +201,7 @@ def draw(folder: Path) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the benchmark and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer ranks and rounds")
@@ -204,7 +216,7 @@ def main() -> int:
         found, more = part(rounds)
         figures |= found
         missed += more
-    print("\n" + ("all bounds hold" if not missed else "MISSED: " + "; ".join(missed)))
+    print("\n" + ("All bounds hold." if not missed else "EXCEEDED: " + "; ".join(missed)))
     if given.json:
         print(json.dumps(
             {"benchmark": "pipeline_schedules", "ok": not missed, "figures": paper | figures}

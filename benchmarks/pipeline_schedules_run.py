@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A rank of `pipeline_schedules.py`: stages that sleep, under every schedule."""
+"""Runs a rank of `pipeline_schedules.py`, whose stages sleep instead of computing."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ DIM = 4
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in the forward and in the backward pass."""
+    """Sleeps in the forward pass and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, forward: float, backward: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,7 +43,7 @@ class Sleep(torch.autograd.Function):
 
 
 class SleepingModule(nn.Module):
-    """One linear layer, so that there is one weight gradient to defer, between sleeps."""
+    """Sleeps, and applies one linear layer, which has a weight gradient that can be deferred."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -51,12 +51,13 @@ class SleepingModule(nn.Module):
         self.times = forward, backward
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A recomputation stops at the last tensor that was saved, which the linear layer's is.
+        # Recomputation stops at the last saved tensor. The linear layer saves one, so it comes
+        # last.
         return self.linear(Sleep.apply(hidden, *self.times))
 
 
 class Checkpointed(nn.Module):
-    """A sleeping module in an activation checkpoint, which sleeps again when it is recomputed."""
+    """A sleeping module with activation checkpointing, which sleeps again during recomputation."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -81,8 +82,8 @@ def build(name: str, times: list[float], early: int | None) -> TableSchedule:
 
     Args:
         name: Name of the schedule.
-        times: Of F, I and W on one rank.
-        early: Blocks that are recomputed early, in stages with a checkpoint; None without one.
+        times: Times of F, I and W on one rank.
+        early: Number of blocks that are recomputed early. ``None`` leaves out checkpointing.
     """
     row, degree = SCHEDULES[name], dist.get_world_size()
     per_rank = row.stages_per_rank
@@ -112,7 +113,7 @@ def _make_table(name: str, costs: Costs, microbatches: int):
 
 
 def seconds_of_pass(schedule: TableSchedule, microbatches: int) -> float:
-    """Runs one pass; returns the time from the first rank's start to the last one's end."""
+    """Runs one pass; returns the time from the start of the first rank to the end of the last."""
     has_first = any(stage.is_first for stage in schedule.stages)
     has_last = any(stage.is_last for stage in schedule.stages)
     rows = [torch.randn(1, DIM, requires_grad=True) for _ in range(microbatches)]
@@ -137,7 +138,7 @@ def main() -> None:
     }
     seconds: dict[str, list[float]] = {name: [] for name in schedules}
     for schedule in schedules.values():
-        seconds_of_pass(schedule, settings["microbatches"])  # makes the table, infers shapes
+        seconds_of_pass(schedule, settings["microbatches"])  # builds tables and infers shapes
     for _ in range(settings["rounds"]):
         for name, schedule in schedules.items():
             seconds[name].append(seconds_of_pass(schedule, settings["microbatches"]))

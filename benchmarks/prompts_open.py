@@ -1,18 +1,18 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures how soon a large prompt file is open, and what reading one row costs afterwards.
+"""Measures the time to open a large prompt file, and the time to read one row afterwards.
 
     python benchmarks/prompts_open.py [--json] [--mib 256] [--prompt-bytes 300]
 
 The benchmark writes a JSONL file of random prompts and a parquet file with the same rows. It
-measures how many lines per second are opened, with the index and the sample that are made before
-training, and compares that with reading and parsing every line in Python and with the check of
-every line that smaller files still get. It also measures the seconds to read one row in random
-order, and how much of a core the check in the background takes and how much it reads per second.
-Seconds are CPU seconds of one core, and the files are in the page cache; otherwise the disk may
-set the pace. The exit status is 1 if a file is not opened at least 4 times as fast as by parsing
-it in Python. With ``--json`` the last line is a JSON object.
+measures how long opening takes, which includes building the index of the lines and checking a
+sample of them, as before training. It compares this time with that of reading and parsing every
+line in Python, and with that of checking every line, as for smaller files. It also measures the
+time to read one row in random order, the speed of the check in the background, and the share of a
+core that this check takes. Times are CPU seconds of one core. The files are in the page cache;
+otherwise the disk could limit the speed. The exit status is 1 if opening is not at least 4 times as
+fast as parsing every line in Python. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def make_rows(num_bytes: int, prompt_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, num_bytes: int, prompt_bytes: int) -> None:
-    """Writes the same few MiB of rows repeatedly, because making new rows would take longer."""
+    """Writes the same few MiB of rows repeatedly, because new rows would take longer."""
     rows = make_rows(min(num_bytes, 4 << 20), prompt_bytes)
     content = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     with path.open("wb") as file:
@@ -68,7 +68,7 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns CPU seconds, which do not depend on other load; nothing measured here waits."""
+    """Returns the CPU seconds of a call. They do not depend on other load, and no call waits."""
     began = time.process_time()
     work()
     return time.process_time() - began
@@ -126,7 +126,11 @@ def measure_opening(path: Path) -> tuple[dict[str, float], bool]:
         )
     figures["speed_up"] = measured["line_by_line"] / measured["open"]
     ok = figures["speed_up"] >= LEAST_SPEED_UP
-    print(f"{figures['speed_up']:.1f} times as fast (must be >= {LEAST_SPEED_UP:g})", flush=True)
+    print(
+        f"Opening is {figures['speed_up']:.1f} times as fast as parsing every line (must be >= "
+        f"{LEAST_SPEED_UP:g}).",
+        flush=True,
+    )
     return figures, ok
 
 
@@ -141,8 +145,8 @@ def measure_background(path: Path) -> dict[str, float]:
     rows.check()
     rows.close()
     print(
-        f"check in the background: {num_bytes / 2**20 / took:.0f} MiB/s, {took:.1f} s for this file, "
-        f"{cpu / took:.2f} of a core",
+        f"The check in the background reads {num_bytes / 2**20 / took:.0f} MiB/s, takes "
+        f"{took:.1f} s for this file, and uses {cpu / took:.2f} of a core.",
         flush=True,
     )
     return {"background_mib_per_second": num_bytes / 2**20 / took, "background_cores": cpu / took}
@@ -156,14 +160,15 @@ def measure_rows(path: Path, folder: Path) -> dict[str, float]:
     for group_size in ROW_GROUPS:
         file = folder / f"{group_size}.parquet"
         pq.write_table(table, file, row_group_size=group_size)
-        # A twentieth of the rows: how a file is read that is much larger than what is kept.
+        # A cache for a twentieth of the rows shows how a file is read that is much larger than the
+        # cache.
         for name, room in (("all_kept", 1 << 40), ("few_kept", table.nbytes // 20)):
             rows = ParquetTable(str(file), {}, "prompt", "prompts.path", cache_bytes=room)
             seconds_of_a_row(rows)
             figures[f"parquet_groups_of_{group_size}_{name}"] = seconds_of_a_row(rows)
             rows.close()
     for name, took in figures.items():
-        print(f"{name:36} {1e6 * took:10.1f} us a row", flush=True)
+        print(f"{name:36} {1e6 * took:10.1f} us per row", flush=True)
     return {f"{name}_row_seconds": took for name, took in figures.items()}
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that a server receives, bit by bit, what an export holds, under every parallel layout.
+"""Checks that servers receive the exported weights bit for bit, under every parallel layout.
 
     python benchmarks/push_exactness.py [--json] [--quick | --all]
 
@@ -14,9 +14,9 @@ cast to the dtype of the transfer and then to the server's, and that of the mode
 the same arithmetic, which does not depend on the layout. Layouts that differ only in the number
 of updates hold the same shards; only one of them is run.
 
-The embedded server serves all others. It does not serve mixtures of experts: their
-weights are sent to `push_receiver.py`, which wraps the same server around a table of the file's
-tensors.
+The weights are sent to embedded servers. An embedded server does not serve mixtures of experts, so
+their weights are sent to `push_receiver.py`, which wraps the same server around a table of the
+tensors of the model's files.
 
 By default each kind of layout is run for at least one model, which takes about five minutes on
 two cores. ``--quick`` runs six layouts of four ranks, and ``--all`` runs all 201 layouts, which
@@ -52,10 +52,11 @@ from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.system.child import start_child
 
 TIMEOUT_SECONDS = 900
-# Each layout's process groups and their threads stay to the end of a start.
+# The process groups of each layout and their threads stay until the ranks of a start end.
 JOBS_PER_START = 6
 START_SECONDS = 180
-# One start of four ranks: pipeline stages with shards, replicas, tensors and sequences cut.
+# These layouts need one start of four ranks. They combine pipeline stages, shards, replicas, tensor
+# parallelism and context parallelism.
 QUICK = {
     "llama3": ("HSDP 2x2",),
     "qwen3": ("FSDP2 x2, PP x2, ZBVZeroBubble", "FSDP2 x2, TP x2", "TP x2, CP x2"),
@@ -80,11 +81,11 @@ def main() -> int:
     print(f"{'model':11}{'layout':46}{'ranks':>5}  {'source ranks':13}{'pushes':>7}  at")
     for row in rows:
         at = "receiver" if row["model"] == "qwen3_moe" else "embedded server"
-        told = "ok" if row["ok"] else f"DIFFERS: {row['problems'][:4]}"
+        verdict = "ok" if row["ok"] else f"DIFFERS: {row['problems'][:4]}"
         sources = " ".join(map(str, row["sources"]))
         print(
             f"{row['model']:11}{row['layout']:46}{row['ranks']:>5}  {sources:13}"
-            f"{row['pushes']:>7}  {at:16} {told}"
+            f"{row['pushes']:>7}  {at:16} {verdict}"
         )
     ok = bool(rows) and all(row["ok"] for row in rows)
     if options.json:
@@ -94,7 +95,7 @@ def main() -> int:
 
 
 def scatter_vectors(path: Path) -> None:
-    """Draws the norms at random, because norms that are all ones could be mistaken for each other."""
+    """Makes the norms random, because norms of ones could be confused without a difference."""
     generator = torch.Generator().manual_seed(1)
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
@@ -106,7 +107,7 @@ def scatter_vectors(path: Path) -> None:
 
 @contextmanager
 def running_servers(models: dict[str, Path], folder: Path) -> Iterator[dict[str, str]]:
-    """Starts a server of each model in float32; yields their URLs."""
+    """Starts a float32 server for each model; yields their URLs by the name of the model."""
     servers: list[LaunchedServer] = []
     try:
         for model, path in models.items():
@@ -121,7 +122,7 @@ def running_servers(models: dict[str, Path], folder: Path) -> Iterator[dict[str,
 
 
 def start_receiver(spec: ServerSpec, log_file: Path) -> LaunchedServer:
-    """Starts `push_receiver.py` in the place of a server."""
+    """Starts `push_receiver.py` in place of a server."""
     command = [sys.executable, str(Path(__file__).with_name("push_receiver.py"))]
     command += ["--model-path", spec.model_path, "--port", str(spec.port), "--device", spec.device]
     command += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
@@ -140,7 +141,7 @@ async def _wait_until_up(servers: list[LaunchedServer]) -> None:
 def run_layouts(
     models: dict[str, Path], urls: dict[str, str], folder: Path, choice: Choice
 ) -> list[dict[str, Any]]:
-    """Publishes under the chosen layouts, with few starts of the ranks; returns a row for each."""
+    """Publishes under the chosen layouts, with few starts of ranks; returns a row for each."""
     layouts = [
         (model, layout)
         for model in models

@@ -21,7 +21,7 @@ from torchtitan.grpo.inference.embedded.weights import WeightTable
 
 
 class FileTensors(torch.nn.Module):
-    """The tensors of a directory's safetensors files, as a module."""
+    """A module that holds the tensors of a directory's safetensors files."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class FileTensors(torch.nn.Module):
             self._tensors |= {name: t.to(dtype) for name, t in load_file(file).items()}
 
     def state_dict(self, *_: object, **__: object) -> dict[str, torch.Tensor]:
-        """Returns the tensors themselves."""
+        """Returns the tensors, not copies of them."""
         return self._tensors
 
 
 def main() -> None:
     path = Path(embedded.parse_arguments(sys.argv[1:]).model_path)
-    # The one part of the server that knows what a model's parameters are called.
+    # No other part of the server knows the names of a model's parameters.
     embedded.WeightTable = lambda model: WeightTable(FileTensors(path, model.dtype))
     embedded.main()
 

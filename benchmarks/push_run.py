@@ -5,8 +5,8 @@
 
     torchrun --nproc_per_node=N benchmarks/push_run.py JOBS.json RESULTS.json
 
-The model, the shards and the publisher are the trainer's own. Only the optimizer is replaced, by
-arithmetic that gives the same bits however a parameter is cut up.
+The model, the shards and the publisher are the trainer's own. Only the optimizer is replaced: its
+arithmetic gives the same bits under every layout.
 """
 
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
@@ -48,23 +48,23 @@ from torchtitan.grpo_train import GRPOTrainer
 
 PUSH_SECONDS = 120.0
 NUM_VERSIONS = 2
-# Several buckets from each source.
+# Each source then sends several buckets.
 BUCKET_BYTES = 100_000
 
 
 def step(tensor: torch.Tensor, version: int) -> None:
-    """Replaces an optimizer step by arithmetic that rounds each element in the same way."""
+    """Changes a tensor in place of an optimizer step. Each element is rounded in the same way."""
     tensor.mul_(1.0 + 1.0 / (version + 3)).add_(0.001 * (version + 1))
 
 
 class Layout:
-    """The model of one layout, and the comparison with the server after each push."""
+    """Publishes the model under one layout, and compares it with the server after each push."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         config = load_config([*job["args"]])
         hf_model = read_hf_model(config.model.hf_assets_path)
         check_model(config, hf_model)
-        # A run registers its model once; this is several runs in one.
+        # Upstream registers a model once per process, but this process builds several trainers.
         train_specs._extra_train_specs.clear()
         self.trainer = GRPOTrainer(
             config, hf_model, StopRequest(60.0), RankWatch(60.0, lambda lost: None)
@@ -89,7 +89,7 @@ class Layout:
                 self.of_file |= load_file(file)
 
     def _check_even(self, plan: PushPlan) -> None:
-        """Compares what the sources send with what is even among those that hold the same."""
+        """Checks that sources that hold the same weights send about the same number of bytes."""
         assemblies = [a for s in plan.sources for b in s.buckets for a in b.assemblies]
         for family in families_of(assemblies):
             sent = [self.sources.get(rank, 0) for rank in sorted(family)]
@@ -108,7 +108,7 @@ class Layout:
         return dist.get_rank() == 0
 
     def publish_all(self, wire: Literal["float32", "bfloat16"], first_version: int) -> None:
-        """Publishes versions in one dtype, and compares after each."""
+        """Publishes versions in one dtype, and compares the server with each of them."""
         publisher = self._publisher(wire)
         try:
             for version in range(first_version, first_version + NUM_VERSIONS):
@@ -119,7 +119,7 @@ class Layout:
             if self.is_leader:
                 self.num_pushes += sum(lane.num_pushes for lane in publisher.lanes)
                 assert publisher.num_failures == 0, publisher.lanes[0].last_error
-            dist.barrier()  # nobody leaves before the last push has ended
+            dist.barrier()  # no rank leaves before the last push has ended
             publisher.raise_if_failed()
         finally:
             publisher.close()
@@ -157,7 +157,7 @@ class Layout:
             for tensor in self.of_file.values():
                 step(tensor, version)
         publisher.publish(version, int(slot))
-        # Collectives of the training thread, while the publisher's are under way.
+        # The training thread runs collectives while those of the publisher are under way.
         exported = full_hf_tensors(trainer.model_parts, trainer.sd_adapter, torch.float32)
         export = {name: served_sha256(tensor, wire) for name, tensor in exported}
         of_file = {name: served_sha256(tensor, wire) for name, tensor in self.of_file.items()}
@@ -166,13 +166,15 @@ class Layout:
     def _compare(self, expected: dict[str, dict[str, str]], version: int, wire: str) -> None:
         num_groups = len(ask(self.url, "/server_info")["weight_groups"])
         if num_groups != len(self.sources):
-            self.problems.append(f"{len(self.sources)} sources, but {num_groups} groups")
+            self.problems.append(
+                f"there are {len(self.sources)} sources, but the server has {num_groups} groups"
+            )
         served = ask(self.url, "/weights_checker", action="checksum")["ranks"][0]["checksums"]
         for where, sums in expected.items():
-            # A server lists a weight that is tied under each of its names, and a file under one.
+            # A server lists a tied weight under each of its names, but a file has one of the names.
             sums.setdefault("lm_head.weight", sums["model.embed_tokens.weight"])
             self.problems += [
-                f"version {version} in {wire}: {name} is not as in {where}"
+                f"version {version} in {wire}: {name} differs from {where}"
                 for name in sorted(sums.keys() | served.keys())
                 if sums.get(name) != served.get(name)
             ]
@@ -188,12 +190,12 @@ class Layout:
 
 
 def served_sha256(tensor: torch.Tensor, wire: torch.dtype) -> str:
-    """Returns the SHA-256 of a tensor after the transfer, in a float32 server."""
+    """Returns the SHA-256 that a float32 server has for a tensor after the transfer."""
     return tensor_sha256(tensor.to(wire).to(torch.float32))
 
 
 def ask(url: str, route: str, **body: Any) -> Any:
-    """Returns the server's answer; sends a POST request if there is a body."""
+    """Sends a GET request, or a POST request if there is a body; returns the server's answer."""
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(url + route, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -6,11 +6,12 @@
     python benchmarks/push_sources.py [--json] [--runs 5] [--size 120M]
                                       [--only embedded vllm sglang]
 
-Two training ranks push to one server, in turn with ``weight_sync.max_sources = 1`` and with its
-default of 8, at which both send. Each run is a new pair of ranks that pushes ten versions to the
-same server; its figure is the median time from publishing a version to its confirmation. Real vLLM
-and SGLang need environments of their own (scripts/install_vllm.sh, scripts/install_sglang.sh). Five
-runs take about twelve minutes. With ``--json`` the last line is a JSON object.
+Two training ranks push to one server, in turn with ``weight_sync.max_sources = 1`` and with the
+default of 8, with which both ranks send. Each run starts a new pair of ranks, which push ten
+versions to the same server. The figure of a run is the median time from publishing a version to its
+confirmation. Real vLLM and SGLang need environments of their own (scripts/install_vllm.sh,
+scripts/install_sglang.sh). Five runs take about twelve minutes. With ``--json`` the last line is a
+JSON object.
 """
 
 import argparse
@@ -34,7 +35,7 @@ NUM_PUSHES = 10
 def measure(
     kind: ServerKind, python: str, model: Path, folder: Path, num_runs: int
 ) -> dict[int, list[float]]:
-    """Returns the milliseconds from publishing to confirmation, of each run by its sources."""
+    """Returns the milliseconds from publishing to confirmation of each run, by ``max_sources``."""
     milliseconds: dict[int, list[float]] = {sources: [] for sources in MAX_SOURCES}
     with running_server(kind, python, model, folder) as server:
         for run in range(num_runs):
@@ -55,8 +56,15 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--runs", type=int, default=5, help="pairs of ranks for each number")
-    parser.add_argument("--size", choices=SIZES, default="120M", help="smaller ones to try it")
+    parser.add_argument(
+        "--runs", type=int, default=5, help="number of runs for each value of max_sources"
+    )
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="120M",
+        help="size of the model; a small one is enough to try the script",
+    )
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -76,7 +84,7 @@ def main() -> int:
             figures[kind] = measure(kind, python, model, folder, options.runs)
             for sources, times in figures[kind].items():
                 print(
-                    f"{kind:9} max_sources = {sources}: published to confirmed in "
+                    f"{kind:9} max_sources = {sources}: from publishing to confirmation "
                     f"{np.median(times):7.1f} ms ({min(times):.1f} to {max(times):.1f})",
                     flush=True,
                 )

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Qwen3 models of a given size with random weights, for benchmarks of the weight push and of pipelines."""
+"""Makes Qwen3 models of a given size with random weights, for benchmarks."""
 
 import os
 from pathlib import Path
@@ -19,15 +19,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "30M": {"hidden_size": 704, "intermediate_size": 2176, "num_hidden_layers": 5, "heads": 8},
     "120M": {"hidden_size": 1408, "intermediate_size": 4480, "num_hidden_layers": 5, "heads": 16},
 }
-"""The parameters are in few, wide layers: a step is to compute, not to wait for gloo. Pipelines
-need more layers."""
+"""Sizes by name. The parameters are in few, wide layers, so that a step computes rather than waits
+for gloo. Pipelines need more layers."""
 
 
 def make_model(folder: Path, size: str) -> tuple[Path, int]:
-    """Writes a Hugging Face directory, float32, with a tokenizer of one word a token.
+    """Writes a Hugging Face directory in float32, with a tokenizer of one word per token.
 
     Returns:
-        Its path, and the number of its parameters.
+        The path of the directory, and the number of the model's parameters.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     from tokenizers import Tokenizer, models

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures what a thousand completions in flight cost the rollout process and the trainer.
+"""Measures the load of a thousand completions in flight on the rollout process and the trainer.
 
     python benchmarks/rollout_load.py [--json] [--steps 1200] [--keep FOLDER]
 
@@ -13,9 +13,9 @@ rollout process, the reward worker and the servers share the second.
 There are two runs. The first run measures the delay of the rollout process's event loop with the
 process's own metric (`rollout/loop_lag_p99_ms`, over the last minute). In the second run the
 rollout process and the reward worker are stopped during the trainer's computation in every second
-step, drawn at random (SIGSTOP, `rollout_load_run.py`). The steps of one run thus show what the
-rollout process costs the trainer; differences between runs and between minutes, which are larger,
-affect both kinds of steps equally. All steps compute the same shape.
+step, drawn at random (SIGSTOP, `rollout_load_run.py`). The steps of one run thus show by how much
+the rollout process slows the trainer down. Differences between runs and between minutes, which are
+larger, affect both kinds of steps equally. All steps compute the same shape.
 
 The benchmark takes about ten minutes. The exit status is 1 if the 99th percentile of the delay is
 not below 50 ms, if a step is on average (without the fastest and the slowest tenth) more than 2 %
@@ -49,17 +49,18 @@ CHANGE_BOUND = 0.02
 LEAST_IN_FLIGHT = 990
 NUM_SERVERS = 2
 IN_FLIGHT = 1000
-# Of a step of a server; such that the trainer has to wait for data, or else the servers would
-# stand still now and then.
+# Duration of a server's step. It is so long that the trainer has to wait for data; otherwise the
+# servers would sometimes be idle.
 DECODE_SECONDS = 0.04
-# All rewards are equal, so that dynamic sampling leaves out all it may: a group for each that is
-# trained on.
+# All rewards are equal, so that dynamic sampling drops as many groups as it may: one for each group
+# that is trained on.
 DISCARDED = 1.0
 PROMPTS_PER_STEP, GROUP_SIZE = 1, 8
 SEQ_LEN, NEW_TOKENS, MEAN_TOKENS = 512, 480, 256
-# So many rows of SEQ_LEN that the samples of a step always fit: one microbatch, one shape.
+# There are so many rows of SEQ_LEN that the samples of a step always fit into one microbatch of one
+# shape.
 ROWS = 8
-# A completion is written while this many versions are trained, at most.
+# Maximum number of versions that are trained while a completion is generated.
 STALENESS = 400
 WARM_UP_STEPS = 60
 RUN_SECONDS = 1200.0
@@ -71,7 +72,7 @@ RUN_SECONDS = 1200.0
 def children_of(pid: int) -> list[int]:
     """Returns all descendants of a process."""
     found = []
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the process has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [int(child) for child in (task / "children").read_text().split()]
     return found + [other for child in found for other in children_of(child)]
@@ -86,7 +87,7 @@ def is_trainer(pid: int) -> bool:
 
 
 def pin(pid: int, core: int) -> None:
-    """Keeps all threads of a process on one core."""
+    """Binds all threads of a process to one core."""
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(task.name), {core})
@@ -121,7 +122,7 @@ def settings(urls: list[str], steps: int) -> dict[str, Any]:
         "rollout.max_head_offpolicyness": STALENESS,
         "rollout.max_new_tokens": NEW_TOKENS,
         "rollout.max_concurrent_rollouts": IN_FLIGHT,
-        # Finished groups never hold up new ones.
+        # Finished groups never delay new ones.
         "rollout.buffer_size_limit": 1000 * GROUP_SIZE,
         "inference.kind": "embedded",
         "inference.urls": ",".join(urls),
@@ -144,7 +145,7 @@ def run(
         decode_seconds=DECODE_SECONDS,
         mean_tokens=MEAN_TOKENS,
         max_model_len=SEQ_LEN,
-        # Room for all: what a server is given is the dispatcher's business.
+        # A server has room for all completions; the dispatcher decides how many it gets.
         max_running_requests=1024,
         attend=lambda pid: pin(pid, cores[1]),
     ) as servers:
@@ -186,7 +187,7 @@ def column(records: Sequence[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def load_figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns what a run generated, and the delays of the event loop."""
+    """Returns the throughput of a run and the delays of the event loop."""
     seconds = column(records, "time/step_seconds")
     tokens = column(records, "rollout/tokens_per_second") * seconds
     trained = len(records) * PROMPTS_PER_STEP * GROUP_SIZE
@@ -201,10 +202,12 @@ def load_figures(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def cost_figures(steps: Sequence[tuple[bool, float]]) -> dict[str, float]:
-    """Returns what the other processes cost the trainer, from (alone, seconds) of each step.
+    """Returns by how much the other processes slow the trainer's steps down.
 
-    Means are without the fastest and the slowest tenth. The interval holds 95 % of what steps
-    drawn with replacement give.
+    Means leave out the fastest and the slowest tenth. The interval is the 95 % bootstrap interval.
+
+    Args:
+        steps: For each step, whether the trainer ran alone, and the seconds of the step.
     """
     alone = 1e3 * np.array([seconds for is_alone, seconds in steps if is_alone])
     beside = 1e3 * np.array([seconds for is_alone, seconds in steps if not is_alone])
@@ -235,15 +238,17 @@ def middle_mean(values: np.ndarray) -> np.ndarray:
 def measure(folder: Path, steps: int) -> tuple[dict[str, float], bool]:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise SystemExit(f"Two cores are needed, one for training; this process has {cores}.")
+        raise SystemExit(
+            f"This process must be allowed to use two cores, one of them for training, got {cores}."
+        )
     model, _ = make_model(folder, SIZE)
     lag_steps = max(steps // 4, WARM_UP_STEPS + 1)
     records = run(model, folder / "lag", lag_steps, cores, ("-m", "torchtitan.grpo_train"))
     load = load_figures(records)
     print(
-        f"{load['tokens_per_second']:.0f} tokens/s, {load['trained_per_second']:.1f} trained/s; "
-        f"event loop late by p50 {load['lag_p50_ms']:.2f}, p99 {load['lag_p99_ms']:.1f}, max "
-        f"{load['lag_max_ms']:.1f} ms",
+        f"{load['tokens_per_second']:.0f} tokens/s, {load['trained_per_second']:.1f} trained "
+        f"completions/s; delay of the event loop: p50 {load['lag_p50_ms']:.2f}, p99 "
+        f"{load['lag_p99_ms']:.1f}, maximum {load['lag_max_ms']:.1f} ms",
         flush=True,
     )
     out = folder / "steps.json"
@@ -251,20 +256,20 @@ def measure(folder: Path, steps: int) -> tuple[dict[str, float], bool]:
     run(model, folder / "cost", steps, cores, program)
     cost = cost_figures(json.loads(out.read_text())[WARM_UP_STEPS:])
     print(
-        f"computing {cost['alone_ms']:.2f} ms alone ({cost['steps_alone']:.0f} steps), "
-        f"{cost['beside_ms']:.2f} ms beside the rollout process: {cost['change']:+.2%} "
-        f"(95 %: {cost['change_low']:+.2%} to {cost['change_high']:+.2%})"
+        f"The trainer computes a step in {cost['alone_ms']:.2f} ms alone "
+        f"({cost['steps_alone']:.0f} steps) and in {cost['beside_ms']:.2f} ms beside the rollout "
+        f"process: {cost['change']:+.2%} (95 % interval: {cost['change_low']:+.2%} to "
+        f"{cost['change_high']:+.2%})"
     )
     bounds = {
-        f"lag p99 {load['lag_p99_ms']:.1f} ms must be below {LAG_BOUND_MS:g}": (
+        f"event-loop delay p99: {load['lag_p99_ms']:.1f} ms, must be < {LAG_BOUND_MS:g} ms": (
             load["lag_p99_ms"] < LAG_BOUND_MS
         ),
-        f"step time grows by {cost['change']:+.2%}, must be at most {CHANGE_BOUND:.0%}": (
+        f"change of the step time: {cost['change']:+.2%}, must be <= {CHANGE_BOUND:.0%}": (
             cost["change"] <= CHANGE_BOUND
         ),
-        f"{load['in_flight_p5']:.0f} in flight in 95 % of the steps, must be {LEAST_IN_FLIGHT}": (
-            load["in_flight_p5"] >= LEAST_IN_FLIGHT
-        ),
+        f"completions in flight in 95 % of the steps: {load['in_flight_p5']:.0f}, must be >= "
+        f"{LEAST_IN_FLIGHT}": (load["in_flight_p5"] >= LEAST_IN_FLIGHT),
     }
     for text, holds in bounds.items():
         print("ok  " if holds else "FAIL", text)
@@ -274,8 +279,13 @@ def measure(folder: Path, steps: int) -> tuple[dict[str, float], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--steps", type=int, default=1200, help=f"{WARM_UP_STEPS} are left out")
-    parser.add_argument("--keep", type=Path, help="folder for the runs, kept")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=1200,
+        help=f"steps of a run; the first {WARM_UP_STEPS} are not counted",
+    )
+    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rollout-load-") as temporary:
         folder = options.keep or Path(temporary)

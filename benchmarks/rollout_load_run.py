@@ -5,10 +5,11 @@
 
     torchrun --nproc_per_node=1 benchmarks/rollout_load_run.py OUT.json N ARGUMENTS
 
-It is the real trainer, except that in every second step after the N-th, drawn at random, the rollout
-process and the reward workers are stopped (SIGSTOP) while the trainer computes. (If they were
-stopped in every other step, each such step would follow a step without a stop, whose data was late
-and whose weights had been pushed by then.) The computing time of each step is written to OUT.json.
+This is the real trainer, except that the rollout process and the reward workers are stopped
+(SIGSTOP) while the trainer computes, in about half of the steps after the N-th, drawn at random.
+(If they were stopped in every second step, each such step would follow a step without a stop, whose
+data was late and whose weights had been pushed by then.) The computing time of each step is written
+to OUT.json.
 """
 
 # ruff: noqa: E402  (the device is settled before torchtitan's modules read it)
@@ -39,10 +40,10 @@ _FIRST = int(sys.argv[2])
 
 
 class StoppingTrainer(GRPOTrainer):
-    """The real trainer; the other processes are stopped in about every second step.
+    """Stops the other processes in about half of the steps, drawn at random.
 
     Attributes:
-        steps: For each whether it was alone, and its seconds.
+        steps: For each step, whether the other processes were stopped, and its seconds.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -53,7 +54,7 @@ class StoppingTrainer(GRPOTrainer):
 
     def _train_step(self, batch: TrainBatch) -> bool:
         if self.step == _FIRST:
-            # All that this process has started; servers are not among it.
+            # All processes that this one has started. The servers are not among them.
             self._others = psutil.Process().children(recursive=True)
         is_alone = self.step > _FIRST and self._random.random() < 0.5
         if is_alone:

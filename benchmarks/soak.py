@@ -1,26 +1,26 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Lets a run live for hours among faults, and looks for what grows.
+"""Injects faults into a run for hours, and checks that its processes do not grow.
 
     python benchmarks/soak.py [--json] [--seconds 7200] [--kind vllm] [--seed 0] [--keep FOLDER]
 
 A real run under torchrun with ``--max-restarts`` has two training ranks, the shipped tiny model and
 two launched servers of the given kind. At random moments a server is killed, or stopped for some
 seconds. In the first quarter of the time a training rank is killed twice, and the disk of the run's
-folder, a small file system of its own, is full for a while; that needs the right to mount one, and
-is left out, and said, without it. After the first quarter only the second server is harmed, so the
-processes that are measured in the second half have been at work for a quarter before it: memory
-that a process takes once, while it warms up, is not taken for growth. The second half begins when
-both servers serve and ``SETTLE_SECONDS`` have passed.
+folder, which is a small file system of its own, is full for a while. If the user may not mount a
+file system, the benchmark prints this and leaves the full disk out. After the first quarter only
+the second server is harmed, so the processes that are measured in the second half have been at work
+for a quarter before it: memory that a process takes once, while it warms up, does not count as
+growth. The second half begins when both servers serve and ``SETTLE_SECONDS`` have passed.
 
-Every process that lives through the whole second half must then have a flat memory (unshared pages:
-the medians of the half's first and last quarter differ by at most 2 %), and its numbers of file
-descriptors and threads must return to the same values. ``samples.jsonl`` in the kept folder has all
-measurements, with the number of servers that were lost. At the end the ledger must account for each
-prompt exactly once, and the run must have gone on after every fault.
+The memory of every process that lives through the whole second half must be constant: the medians
+of its unshared pages in the first and in the last quarter of the half differ by at most 2 %. Its
+numbers of file descriptors and threads must return to the same values. ``samples.jsonl`` in the
+kept folder has all measurements, with the number of servers that were lost. At the end the ledger
+must account for each prompt exactly once, and the run must have continued after every fault.
 
-The exit status is 1 if something does not hold. With ``--json`` the last line is a JSON object.
+The exit status is 1 if a condition does not hold. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
@@ -47,24 +47,24 @@ DISK_MIB = 256
 FULL_SECONDS = 20.0
 SAMPLE_SECONDS = 5.0
 START_SECONDS = 900.0
-# A server may be harmed again after this time, so that it has been back for a while.
+# Time between two faults of servers, in which a server can join again.
 FAULT_SECONDS = (20.0, 60.0)
 STOP_SECONDS = (4.0, 20.0)
-# For how long the servers are left alone before the second half.
+# Time without faults of servers before the second half.
 SETTLE_SECONDS = 120.0
-# When a rank is killed and the disk is filled, as parts of the whole time.
+# Times at which a rank is killed and the disk is filled, as parts of the whole time.
 RANK_KILLS, DISK_FILL = (0.08, 0.22), 0.15
-# After this part of the whole time the first server is left alone.
+# Part of the whole time in which the first server is harmed, too.
 FIRST_SERVER_HARMED = 0.25
 LARGEST_GROWTH = 0.02
-LONGEST_RECORD = 1 << 16  # bytes of a record in metrics.jsonl
+LONGEST_RECORD = 1 << 16  # maximum number of bytes of a record in metrics.jsonl
 
 
 class SoakedRun(KilledRun):
-    """A run of two ranks with two servers, whose ranks torchrun starts again.
+    """A run of two ranks and two servers. Torchrun starts the ranks again when one of them fails.
 
     Args:
-        folder: Its dump folder.
+        folder: The run's dump folder.
         kind: ``inference.kind``.
         seed: ``debug.seed``.
         record: File outside of the folder with the trained rollouts.
@@ -93,13 +93,13 @@ class SoakedRun(KilledRun):
             "inference.control_timeout_seconds": 10,
             "weight_sync.timeout_seconds": 15,
             "checkpoint.interval": 10,
-            # The flight recorder's ring fills in the beginning, at 1.2 KiB a collective.
+            # The flight recorder takes 1.2 KiB for each collective until its ring buffer is full.
             "comm.trace_buf_size": 1000,
         }
 
     @property
     def console(self) -> Path:
-        return self._record.with_name("console.log")  # not on the disk that is filled
+        return self._record.with_name("console.log")  # outside of the disk that is filled
 
     @property
     def samples(self) -> Path:
@@ -107,11 +107,11 @@ class SoakedRun(KilledRun):
 
     @property
     def num_lost_servers(self) -> int | None:
-        """How many servers could not take work at the newest step; None before the first step."""
+        """Number of servers that were lost at the newest step; None before the first step."""
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
                 file.seek(max(file.seek(0, os.SEEK_END) - LONGEST_RECORD, 0))
-                whole = file.read().rpartition(b"\n")[0]  # what follows is being written
+                whole = file.read().rpartition(b"\n")[0]  # the last line may still be incomplete
         except OSError:
             return None
         newest = whole.rpartition(b"\n")[2]
@@ -119,11 +119,11 @@ class SoakedRun(KilledRun):
 
     @property
     def has_ended(self) -> bool:
-        """Whether torchrun has given up."""
+        """Whether torchrun has ended."""
         return self._process is None or self._process.poll() is not None
 
     def servers(self) -> list[psutil.Process]:
-        """Returns the launched servers' first processes, in the order of their ports."""
+        """Returns the main processes of the launched servers, in the order of their ports."""
         file = self.folder / "monitoring/servers.json"
         try:
             (entry,) = json.loads(file.read_text())
@@ -166,19 +166,19 @@ def name_of(process: psutil.Process) -> str:
 
 @dataclass
 class Life:
-    """What was measured of one process: time, unshared MiB, file descriptors, threads."""
+    """Measurements of one process: time, unshared MiB, file descriptors, and threads."""
 
     name: str
     samples: list[tuple[float, float, int, int]] = field(default_factory=list)
 
     def quarters(self, column: int) -> tuple[list[float], list[float]]:
-        """Returns a column's values of the first and of the last quarter."""
+        """Returns the values of a column in the first and in the last quarter."""
         size = max(len(self.samples) // 4, 1)
         values = [float(sample[column]) for sample in self.samples]
         return values[:size], values[-size:]
 
     def curve(self) -> str:
-        """Returns the median memory of each eighth, in MiB: a leak rises to the end."""
+        """Returns the median memory of each eighth in MiB. With a leak, it rises until the end."""
         size = max(len(self.samples) // 8, 1)
         parts = [self.samples[i : i + size] for i in range(0, len(self.samples), size)]
         return " ".join(f"{statistics.median(s[1] for s in part):.0f}" for part in parts[:8])
@@ -189,19 +189,19 @@ class Life:
         return last / first - 1
 
     def rise(self, column: int) -> float:
-        """Returns by how much the smallest number, to which it falls back, has changed."""
+        """Returns the change of a column's minimum from the first to the last quarter."""
         first, last = map(min, self.quarters(column))
         return last - first
 
 
 class Soak:
-    """Harms a run by a plan, and measures its processes.
+    """Injects faults into a run, and measures its processes.
 
     Args:
         run: The run.
-        seconds: Duration.
-        rng: Source of the plan.
-        disk: The run's file system; None leaves the full disk out.
+        seconds: Duration of both halves together.
+        rng: Chooses the faults and their times.
+        disk: The run's file system. ``None`` leaves the full disk out.
     """
 
     def __init__(self, run: SoakedRun, seconds: float, rng: random.Random, disk: Path | None):
@@ -212,7 +212,7 @@ class Soak:
         self._due: list[tuple[float, Callable[[], None]]] = []
 
     def go(self) -> None:
-        """Lets the first half pass, waits until all servers serve, and lets the second half pass."""
+        """Runs the first half, waits until all servers serve, and runs the second half."""
         self._begin = time.monotonic()
         half = self._seconds / 2
         for part in RANK_KILLS:
@@ -233,23 +233,23 @@ class Soak:
                 next_sample = self._now + SAMPLE_SECONDS
 
     def _pass(self) -> None:
-        """Does what is due, and starts the run again if it has ended."""
+        """Injects the faults that are due, and starts the run again if it has ended."""
         for due in [entry for entry in self._due if entry[0] <= self._now]:
             self._due.remove(due)
             due[1]()
         if self._run.has_ended:
-            self._say("the run has ended, and is started again")
+            self._say("the run has ended and is started again")
             self.faults["starts by hand"] += 1
             self._run.kill_all()
             self._run.start(10_000_000)
         time.sleep(0.2)
 
     def _due_without_harm(self) -> bool:
-        """Whether something else than the next harm to a server still has to happen."""
+        """Returns whether anything other than the next fault of a server is still due."""
         return any(what != self._harm_server for _, what in self._due)
 
     def _settle(self) -> None:
-        """Waits until both servers have served for a while, without new harm."""
+        """Waits until both servers have served for a while without a fault."""
         self._due.clear()
         self._run.wait_for(
             lambda: len(self._run.servers()) == 2 and self._run.num_lost_servers == 0,
@@ -330,11 +330,14 @@ class Soak:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Mounts a file system of ``DISK_MIB`` at a folder; yields None where that is not allowed."""
+    """Mounts a file system of ``DISK_MIB`` at a folder; yields None if that is not allowed."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode != 0:
-        print("LEFT OUT: the full disk, since no file system may be mounted here.", flush=True)
+        print(
+            "LEFT OUT: the disk is not filled, because no file system may be mounted here.",
+            flush=True,
+        )
         yield None
         return
     try:
@@ -344,10 +347,10 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def judge(soak: Soak, seconds: float) -> tuple[dict[str, float], list[str]]:
-    """Returns the figures of all long-lived processes, and what does not hold."""
+    """Returns the figures of all long-lived processes, and a text for each condition that fails."""
     figures: dict[str, float] = {}
     problems = []
-    # Those that were there at the beginning and at the end of the second half.
+    # A long-lived process was there at the beginning and at the end of the second half.
     begin = soak.measured_from or 0.0
     lived = [
         life
@@ -371,10 +374,16 @@ def judge(soak: Soak, seconds: float) -> tuple[dict[str, float], list[str]]:
         if life.growth > LARGEST_GROWTH:
             problems.append(f"the memory of a {life.name} grew by {100 * life.growth:.1f} %")
         if fds > 0 or threads > 0:
-            problems.append(f"a {life.name} has {fds:+.0f} descriptors, {threads:+.0f} threads")
+            problems.append(
+                f"the numbers of file descriptors and threads of a {life.name} changed by "
+                f"{fds:+.0f} and {threads:+.0f}"
+            )
     names = Counter(life.name for life in lived)
     if names["rank"] < 2 or names["rollout process"] < 1:
-        problems.append(f"ranks or rollout process did not live through the second half: {names}")
+        problems.append(
+            "two ranks and the rollout process must live through the second half, but only these "
+            f"processes did: {dict(names)}"
+        )
     return figures, problems
 
 
@@ -402,7 +411,7 @@ def measure(folder: Path, kind: str, seconds: float, seed: int) -> tuple[dict[st
     print(
         f"{kind}, {seconds:.0f} s, {ledger['steps']:.0f} steps, faults {dict(soak.faults)}: "
         f"{ledger['issued']:.0f} prompts issued, {ledger['violations']:.0f} violations (must be 0).\n"
-        + ("; ".join(problems) or "Nothing grew.")
+        + ("; ".join(problems) or "All conditions hold.")
     )
     return figures, not problems
 
@@ -413,7 +422,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--kind", choices=("embedded", "vllm", "sglang"), default="vllm")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for the run and its console, kept")
+    parser.add_argument(
+        "--keep", type=Path, help="folder in which the run and its console are kept"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.keep or Path(temporary)

@@ -5,11 +5,11 @@
 
     python benchmarks/stub_server.py --decode-seconds 0.02 --mean-tokens 256 --model-path DIR ...
 
-Logits come from a fixed table, in which the probability of the end of sequence gives completions
-of the stated mean length. Each step sleeps for the stated time, so a thousand completions
-are written at once without a core of their own. Everything else is the embedded server's own: HTTP,
-batching, sampling, versions, weight updates, and the log-probabilities of prompts, which the model
-computes. All further arguments are those of the embedded server.
+Logits come from a fixed table, in which the probability of the end-of-sequence token gives
+completions the stated mean length. Each step sleeps for the stated time, so a thousand completions
+can be generated at once without a core of their own. Everything else is the embedded server's own:
+HTTP, batching, sampling, versions, weight updates, and the log-probabilities of prompts, which the
+model computes. All further arguments are those of the embedded server.
 """
 
 import argparse
@@ -31,11 +31,11 @@ class StubRunner(ModelRunner):
     """Takes the place of the model runner.
 
     Args:
-        model: Its parameters are what weight updates write.
+        model: The model whose parameters are updated.
         max_slots: Maximum number of rows at once.
         max_length: Maximum length of a sequence.
-        decode_seconds: Time of a step, for any number of rows and of prompts.
-        mean_tokens: Mean length of completions before they are cut.
+        decode_seconds: Duration of a step, for any number of rows and of prompts.
+        mean_tokens: Mean length of completions before truncation.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class StubRunner(ModelRunner):
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(max_slots, self.vocab_size, generator=generator)
         end = model.config.eos_token_id
-        assert isinstance(end, int), f"the model must have one end of sequence, got {end}"
+        assert isinstance(end, int), f"the model must have one end-of-sequence token, got {end}"
         self._table[:, end] = float("-inf")
-        # One in `mean_tokens` of all draws.
+        # The end-of-sequence token is sampled with probability 1 / mean_tokens.
         self._table[:, end] = self._table.logsumexp(dim=-1) - math.log(mean_tokens - 1)
 
     @override
@@ -73,7 +73,7 @@ def main() -> None:
     runner = partial(
         StubRunner, decode_seconds=options.decode_seconds, mean_tokens=options.mean_tokens
     )
-    # The one thing that is not the server's own; what it makes of it is.
+    # Only the runner is replaced. Everything that the server does with it is the server's own.
     setattr(embedded, "ModelRunner", runner)  # noqa: B010
     sys.argv[1:] = arguments
     embedded.main()

@@ -34,13 +34,13 @@ def running_stubs(
 
     Args:
         count: Number of servers.
-        model: Hugging Face directory; its parameters are what weight updates write.
-        folder: Folder for their logs.
-        decode_seconds: Time of each decode step.
+        model: Hugging Face directory of the model whose parameters are updated.
+        folder: Folder for the servers' logs.
+        decode_seconds: Duration of each decode step.
         mean_tokens: Mean length of completions that end by themselves.
-        max_model_len: Longest sequence.
-        max_running_requests: Completions that each may write at once.
-        attend: Called with each process's id, once started and once up.
+        max_model_len: Maximum length of a sequence.
+        max_running_requests: Maximum number of completions that a server generates at once.
+        attend: Called with the id of each process when it has started, and again when it is up.
     """
     servers: list[LaunchedServer] = []
     try:
@@ -54,7 +54,7 @@ def running_stubs(
                 *("--model-path", str(model), "--port", str(port), "--seed", str(port)),
                 *("--max-model-len", str(max_model_len)),
                 *("--max-running-requests", str(max_running_requests)),
-                # Nothing is computed, so all may be taken in by one step.
+                # Nothing is computed, so one step may take all prompts.
                 *("--max-prefill-tokens", str(max_running_requests * max_model_len)),
             ]
             log_file = folder / f"server-{port}.log"

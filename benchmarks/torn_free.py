@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Checks that no server ever serves a mixture of versions, whatever happens to it.
+"""Checks that no server ever serves a mixture of versions, even among faults.
 
     python benchmarks/torn_free.py [--publishes 500 | --all] [--seed 0] [--json]
 
@@ -16,7 +16,7 @@ All the time, the benchmark compares the SHA-256 of the parameters of each serve
 that the server reports, and the logprobs of each completion with those of transformers for the
 versions that the completion names. The ranks compare each slot after it was read, on both ranks,
 and each bucket before and after each broadcast. By default 500 versions are published, which
-takes a few minutes; ``--all`` publishes 2,000. The exit status is 1 if anything is found. With
+takes a few minutes; ``--all`` publishes 2,000. The exit status is 1 if a violation is found. With
 ``--json`` the last line is a JSON object.
 """
 
@@ -50,7 +50,7 @@ NUM_RANKS, NUM_SERVERS = 2, 3
 TOLERANCE = 1e-3
 CHECK_SECONDS = 0.1
 PUBLISHES_A_PUSH = 10
-"""The run continues until there is at least one push for this many publishes."""
+"""Maximum number of publishes for each push. The run continues until there are enough pushes."""
 WEIGHT_SYNC = {
     "checksum": True,
     "bucket_bytes": 65536,
@@ -64,7 +64,7 @@ WEIGHT_SYNC = {
 
 @dataclass
 class Result:
-    """The contents of the table; ``found`` describes each violation."""
+    """The contents of the table. ``found`` has a text for each violation."""
 
     publishes: int = 0
     pushes: int = 0
@@ -84,16 +84,17 @@ class Result:
 
     @property
     def is_clean(self) -> bool:
-        """Returns whether the checks were made and found nothing."""
+        """Whether checks were made and found no violation."""
         return not self.found and self.parameter_checks > 0 and self.completions_checked > 0
 
 
 class Server:
-    """One embedded server, and its state.
+    """One embedded server and its state.
 
     Attributes:
-        lives: How often it was started; a check during which it changes is of two servers.
-        is_sick: Stopped, killed, or not yet up again.
+        lives: Number of starts. A check during which this number changes has met two processes, and
+            does not count.
+        is_sick: Whether the server is stopped, killed, or not yet up again.
     """
 
     def __init__(self, spec: ServerSpec, folder: Path) -> None:
@@ -116,7 +117,7 @@ class Server:
 
 
 class Stress:
-    """The whole run, in one event loop on the main thread."""
+    """Controls the whole run, in one event loop on the main thread."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, ports: list[int]) -> None:
         self.arguments, self.result = arguments, Result()
@@ -151,7 +152,7 @@ class Stress:
     async def run(self) -> Result:
         """Runs until there were enough publishes, pushes and checks."""
         wanted = self.arguments.publishes
-        # Before that no server is told apart from one that was restarted.
+        # Until then, a server cannot be distinguished from a restarted one.
         await self._until_loop(lambda: self._all_confirmed(), 400)
         begin = time.monotonic()
         async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
@@ -160,8 +161,10 @@ class Stress:
             await self._until_loop(lambda: self._is_enough(wanted), 300 + wanted)
             for task in working:
                 task.cancel()
-        for server in self.servers:  # so that the end is heard of
-            with contextlib.suppress(ProcessLookupError):  # killed, and not yet started again
+        for server in self.servers:  # stopped servers continue, so that they notice the end
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # a killed server may not have been started again
                 server.signal(signal.SIGCONT)
         self.result.seconds = time.monotonic() - begin
         await asyncio.to_thread(self.loop.end)
@@ -179,17 +182,23 @@ class Stress:
         deadline = time.monotonic() + timeout_seconds
         while not holds():
             if self.loop.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"The ranks must publish on:\n{self.loop.log_tail()}")
+                raise RuntimeError(
+                    "The ranks must continue to publish, but they have ended or are too slow. The "
+                    f"end of their log:\n{self.loop.log_tail()}"
+                )
             await asyncio.sleep(0.02)
 
-    # -- what the ranks tell -----------------------------------------------------------
+    # -- events of the ranks -----------------------------------------------------------
 
     def _all_confirmed(self) -> bool:
         self._read_events()
         return len(self.confirmed) == NUM_SERVERS
 
     def _is_enough(self, wanted: int) -> bool:
-        """Returns whether enough was checked; if servers start slowly, more versions are published."""
+        """Returns whether there were enough publishes and pushes.
+
+        If servers start slowly, more versions are published than asked for.
+        """
         self._read_events()
         return self.result.publishes >= wanted and self.result.pushes >= wanted // PUBLISHES_A_PUSH
 
@@ -207,11 +216,15 @@ class Stress:
             result.superseded, result.pushes = event["superseded"], event["pushes"]
             result.versions_alive = max(result.versions_alive, int(event["versions_alive"]))
             if result.versions_alive > NUM_SERVERS + 2:
-                self._find(f"{result.versions_alive} versions are alive")
+                self._find(
+                    f"{result.versions_alive} versions are alive, must be <= {NUM_SERVERS + 2}"
+                )
         elif kind == "version":
             former = self.confirmed.get(event["url"], UNPUSHED)
-            if event["version"] < former:  # a lane that is idle for long says it again
-                self._find(f"{event['url']} confirmed {event['version']} after {former}")
+            if event["version"] < former:  # equal is allowed: an idle lane repeats its version
+                self._find(
+                    f"{event['url']} confirmed version {event['version']} after version {former}"
+                )
             self.confirmed[event["url"]] = event["version"]
             result.worst_lag = max(result.worst_lag, self.num_published - event["version"])
         elif kind == "lost":
@@ -238,7 +251,7 @@ class Stress:
                         ranks = (await answer.json())["ranks"]
                     after = await self._named_version(session, server)
             except (aiohttp.ClientError, OSError, TimeoutError):
-                continue  # it is stopped, or killed, or not yet up
+                continue  # the server is stopped, killed, or not yet up
             if server.lives == lives:
                 digest = digest_of(ranks[0]["checksums"].items())
                 self._compare(server, before, digest, after)
@@ -249,17 +262,21 @@ class Stress:
         return UNPUSHED if label == "default" else int(label)
 
     def _compare(self, server: Server, before: int, digest: str, after: int) -> None:
-        """Checks that the parameters belong to a version that the server named meanwhile."""
+        """Checks that the parameters are those of a version that the server reported."""
         self.result.parameter_checks += 1
         if not server.newest <= before <= after:
-            self._find(f"{server.url} went from {server.newest} to {before} and {after}")
+            self._find(
+                f"{server.url} reported version {server.newest}, then {before}, then {after}"
+            )
         server.newest = after
         if digest not in (self.model.digest(v) for v in range(before, after + 1)):
             self.result.mixtures += 1
-            self._find(f"{server.url} names {before} to {after}, and serves neither")
+            self._find(
+                f"{server.url} reports versions {before} to {after}, but serves none of them"
+            )
 
     async def _rate(self) -> None:
-        """Checks the oldest waiting completions; the rest is checked at the end."""
+        """Checks completions, the oldest first. Those that are left are checked at the end."""
         while True:
             self._read_events()
             if self.samples:
@@ -272,14 +289,17 @@ class Stress:
         error = self.model.sample_error(sample)
         if not error <= TOLERANCE:
             self.result.mixtures += 1
-            self._find(f"a completion of {sample['segments']} is off by {error:.3g}")
+            self._find(
+                f"the logprobs of a completion of versions {sample['segments']} differ by "
+                f"{error:.3g}"
+            )
 
-    # -- harm --------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------
 
     async def _harm(self) -> None:
-        """Harms a server after a certain number of publishes; one server always stays healthy.
+        """Stops or kills a server after every so many publishes. One server always stays healthy.
 
-        A server is killed only while none is being started, for that may take long.
+        A server is killed only while no other server is starting, because a start may take long.
         """
         every = max(self.arguments.publishes // 40, 30)
         async with asyncio.TaskGroup() as tasks:
@@ -291,7 +311,9 @@ class Stress:
                 if len(well) < 2:
                     continue
                 server, none_starts = self.random.choice(well), starting is None or starting.done()
-                server.is_sick = True  # at once: the next one may be chosen before a task begins
+                server.is_sick = (
+                    True  # set now, because the next server may be chosen before the task runs
+                )
                 if none_starts and (number == 1 or self.random.random() < 0.5):
                     starting = tasks.create_task(self._kill(server))
                 else:
@@ -304,14 +326,14 @@ class Stress:
         await asyncio.to_thread(server.process.process.wait, 10)
         await asyncio.sleep(self.random.uniform(0.0, 1.0))
         server.start()
-        while server.newest == UNPUSHED:  # until it has been found with pushed weights
+        while server.newest == UNPUSHED:  # until a check has found pushed weights
             await asyncio.sleep(0.05)
         server.is_sick = False
 
     async def _stop(self, server: Server) -> None:
         self.result.stops += 1
         server.signal(signal.SIGSTOP)
-        # Some are shorter than the timeouts, and merely slow a push down.
+        # Some of these times are shorter than the timeouts, and only delay a push.
         await asyncio.sleep(self.random.choice((0.2, 1.0, 5.0)))
         server.signal(signal.SIGCONT)
         server.is_sick = False
@@ -330,12 +352,12 @@ def show(result: Result) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="2000 publishes")
-    parser.add_argument("--publishes", type=int, help="default: 500")
+    parser.add_argument("--all", action="store_true", help="publish 2000 versions")
+    parser.add_argument("--publishes", type=int, help="number of versions; default: 500")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
-    # What the checks must find: parameters overwritten without the fence, or a slot written
-    # that was not reserved.
+    # Defects that the checks must find: parameters that are overwritten without the fence, or a
+    # slot that is written without being reserved.
     parser.add_argument("--inject", choices=("fence", "slot"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.publishes = arguments.publishes or (2000 if arguments.all else 500)

@@ -1,17 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures what a delta push would save at the learning rates of reinforcement learning.
+"""Measures how much a delta push saves at the learning rates of reinforcement learning.
 
     python benchmarks/weight_delta.py [--json] [--steps N] [--models tiny 30M]
 
 The benchmark trains the quickstart's tiny model and a Qwen3 of 30 M random parameters in float32,
 with AdamW and the GRPO objective on random prompt groups. It compares each version with the version
-before in both dtypes of a transfer: the share of the elements that changed, the bytes of a lossless
-delta (`weight_wire/sparse.py`) against those of a full push, and the speed of encoding and applying
-a delta. The figures are means over the steps after a warm-up. There is no bound; the exit status is
-1 if a decoded delta differs in any bit from what was encoded. With ``--json`` the last line is a
-JSON object.
+before, in both dtypes of a transfer: the share of the elements that changed, the bytes of a
+lossless delta (`weight_wire/sparse.py`) relative to those of a full push, and the speed of encoding
+and applying a delta. The figures are means over the steps after a warm-up. They have no bounds. The
+exit status is 1 if the decoded weights differ in any bit from the encoded weights. With ``--json``
+the last line is a JSON object.
 """
 
 import argparse
@@ -38,24 +38,24 @@ from torchtitan.grpo.weight_wire.sparse import apply, decode, encode
 REPOSITORY = Path(__file__).resolve().parents[1]
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 WIRES = (torch.bfloat16, torch.float32)
-# AdamW's first steps are larger than those that follow: its moments are still filling.
+# AdamW's first steps are larger than later ones, because its moments have not converged yet.
 WARM_UP = 8
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, COMPLETION_TOKENS = 2, 4, 8, 40
 MAX_NORM = 1.0
 NOISE = 0.02
-"""Standard deviation between the trainer's logprobs and those of the servers."""
+"""Standard deviation of the difference between the trainer's and the servers' logprobs."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """One version compared with the version before.
+    """The difference between a version and the version before.
 
     Attributes:
-        changed: Share of elements.
-        size: Bytes of the delta over those of a full push.
-        encode_gbps: Gigabytes of full weights that are compared and encoded a second.
-        apply_gbps: The same of decoding and applying.
-        is_exact: The receiver's weights are bitwise those that were encoded.
+        changed: Share of the elements that changed.
+        size: Bytes of the delta relative to those of a full push.
+        encode_gbps: Gigabytes of full weights that are compared and encoded per second.
+        apply_gbps: Gigabytes of full weights that are decoded and applied per second.
+        is_exact: Whether the receiver's weights equal the encoded weights bit for bit.
     """
 
     changed: float
@@ -78,7 +78,7 @@ class Learner:
         self._vocab_size = self.model.config.vocab_size
 
     def step(self) -> None:
-        """Makes one optimizer step on new groups."""
+        """Takes one optimizer step on new groups."""
         rows = self._random_rows()
         logprobs, entropy = self._score(rows)
         noise = NOISE * torch.randn_like(logprobs)
@@ -102,7 +102,7 @@ class Learner:
         self.optimizer.step()
 
     def wire(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns [num_bytes] uint8: all parameters as they are transferred."""
+        """Returns all parameters as they are transferred, [num_bytes] uint8."""
         flat = [p.detach().to(dtype).reshape(-1).view(torch.uint8) for p in self.parameters]
         return torch.cat(flat)
 
@@ -141,7 +141,7 @@ class Learner:
         return self._random.integers(1, self._vocab_size, shape).astype(np.int32)
 
     def _score(self, rows: TrainRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns [rows, seq] logprobs of the labels, and entropies."""
+        """Returns the logprobs of the labels and the entropies, both [rows, seq]."""
         logits = self.model(input_ids=rows.tokens).logits
         everything = logits.log_softmax(-1)
         logprobs = everything.gather(-1, rows.labels[..., None])[..., 0]
@@ -150,7 +150,7 @@ class Learner:
 
 
 def measure(path: Path, learning_rate: float, steps: int) -> dict[torch.dtype, list[Delta]]:
-    """Trains, and measures the delta of each version after the warm-up in each dtype."""
+    """Trains a model and measures the delta of each version after the warm-up, in each dtype."""
     learner = Learner(path, learning_rate)
     for _ in range(WARM_UP):
         learner.step()
@@ -200,7 +200,7 @@ def mean_figures(deltas: list[Delta]) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--steps", type=int, default=12, help="counted steps")
+    parser.add_argument("--steps", type=int, default=12, help="number of counted steps")
     parser.add_argument("--models", nargs="+", choices=("tiny", "30M"), default=["tiny", "30M"])
     options = parser.parse_args()
     logging.disable_progress_bar()

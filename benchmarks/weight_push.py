@@ -9,14 +9,14 @@
 Two training ranks (FSDP2, gloo, CPU) hold a Qwen3 of 120 M parameters and push it with the trainer's
 own publisher. The bandwidth is that of a push to an idle embedded server, from the sending of the
 first bucket to the arrival of the last, while the other buckets are gathered from both ranks. It is
-compared with a bare ``dist.broadcast`` of the same number of bytes from one rank to the other; both
-alternate, and the figures are medians. A second figure starts when the version is published, and so
-includes the snapshot and the gathering of the first bucket. The pause is the time for which each
-kind of server wrote no token because of a push, while requests were in flight.
+compared with a plain ``dist.broadcast`` of the same number of bytes from one rank to the other.
+Both alternate, and the figures are medians. A second figure starts when the version is published,
+and so includes the snapshot and the gathering of the first bucket. The pause is the time for which
+each kind of server generated no token because of a push, while requests were in flight.
 
 Real vLLM and SGLang need environments of their own (scripts/install_vllm.sh,
 scripts/install_sglang.sh); ``--only`` leaves kinds out. The benchmark takes about ten minutes. The
-exit status is 1 if a push has less than 0.8 of the bandwidth of the bare broadcast, or if a server
+exit status is 1 if a push has less than 0.8 of the bandwidth of the plain broadcast, or if a server
 is missing or was lost. With ``--json`` the last line is a JSON object.
 """
 
@@ -53,13 +53,13 @@ PAUSE_ROUNDS = 10
 REST_SECONDS = 1.0
 MAX_MODEL_LEN = 512
 NUM_REQUESTS = 2
-TOKENS_A_REQUEST = 64  # few enough that many end between two pushes
+TOKENS_A_REQUEST = 64  # so few that many requests end between two pushes
 STARTUP_SECONDS = 400.0
 RUN_SECONDS = 900.0
 
 
 def python_of(kind: ServerKind) -> str | None:
-    """Returns the interpreter that has this kind of server, or None if there is none."""
+    """Returns the interpreter of the environment that has this kind of server, or None."""
     if kind == "embedded":
         return sys.executable
     named = os.environ.get(f"TORCHTITAN_GRPO_{kind.upper()}_PYTHON")
@@ -87,8 +87,8 @@ class Generating:
     """Keeps requests in flight from its own thread, and counts the received tokens.
 
     Attributes:
-        num_tokens: Of completions that have ended.
-        error: What a server said that could not go on.
+        num_tokens: Number of tokens of the completions that have ended.
+        error: Message of the server error that ended the requests, or an empty string.
     """
 
     def __init__(self, kind: ServerKind, url: str) -> None:
@@ -139,17 +139,11 @@ class Generating:
                 return
 
 
-def run_pushes(
-    server: LaunchedServer,
-    model: Path,
-    folder: Path,
-    *,
-    rounds: int,
-    compares: bool,
-    max_sources: int = 8,
+def make_settings(
+    server: LaunchedServer, model: Path, folder: Path, max_sources: int
 ) -> dict[str, Any]:
-    """Runs two ranks that push ``rounds`` versions; returns what rank 0 measured."""
-    settings = {
+    """Returns the settings of the ranks by their TOML keys."""
+    return {
         "job.dump_folder": folder,
         "model.hf_assets_path": model,
         "training.seq_len": 64,
@@ -176,6 +170,19 @@ def run_pushes(
         "observe.samples_per_step": 0,
         "debug.seed": 0,
     }
+
+
+def run_pushes(
+    server: LaunchedServer,
+    model: Path,
+    folder: Path,
+    *,
+    rounds: int,
+    compares: bool,
+    max_sources: int = 8,
+) -> dict[str, Any]:
+    """Runs two ranks that push ``rounds`` versions; returns the measurements of rank 0."""
+    settings = make_settings(server, model, folder, max_sources)
     out, job = folder / "out.json", folder / "job.json"
     job.write_text(
         json.dumps(
@@ -200,12 +207,14 @@ def run_pushes(
     try:
         ranks.wait(RUN_SECONDS)
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"Not done in {RUN_SECONDS:g} s:\n{tail(folder / 'ranks.log')}") from None
+        raise SystemExit(
+            f"The ranks have not finished in {RUN_SECONDS:g} s:\n{tail(folder / 'ranks.log')}"
+        ) from None
     finally:
         stop_children([ranks])
     if ranks.returncode != 0:
         raise RuntimeError(
-            f"The ranks ended with {ranks.returncode}:\n{tail(folder / 'ranks.log')}"
+            f"The ranks ended with status {ranks.returncode}:\n{tail(folder / 'ranks.log')}"
         )
     return json.loads(out.read_text())
 
@@ -230,12 +239,14 @@ def measure_bandwidth(model: Path, folder: Path, rounds: int) -> tuple[dict[str,
         "share_from_publishing": median("bare_seconds") / median("arrived_seconds"),
     }
     print(
-        f"{figures['gigabytes']:.3f} GB a push in {WIRE}, {counted[0]['num_buckets']} buckets, "
-        f"{rounds} rounds: {figures['push_gbps']:.2f} GB/s against {figures['broadcast_gbps']:.2f} "
-        f"GB/s of a bare broadcast, {figures['share']:.2f} of it (must be >= {BANDWIDTH_SHARE}).\n"
-        f"  from publishing on {figures['from_publishing_gbps']:.2f} GB/s, "
-        f"{figures['share_from_publishing']:.2f} of it; gathering {figures['gather_seconds']:.3f} s, "
-        f"published to confirmed {figures['confirmed_seconds']:.3f} s",
+        f"{figures['gigabytes']:.3f} GB per push in {WIRE}, {counted[0]['num_buckets']} buckets, "
+        f"{rounds} rounds: a push has {figures['push_gbps']:.2f} GB/s and a plain broadcast has "
+        f"{figures['broadcast_gbps']:.2f} GB/s, a share of {figures['share']:.2f} (must be >= "
+        f"{BANDWIDTH_SHARE}).\n"
+        f"  measured from publishing: {figures['from_publishing_gbps']:.2f} GB/s, a share of "
+        f"{figures['share_from_publishing']:.2f}; gathering takes "
+        f"{figures['gather_seconds']:.3f} s, and publishing to confirmation takes "
+        f"{figures['confirmed_seconds']:.3f} s",
         flush=True,
     )
     return figures, figures["share"] >= BANDWIDTH_SHARE
@@ -260,21 +271,26 @@ def measure_pause(
         f"{kind}/generated_tokens": generating.num_tokens,
     }
     print(
-        f"{kind:9} paused p50 {figures[f'{kind}/pause_p50_ms']:8.1f} ms, longest "
-        f"{max(pauses):8.1f} ms a push; published to confirmed "
-        f"{figures[f'{kind}/confirmed_p50_ms']:8.1f} ms; {generating.num_tokens} tokens written "
+        f"{kind:9} pause per push: p50 {figures[f'{kind}/pause_p50_ms']:8.1f} ms, maximum "
+        f"{max(pauses):8.1f} ms; from publishing to confirmation "
+        f"{figures[f'{kind}/confirmed_p50_ms']:8.1f} ms; {generating.num_tokens} tokens generated "
         f"meanwhile; lost {failures:.0f} times {generating.error}",
         flush=True,
     )
-    # Without anything to write a pause would stop nobody.
+    # A pause means something only if the server has generated tokens.
     return figures, not failures and not generating.error and generating.num_tokens > 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
-    parser.add_argument("--rounds", type=int, default=15, help="counted pushes")
-    parser.add_argument("--size", choices=SIZES, default="120M", help="smaller ones to try it")
+    parser.add_argument("--rounds", type=int, default=15, help="number of counted pushes")
+    parser.add_argument(
+        "--size",
+        choices=SIZES,
+        default="120M",
+        help="size of the model; a small one is enough to try the script",
+    )
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

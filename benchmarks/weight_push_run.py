@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Runs the ranks of `weight_push.py`: the trainer's publisher, pushing without training in between.
+"""Runs the ranks of `weight_push.py`, which push with the trainer's publisher and do not train.
 
 torchrun --nproc_per_node=2 benchmarks/weight_push_run.py JOB.json
 """
@@ -35,11 +35,11 @@ _PUSH_TIMEOUT_SECONDS = 120.0
 _WATCHED = ("begin_update", "receive_bucket", "commit_update")
 
 Calls = list[tuple[str, float, float]]
-"""What the client was asked, in order: name, begin and end, in seconds."""
+"""Calls of the client in order: the name, the begin and the end in seconds."""
 
 
 def watch_client(kind: Any, url: str) -> Calls:
-    """Records the publisher's calls in all clients of this kind."""
+    """Records the publisher's calls of all clients of this kind."""
     calls: Calls = []
     cls = type(make_client(kind, url))
     for name in _WATCHED:
@@ -57,7 +57,7 @@ def watch_client(kind: Any, url: str) -> Calls:
 
 
 class PushTrainer(GRPOTrainer):
-    """Pushes ``rounds`` versions, each followed by a bare broadcast of the same number of bytes."""
+    """Pushes ``rounds`` versions. A plain broadcast of as many bytes may follow each push."""
 
     source: CannedRollouts | None  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -94,7 +94,7 @@ class PushTrainer(GRPOTrainer):
             Path(self.job["out"]).write_text(json.dumps(result))
 
     def _num_bytes(self) -> int:
-        """Returns the bytes of all parameters in the dtype of the transfer."""
+        """Returns the number of bytes of all parameters in the dtype of the transfer."""
         dtype = getattr(torch, self.config.weight_sync.dtype)
         return dtype.itemsize * sum(
             p.numel() for part in self.model_parts for p in part.parameters()
@@ -132,7 +132,7 @@ class PushTrainer(GRPOTrainer):
         dist.barrier()
         begin = time.monotonic()
         dist.broadcast(payload, src=0)
-        dist.barrier()  # a sender may be done before the receiver
+        dist.barrier()  # a sender may finish before the receiver
         return time.monotonic() - begin
 
 

@@ -27,7 +27,7 @@ has_gpu() {
         && nvidia-smi -L 2>/dev/null | grep -q GPU
 }
 
-# Prints the number of GPUs that a process started here can use.
+# visible_gpus: prints the number of GPUs that a process started here can use.
 visible_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES-}" ]]; then
         tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
@@ -51,7 +51,7 @@ print(f"{sys.base_prefix}/bin/python{v[0]}.{v[1]}" if sys.prefix != sys.base_pre
     die "Python 3.11 or newer is needed, found none on PATH"
 }
 
-# parse_device "$@": sets DEVICE to cpu or cuda. --cpu forces cpu; --cuda forces cuda, for images, which are built on
+# parse_device "$@": sets DEVICE to cpu or cuda. --cpu forces cpu. --cuda forces cuda, for images that are built on
 # machines without a GPU.
 parse_device() {
     DEVICE=cpu
@@ -97,7 +97,7 @@ open_environment() {
     "$python" -m venv "$folder"
 }
 
-# Whether open_environment found an environment that these scripts did not create.
+# is_adopted: succeeds if open_environment found an environment that these scripts did not create.
 is_adopted() {
     [[ "$STAMP" == *"$ADOPTED" ]]
 }
@@ -118,10 +118,10 @@ install_overlay() {
     fi
 }
 
-# Installs the overlay without its requirements, for a server's environment. torchtitan is not installed
-# there, so the overlay's folder is a namespace package, which an editable install finds in this mode only.
+# install_overlay_alone: installs the overlay without its requirements, for a server's environment. torchtitan is not
+# installed there, so the overlay's folder is a namespace package, which an editable install finds in this mode only.
 install_overlay_alone() {
-    # Built by the setuptools of the lock file, which is installed.
+    # The build uses the setuptools of the lock file, which is installed.
     install_overlay --no-deps --no-build-isolation --config-settings editable_mode=compat -e "$REPOSITORY"
 }
 
@@ -130,14 +130,15 @@ close_environment() {
     echo "done"
 }
 
-# locked FILE PIP_ARGUMENTS...: installs the packages of requirements/FILE, each of its version and hash, and no others.
+# locked FILE PIP_ARGUMENTS...: installs the packages of requirements/FILE with their versions and hashes, and no others.
 locked() {
     local file="$1"
     shift
     "$PYTHON" -m pip install -q --no-deps --require-hashes -r "$REPOSITORY/requirements/$file" "$@"
 }
 
-# select_packages with|without PATTERN: of a lock file on stdin, prints the packages whose names match (or do not).
+# select_packages with|without PATTERN: reads a lock file from stdin, and prints the packages whose names match, or do
+# not match.
 select_packages() {
     awk -v keep="$1" -v pattern="^($2)==" '
         /^[a-z0-9]/ { shown = ($0 ~ pattern) == (keep == "with") }
@@ -148,15 +149,15 @@ has_torch() {
     "$PYTHON" -m pip show -q torch 2>/dev/null
 }
 
-# Installs the CPU build of torch, without its requirements, which the lock files have. The servers' CPU builds were
-# linked against it. If the configured index does not have it (on PyPI, torch for Linux is the CUDA build), it comes
-# from PyTorch's own index.
+# install_cpu_torch: installs the CPU build of torch without its requirements, which are in the lock files. The servers'
+# CPU builds were linked against it. If the configured index does not have it (on PyPI, torch for Linux is the CUDA
+# build), it comes from PyTorch's own index.
 install_cpu_torch() {
     if [[ "$(uname -s)" == Linux ]]; then
         locked torch-cpu.txt 2>/dev/null || locked torch-cpu.txt --extra-index-url "$TORCH_CPU_INDEX" || true
         if has_torch; then return; fi
         if ! grep -q "$(machine_marker)" "$REPOSITORY/requirements/torch-cpu.txt"; then
-            echo "requirements/torch-cpu.txt has no hash of torch for this Python and machine: it is installed by version"
+            echo "requirements/torch-cpu.txt has no hash of torch for this Python and machine: torch is installed by its version alone"
             "$PYTHON" -m pip install -q --no-deps --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_VERSION+cpu" || true
         fi
         if has_torch; then return; fi
@@ -165,7 +166,7 @@ install_cpu_torch() {
     locked torch.txt
 }
 
-# Prints what marks this Python and machine in requirements/torch-cpu.txt.
+# machine_marker: prints the marker of this Python and machine in requirements/torch-cpu.txt.
 machine_marker() {
     "$PYTHON" -c 'import platform, sys; print(
         f"python_version == \"{sys.version_info[0]}.{sys.version_info[1]}\" and "

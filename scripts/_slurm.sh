@@ -1,16 +1,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Sourced by scripts/grpo.slurm and scripts/grpo_servers.slurm: steps of a job that end in order, and the return to
-# the queue. Slurm's own ways to signal a step would cost what is running: SIGTERM to srun kills the step at once, and
-# scancel --signal reaches the children of the trainer as well, which then end before it can ask them for rollouts.
+# scripts/grpo.slurm and scripts/grpo_servers.slurm source this file. It starts the steps of a job, ends them in order,
+# and returns the job to the queue. Slurm's own ways to signal a step would lose what is running: SIGTERM to srun kills
+# the step at once, and scancel --signal also reaches the children of the trainer, which then end before the trainer
+# can ask them for rollouts.
 
-STATUS=0     # exit status of the step that was waited for
+STATUS=0     # exit status of the step that wait_for_step has waited for
 REQUEUE=0    # 1 after the signal that comes before the time limit
 INTERRUPTED=0
-LAST_SECONDS=30 # for servers to end in order
+LAST_SECONDS=30 # time that steps have to end in order
 declare -A STEP_PIDS=() STEP_GROUPS=()
-# One file a task, named by node and task, because nodes may share the folder.
+# Each task has a file, named by node and task, because nodes may share the folder.
 PID_FILES="${TMPDIR:-/tmp}/grpo-$SLURM_JOB_ID"
 
 die() {
@@ -18,7 +19,7 @@ die() {
     exit 2
 }
 
-# in_group GROUP ARGUMENTS...: srun in a part of a heterogeneous job, or in the only part that there is.
+# in_group GROUP ARGUMENTS...: calls srun in a part of a heterogeneous job, or in the only part of another job.
 in_group() {
     local group=()
     if ((${SLURM_HET_SIZE:-1} > 1)); then group=("--het-group=$1"); fi
@@ -26,10 +27,10 @@ in_group() {
 }
 
 # start_step NAME GROUP COMMAND...: starts COMMAND in each task of a part of the job, in the background. A task that
-# ends does not end the others: they may be saving. Without --cpu-bind=none each task would be bound to one core.
+# ends does not end the others, which may be saving. Without --cpu-bind=none, each task would be bound to one core.
 start_step() {
     STEP_GROUPS[$1]="$2"
-    # shellcheck disable=SC2016  # expanded in the task
+    # shellcheck disable=SC2016  # the task expands it
     in_group "$2" --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \
         bash -c 'echo $$ >"$0.$SLURM_NODEID.$SLURM_LOCALID" && exec "$@"' "$PID_FILES-$1" "${@:3}" &
     STEP_PIDS[$1]=$!
@@ -39,10 +40,10 @@ start_step() {
 signal_step() {
     local srun="${STEP_PIDS[$1]-}"
     [[ -n "$srun" ]] && kill -0 "$srun" 2>/dev/null || return 0
-    # shellcheck disable=SC2016  # expanded in the task
+    # shellcheck disable=SC2016  # the task expands it
     in_group "${STEP_GROUPS[$1]}" --overlap --cpu-bind=none \
         bash -c 'kill -TERM "$(<"$0.$SLURM_NODEID.$SLURM_LOCALID")"' "$PID_FILES-$1" \
-        || kill "$srun" 2>/dev/null || true # nothing has begun that could be saved
+        || kill "$srun" 2>/dev/null || true # the command has not begun, so there is nothing to save
 }
 
 stop_before_limit() {
@@ -60,7 +61,8 @@ wait_for_step() {
     done
 }
 
-# finish_job: puts the job back into the queue if its time was up and it has not finished, and ends it otherwise.
+# finish_job: waits until the steps end. Then it returns the job to the queue if the time limit was near and the job has
+# not finished, and ends it otherwise.
 finish_job() {
     local name
     trap '' USR1
@@ -76,7 +78,7 @@ finish_job() {
     exit "$STATUS"
 }
 
-# make_keys: servers on other hosts need keys; the steps inherit these.
+# make_keys: sets the keys that servers on other hosts need, unless they are set. The steps inherit them.
 make_keys() {
     local name
     for name in TORCHTITAN_GRPO_API_KEY TORCHTITAN_GRPO_ADMIN_KEY; do

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Sourced by the verify scripts: serve, train, compare.
+# The verify scripts source this file. It starts a server, trains against it, and compares the two.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 cd "$REPOSITORY"
@@ -37,7 +37,7 @@ parse_server() {
     fi
 }
 
-# start_server DEVICE: starts $SERVER on a free loopback port; sets URL. It ends with this script.
+# start_server DEVICE DTYPE: starts $SERVER on a free loopback port, and sets URL. The server ends with this script.
 start_server() {
     local port log="$DUMP_FOLDER/server.log"
     port="$("$PYTHON" -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')"
@@ -46,7 +46,7 @@ start_server() {
     : >"$log"
     chmod 600 "$log" # a server's log shows its settings
     echo "starting $SERVER at $URL on $1, log in $log"
-    # In a session of its own: a server has workers, and they end together.
+    # The server gets a session of its own, so that it and its workers end together.
     setsid "$PYTHON" torchtitan/grpo/system/light_start.py torchtitan.grpo.inference.serve "$SERVER" "$MODEL" \
         --python "$SERVER_PYTHON" --port "$port" --device "$1" --dtype "$2" \
         --max-model-len 256 --max-running-requests 32 >"$log" 2>&1 &
@@ -64,15 +64,15 @@ stop_server() {
     kill -KILL -- "-$SERVER_PID" 2>/dev/null || true
 }
 
-# train_and_verify RANKS TOLERANCE [trainer arguments]
+# train_and_verify RANKS TOLERANCE [trainer arguments]: trains, and compares the server with the exported model.
 train_and_verify() {
     local ranks="$1" tolerance="$2"
     shift 2
-    # -m by path: `torchrun` on PATH might be another environment's.
+    # Called by the interpreter's path, because `torchrun` on PATH may belong to another environment.
     "$PYTHON" -m torch.distributed.run --rdzv-backend torchtitan_grpo --nproc_per_node="$ranks" -m torchtitan.grpo_train \
         --job.config_file train_configs/verify.toml --job.dump_folder "$DUMP_FOLDER" --job.overwrite \
         --model.hf_assets_path "$MODEL" --inference.kind "$SERVER" --inference.urls "$URL" "$@"
     "$PYTHON" -m torchtitan.grpo.verify --kind "$SERVER" --url "$URL" --run "$DUMP_FOLDER" \
         --prompts assets/reverse_digits/heldout.jsonl --tolerance "$tolerance"
-    echo "verified: $SERVER serves what the trainer has"
+    echo "verified: $SERVER serves the trainer's weights"
 }

@@ -2,21 +2,22 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Places a run on a Ray cluster: trainers and servers where there is room, placed again when they die.
+"""Runs training and inference on a Ray cluster, and replaces trainers and servers that die.
 
     python scripts/launch_ray.py CONFIG.toml --nnodes 2 --nproc 8 \\
         --servers 8 --server-model path/to/model [-- --table.key value ...]
 
-Ray decides where things run, and nothing else. On each training node an actor starts
-`scripts/launch_multinode.sh`, for each server another one starts `scripts/serve_node.sh`, as a user
-would by hand. The script needs Ray and the standard library, so it runs in the environment of any Ray
-cluster; trainers and servers run in their own. All nodes need this repository and its environments at
-the same path, and share job.dump_folder and the registry of servers.
+Ray only decides on which nodes trainers and servers run. On each training node, an actor starts
+`scripts/launch_multinode.sh`, and for each server, another actor starts `scripts/serve_node.sh`, as
+a user would by hand. The script needs only Ray and the standard library, so it runs in the
+environment of any Ray cluster. Trainers and servers run in environments of their own. All nodes
+need this repository and its environments at the same path, and share job.dump_folder and the
+registry of servers.
 
-What is lost is placed again. A server comes back alone, and the trainer takes it in. If a training node
-is lost or fails, all of them end and begin again from the newest checkpoint, because the collectives of
-those that are left have failed as well; the servers stay. Ranks that fail on a node that is alive are
-started again there (``--max-restarts``) without Ray.
+An actor that is lost is placed again. A server joins the run again by itself. If a training node is
+lost or fails, all training nodes end and start again from the newest checkpoint, because the
+collectives of the remaining nodes have failed as well; the servers stay. Ranks that fail on a node
+that is alive are started again there (``--max-restarts``) without Ray.
 """
 
 import argparse
@@ -43,12 +44,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEYS = ("TORCHTITAN_GRPO_API_KEY", "TORCHTITAN_GRPO_ADMIN_KEY")
 ATTEMPT = "GRPO_RAY_PROCESS"
-"""Variable that tells which actor started a process; its successor ends what is left of it."""
+"""Variable that names the actor that started a process. A later actor of this name ends it."""
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.2
 _NO_PLACE_SECONDS = 60.0
-# The status of a run that cannot be started: to start it again would not help.
+# Status of a run that cannot be started. Starting it again would not help.
 _REFUSED = 2
 
 
@@ -56,7 +57,7 @@ class NodeProcess:
     """An actor that runs one command where Ray has placed it.
 
     Args:
-        name: What the command is in the run; the same for the actor that replaces this one.
+        name: Name of the command in the run. An actor that replaces this one has the same name.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,7 +66,7 @@ class NodeProcess:
         self._stopped = False
 
     def where(self) -> tuple[str, int, int]:
-        """Returns the address of this node, a port that is free there, and this actor's process."""
+        """Returns the address of this node, a free port there, and this actor's process id."""
         address = ray.util.get_node_ip_address()
         with socket.create_server((address, 0)) as probe:
             return address, probe.getsockname()[1], os.getpid()
@@ -77,9 +78,9 @@ class NodeProcess:
 
         Args:
             command: Program and arguments.
-            environment: What is added to this actor's environment, which names its GPUs.
+            environment: Variables that are added to this actor's environment, which names its GPUs.
             folder: Working directory.
-            patience_seconds: Time that processes of an actor before this one have to end.
+            patience_seconds: Maximum time for the processes of an earlier actor to end.
         """
         end_leftovers(self._name, patience_seconds)
         if self._stopped:
@@ -90,7 +91,7 @@ class NodeProcess:
             cwd=folder,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            # An actor that is killed takes its command along.
+            # If the actor is killed, its command ends as well.
             preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
         status = self._process.wait()
@@ -99,7 +100,7 @@ class NodeProcess:
         return status if status >= 0 else 128 - status
 
     def stop(self, patience_seconds: float) -> None:
-        """Ends the command in order, and at once where that takes too long."""
+        """Ends the command in order, and kills it if that takes too long."""
         self._stopped = True
         if self._process is None or self._process.poll() is not None:
             return
@@ -140,17 +141,17 @@ def _processes_of(name: str) -> list[int]:
 
 @dataclass
 class Placed:
-    """An actor at its place, and what it runs.
+    """An actor, its place, and the command that it runs.
 
     Attributes:
-        name: What it is, for messages.
+        name: Name of the actor, such as ``server-0``.
         group: Placement group.
         bundle: Index of the bundle within the group.
         num_gpus: GPUs of the bundle.
         num_cpus: CPUs of the bundle.
         actor: Handle of the actor that was placed last.
         result: Future of the command's exit status.
-        num_starts: How often an actor was placed.
+        num_starts: Number of times that an actor was placed.
     """
 
     name: str
@@ -178,14 +179,14 @@ class Placed:
             num_cpus=self.num_cpus,
             num_gpus=self.num_gpus,
             max_concurrency=3,  # `stop` while `run` waits
-            max_restarts=0,  # this script places it again, and tells it what to run
+            max_restarts=0,  # this script places the actor again, and gives it its command
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, self.bundle),
         )
         self.actor = remote.remote(self.name)
         self.num_starts += 1
         address, port, pid = ray.get(self.actor.where.remote(), timeout=timeout_seconds)
         again = "" if self.num_starts == 1 else " again"
-        say(f"{self.name} placed{again} at {address} (process {pid})")
+        say(f"{self.name} is placed{again} at {address} (process {pid})")
         return address, port
 
     def start(
@@ -205,7 +206,7 @@ class Placed:
             return None
 
     def release(self) -> None:
-        """Ends the actor, whose command has ended or cannot be reached."""
+        """Ends the actor. Its command has ended, or the actor cannot be reached."""
         with contextlib.suppress(RayError):
             ray.kill(self.actor)
 
@@ -217,8 +218,8 @@ class Launch:
     Attributes:
         options: The command line.
         rest: Further arguments of the trainer.
-        trainers: One for each training node.
-        servers: One for each server that may still be placed.
+        trainers: The actors of the training nodes.
+        servers: The actors of the servers that may still be placed.
         stop_signal: The signal that asked this script to end, or ``None``.
         statuses: Exit statuses of training nodes that have ended.
     """
@@ -239,12 +240,13 @@ class Launch:
         try:
             return self._watch()
         finally:
-            # One after the other: the rollouts that trainers save beside a checkpoint come from servers.
+            # The servers end after the trainers, because the rollouts that trainers save beside a
+            # checkpoint come from servers.
             self._stop(self.trainers)
             self._stop(self.servers)
 
     def _reserve(self) -> None:
-        """Reserves room: a machine for each training node, and any place for each server."""
+        """Reserves a machine for each training node, and a place on any machine for each server."""
         given = self.options
         bundle = {"CPU": given.cpus_per_node, "GPU": self._gpus_per_node()}
         group = placement_group(
@@ -259,7 +261,8 @@ class Launch:
         gpus, cpus = given.gpus_per_server, given.cpus_per_server
         bundle = {"CPU": cpus, "GPU": gpus}
         for index in range(given.servers):
-            # A group of its own, so that one that finds no room holds no other back.
+            # Each server has a placement group of its own, so that one without room does not delay
+            # others.
             group = placement_group([{name: n for name, n in bundle.items() if n}])
             self.servers.append(Placed(f"server-{index}", group, 0, gpus, cpus))
 
@@ -305,7 +308,7 @@ class Launch:
         return passed | {"GRPO_REGISTRY": self.options.registry}
 
     def _watch(self) -> int:
-        """Waits until training ends; returns its status."""
+        """Waits until training ends; returns the exit status of the run."""
         while self.stop_signal is None:
             running = {p.result: p for p in [*self.trainers, *self.servers] if p.result is not None}
             for result in ray.wait(list(running), timeout=1.0)[0]:
@@ -315,7 +318,7 @@ class Launch:
                 if placed in self.servers:
                     self._server_ended(placed, status)
                     continue
-                # A node that is lost has no status of its own.
+                # A lost node has no exit status.
                 self.statuses[placed.name] = 1 if status is None else status
                 if status == 0 and len(self.statuses) < len(self.trainers):
                     continue
@@ -329,13 +332,13 @@ class Launch:
         server.release()
         if server.num_starts > self.options.replacements:
             self.servers.remove(server)
-            say(f"{server.name} ended{cause} and is not placed again (--replacements).")
+            say(f"{server.name} has ended{cause} and is not placed again (--replacements).")
             return
-        say(f"{server.name} ended{cause}.")
+        say(f"{server.name} has ended{cause}.")
         try:
             self._start_server(server)
         except (TimeoutError, RayError) as error:
-            # The run goes on with the servers that are left.
+            # The run continues with the remaining servers.
             self.servers.remove(server)
             say(f"{server.name} is not placed again: {error}")
 
@@ -350,7 +353,7 @@ class Launch:
         return True
 
     def _stop(self, placed: Sequence[Placed]) -> None:
-        """Ends commands in order, all at once, and then the actors."""
+        """Ends all commands at the same time and in order, and then the actors."""
         patience = self.options.stop_timeout
         stops = [p.actor.stop.remote(patience) for p in placed if p.actor is not None]
         ends = [p.result for p in placed if p.result is not None]
@@ -369,7 +372,7 @@ def say(text: str) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options, and what goes to the trainer; a mistake ends the process with status 2."""
+    """Returns the options and the trainer's arguments. A mistake ends the process with status 2."""
     words = list(arguments)
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -377,24 +380,42 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("config", help="TOML file of the run")
-    add("--nnodes", type=int, default=1, help="machines that train")
-    add("--nproc", type=int, default=1, help="ranks on each of them")
-    add("--gpus-per-node", type=float, help="GPUs that they take (one for each rank)")
-    add("--cpus-per-node", type=float, default=1.0, help="CPUs that Ray counts for them")
-    add("--servers", type=int, default=0, help="servers to place (0: the configuration's own)")
+    add("--nnodes", type=int, default=1, help="number of machines that train")
+    add("--nproc", type=int, default=1, help="number of ranks on each of these machines")
+    add("--gpus-per-node", type=float, help="GPUs of each machine that trains (one for each rank)")
+    add("--cpus-per-node", type=float, default=1.0, help="CPUs that Ray reserves on each of them")
+    add(
+        "--servers",
+        type=int,
+        default=0,
+        help="number of servers to place (0: those of the configuration)",
+    )
     add("--server-kind", default="vllm", choices=["vllm", "sglang", "embedded"])
-    add("--server-model", help="the directory that servers load: model.hf_assets_path")
-    add("--server-args", default="", help="further arguments of servers, in one string")
+    add("--server-model", help="directory that the servers load: model.hf_assets_path")
+    add("--server-args", default="", help="further arguments of the servers, in one string")
     add("--gpus-per-server", type=float, default=1.0)
     add("--cpus-per-server", type=float, default=1.0)
-    add("--registry", help="folder for the servers' addresses, on a disk that all nodes share")
-    add("--max-restarts", type=int, default=0, help="restarts of ranks on nodes that are alive")
-    add("--replacements", type=int, default=3, help="how often each actor is placed again")
+    add("--registry", help="folder in which servers register, on a disk that all nodes share")
     add(
-        "--place-timeout", type=float, default=_NO_PLACE_SECONDS, help="seconds until there is room"
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="maximum number of restarts of ranks on nodes that are alive",
+    )
+    add(
+        "--replacements",
+        type=int,
+        default=3,
+        help="maximum number of times that an actor is placed again",
+    )
+    add(
+        "--place-timeout",
+        type=float,
+        default=_NO_PLACE_SECONDS,
+        help="maximum seconds until Ray has room",
     )
     add("--stop-timeout", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL")
-    add("--address", help="of the Ray cluster (Ray's own choice)")
+    add("--address", help="address of the Ray cluster (default: Ray's own choice)")
     given = parser.parse_args(words[:split])
     for name in ("nnodes", "nproc"):
         if getattr(given, name) < 1:
@@ -415,7 +436,7 @@ def main() -> None:
         launch.stop_signal = launch.stop_signal or signum
 
     ray.init(address=options.address, ignore_reinit_error=True)
-    # After Ray, which sets handlers of its own.
+    # Set after ray.init, which installs handlers of its own.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)
     try:

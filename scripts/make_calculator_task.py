@@ -78,7 +78,7 @@ def spoil(expression: str, wrong_digits: float, rng: random.Random) -> str:
 def collate(
     tokenizer: PreTrainedTokenizerFast, lessons: list[tuple[str, str]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and shifted targets, both [batch, seq] int64.
+    """Returns the token ids and the shifted targets, both [batch, seq] int64.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -118,10 +118,10 @@ def teach(
     lessons: Lessons,
     rng: random.Random,
 ) -> None:
-    """Supervised learning until the model half-knows the task.
+    """Trains the model by supervised learning until it half-knows the task.
 
     Raises:
-        RuntimeError: If it does not after ``lessons.max_steps``.
+        RuntimeError: If the model does not half-know the task after ``lessons.max_steps``.
     """
     probe = collate(tokenizer, [(e, e) for e in draw_expressions(rng, 256)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))

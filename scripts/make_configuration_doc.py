@@ -24,8 +24,8 @@ HEAD = """# Configuration
 
 A run is configured by a TOML file: `torchtitan-grpo train X.toml`, or `--job.config_file X.toml` under
 torchrun. Every key can be overridden on the command line as `--table.key value` or `--table.key=value`.
-The command line takes precedence over the file, and the file over the defaults. Paths, those in the file
-as well, are relative to the folder in which the command is started.
+The command line takes precedence over the file, and the file over the defaults. All paths, including those
+in the file, are relative to the folder in which the command is started.
 
 | type | on the command line |
 |---|---|
@@ -44,10 +44,10 @@ or from which checkpoint and with which changes). Then it opens what the run wou
 functions, environment, tokenizer, and the headers of the weights) with the run's own code, lists it, and exits. No
 server is started, and nothing is written to `job.dump_folder`. Each start of a run keeps its resolved
 configuration in `<dump_folder>/starts/N/config.toml` ([how to resume](how-to/resume.md)).
-`torchtitan-grpo check-config X.toml` does the same without torchrun. A misspelt key is refused with
-the nearest valid one, a name of TRL, verl, prime-rl, slime or AReaL with the one that it has here, a value
-outside of its valid range with the range, and settings that contradict each other with the keys of both, all
-before any process group exists.
+`torchtitan-grpo check-config X.toml` does the same without torchrun. Mistakes are reported before any
+process group exists. For a misspelt key, the message gives the nearest valid key; for a name of TRL, verl,
+prime-rl, slime or AReaL, the name that the setting has here; for a value outside of its valid range, the
+range; and for settings that contradict each other, the keys of both.
 
 `model.hf_assets_path` names a Hugging Face directory (config.json, tokenizer.json, safetensors), or a model
 on the Hub, `organisation/name` or `organisation/name@revision`, which is taken from huggingface_hub's cache

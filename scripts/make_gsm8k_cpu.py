@@ -5,18 +5,18 @@
 
     python scripts/make_gsm8k_cpu.py --train path/to/gsm8k/train.jsonl --output outputs/gsm8k_cpu
 
-reads GSM8K's JSONL (https://github.com/openai/grade-school-math; columns `question` and
-`answer`) and writes `model/`, a Hugging Face directory with a BPE tokenizer and a Qwen3 of
-1.3 M parameters, and `train.jsonl` and `heldout.jsonl`, the rows short enough for it, in
-GSM8K's own form. It takes about five minutes of one core.
+The script reads GSM8K's JSONL (https://github.com/openai/grade-school-math; columns `question` and
+`answer`). It writes `model/`, a Hugging Face directory with a BPE tokenizer and a Qwen3 of 1.3 M
+parameters, and `train.jsonl` and `heldout.jsonl`, which hold the rows that are short enough for the
+model, in GSM8K's own form. It takes about five minutes on one core.
 
 The model is briefly taught to continue `Question: ...\\nAnswer:` with a worked answer. Half of
-its lessons end in GSM8K's last line, `#### <number>`, and half stop short of it, so that a
-reward for this line has room to rise. With `--last-line-share 0` no lesson has that line. This
-is the base model of `train_configs/gsm8k_sft.toml`, which teaches the line by a supervised start
-on `examples.jsonl`, the training rows with plain answers.
+its lessons end in GSM8K's last line, `#### <number>`, and half end before it, so that a reward for
+this line can rise. With `--last-line-share 0` no lesson has that line. This is the base model of
+`train_configs/gsm8k_sft.toml`, which teaches the line by a supervised start on `examples.jsonl`,
+which holds the training rows with plain answers.
 
-Such a model writes readable sentences of the right kind; it cannot reason, and its numbers are
+Such a model writes readable sentences of the right kind, but it cannot reason, and its numbers are
 seldom right.
 """
 
@@ -36,7 +36,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 PAD, EOS = "<pad>", "<eos>"
 TEMPLATE = "Question: {prompt}\nAnswer:"
-"""What `prompts.template` must be when the model is trained further."""
+"""Value of `prompts.template` with which the model must be trained further."""
 TEMPERATURE = 0.7
 """`rollout.temperature` of the configuration."""
 IGNORED = -100
@@ -49,7 +49,7 @@ Lesson = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Lessons:
-    """How the model is taught."""
+    """Settings of the supervised training."""
 
     max_prompt_tokens: int = 96
     max_answer_tokens: int = 96
@@ -58,9 +58,9 @@ class Lessons:
     """Share of the lessons that end in `#### <number>`."""
     batch_size: int = 16
     matrix_learning_rate: float = 0.02
-    """Muon's, for the layers' matrices."""
+    """Learning rate of Muon, for the matrices of the layers."""
     learning_rate: float = 4e-3
-    """AdamW's, for embeddings, output head and norms."""
+    """Learning rate of AdamW, for the embeddings, the output head and the norms."""
     warmup_steps: int = 20
     num_steps: int = 800
 
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> list[Row]:
         row = json.loads(line)
         if not {"question", "answer"} <= row.keys() or "####" not in row["answer"]:
             raise ValueError(
-                f"{path}, line {number}: needs the columns question and answer, the latter "
+                f"{path}, line {number}: must have the columns question and answer, the latter "
                 f"with a #### line, got {row}. Pass GSM8K's train.jsonl."
             )
         rows.append({"question": row["question"], "answer": row["answer"]})
@@ -86,18 +86,18 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def plain_answer(answer: str) -> str:
-    """The answer without GSM8K's calculator annotations, `<<48/2=24>>`."""
+    """Returns the answer without GSM8K's calculator annotations, such as `<<48/2=24>>`."""
     return re.sub(r"<<[^>]*>>", "", answer)
 
 
 def lesson_answer(answer: str, with_last_line: float, rng: random.Random) -> str:
-    """The plain answer, or, except for a share of ``with_last_line``, all but its last line."""
+    """Returns the plain answer, with its last line with probability ``with_last_line``."""
     plain = plain_answer(answer)
     return plain if rng.random() < with_last_line else plain[: plain.rindex("####")].rstrip()
 
 
 def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, every digit a token of its own."""
+    """Returns a byte-level BPE tokenizer in which every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -123,13 +123,14 @@ def train_tokenizer(rows: list[Row], vocab_size: int = 2048) -> PreTrainedTokeni
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Makes a small Qwen3: 4 layers, grouped-query attention, 1.3 M parameters, fp32.
+    """Returns a small Qwen3 with 4 layers, grouped-query attention and 1.3 M parameters, in
+    float32.
 
-    In minutes on a CPU a small model that has seen its few rows often writes better than a
+    With a few minutes on a CPU, a small model that has seen its few rows often writes better than a
     larger one that has seen them once.
     """
     config = Qwen3Config(
-        # Rounded up, so that the rows divide over tensor-parallel ranks.
+        # Rounded up, so that tensor-parallel ranks can divide the rows evenly.
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=128,
         intermediate_size=384,
@@ -157,7 +158,7 @@ def examples_of(rows: list[Row]) -> list[Row]:
 
 
 def short_rows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, lessons: Lessons) -> list[Row]:
-    """The rows whose prompt and answer keep within the lessons' lengths."""
+    """Returns the rows whose prompt and answer are within the lessons' lengths."""
 
     def fits(row: Row) -> bool:
         prompt = tokenizer.encode(TEMPLATE.format(prompt=row["question"]))
@@ -173,16 +174,16 @@ def short_rows(rows: list[Row], tokenizer: PreTrainedTokenizerFast, lessons: Les
 def draw_lesson(
     row: Row, tokenizer: PreTrainedTokenizerFast, lessons: Lessons, rng: random.Random
 ) -> Lesson:
-    """One lesson; whether it ends in the `####` line is drawn at random each time."""
+    """Returns a lesson. Whether it ends in the `####` line is drawn at random in each call."""
     answer = f" {lesson_answer(row['answer'], lessons.with_last_line, rng)}"
     prompt = tokenizer.encode(TEMPLATE.format(prompt=row["question"]))
     return prompt, [*tokenizer.encode(answer), tokenizer.eos_token_id]
 
 
 def collate(batch: list[Lesson], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and shifted targets, both [batch, seq] int64, padded on the right.
+    """Returns the token ids and the shifted targets, both [batch, seq] int64, padded on the right.
 
-    Questions are learned too: they are most of the English that the model ever sees.
+    Questions are learned as well, because they are most of the English that the model sees.
     """
     width = max(len(prompt) + len(answer) for prompt, answer in batch)
     tokens = torch.full((len(batch), width), pad_id)
@@ -195,7 +196,7 @@ def collate(batch: list[Lesson], pad_id: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def batches(rows: list[Row], lessons: Lessons, rng: random.Random) -> list[list[Row]]:
-    """``lessons.num_steps`` batches of rows of like length, epoch after epoch."""
+    """Yields ``lessons.num_steps`` batches of rows of similar length, epoch after epoch."""
     ordered = sorted(rows, key=lambda row: len(row["question"]) + len(row["answer"]))
     size = lessons.batch_size
     epoch = [ordered[i : i + size] for i in range(0, len(ordered), size)]
@@ -207,7 +208,7 @@ def batches(rows: list[Row], lessons: Lessons, rng: random.Random) -> list[list[
 
 
 def make_optimizers(model: Qwen3ForCausalLM, lessons: Lessons) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, which it teaches in fewer steps; AdamW for the rest."""
+    """Returns Muon for the layers' matrices, which then learn faster, and AdamW for the rest."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
@@ -224,7 +225,10 @@ def teach(
     lessons: Lessons,
     rng: random.Random,
 ) -> None:
-    """Supervised learning; the learning rates fall linearly over the last 70% of the steps."""
+    """Trains the model by supervised learning.
+
+    The learning rates decrease linearly over the last 70 % of the steps.
+    """
     optimizers = make_optimizers(model, lessons)
 
     def scale(step: int) -> float:
@@ -250,7 +254,7 @@ def teach(
 def print_samples(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
 ) -> None:
-    """Sampled answers, as the first training step will see them."""
+    """Returns sampled answers, as the first training step will see them."""
     model.eval()
     for row in rows:
         prompt = TEMPLATE.format(prompt=row["question"])
@@ -272,7 +276,7 @@ def write_model(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedToke
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # The class name that transformers before version 5 knows as well.
+    # transformers before version 5 knows this class name as well.
     config_path = folder / "tokenizer_config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -292,7 +296,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="share of the lessons that end in the line #### <number>",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="another number, other bytes")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="seed; another seed gives another model"
+    )
     return parser.parse_args(arguments)
 
 

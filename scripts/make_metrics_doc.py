@@ -22,9 +22,9 @@ seven digits. A key is a path and ends in its unit where it has one. A metric th
 
 **wandb and TensorBoard.** `metrics.enable_wandb = true` and `metrics.enable_tensorboard = true` send the same keys there, in every
 step (`metrics.log_freq`), from rank 0. The step's samples go along: a table `samples` in wandb, a text in TensorBoard; each has the
-context with its turns, the reward with its components, the advantage, and the data set's columns. Without an API key wandb writes
+context with its turns, the reward with its components, the advantage, and the data set's columns. Without an API key, wandb writes
 to a folder in `job.dump_folder` (offline mode), which `wandb sync FOLDER` uploads later. `WANDB_PROJECT`, `WANDB_RUN_NAME` and wandb's
-other variables count. `tensorboard --logdir outputs/run` shows the other.
+other variables apply. `tensorboard --logdir outputs/run` shows the metrics in TensorBoard.
 
 **The line of a step.** On a terminal the line fits into 80 columns:
 

@@ -5,16 +5,15 @@
 
     python scripts/make_tiny_model.py
 
-writes `train.jsonl`, `heldout.jsonl` (columns `prompt` and `answer`, no row in common) and
-`model/`, a Hugging Face directory: Qwen3, untied, under 4 MB, with a tokenizer of one token
-per printable ASCII character. It takes about half a minute on one core; the same seed on the
-same machine gives the same bytes.
+The script writes `train.jsonl` and `heldout.jsonl` (columns `prompt` and `answer`, no row in
+common) and `model/`, a Hugging Face directory of less than 4 MB with a Qwen3 with untied embeddings
+and a tokenizer with one token for each printable ASCII character. It takes about half a minute on
+one core. The same seed on the same machine gives the same bytes.
 
-GRPO can only reinforce what the model already writes now and then, so the model is first
-taught the task by plain supervised learning, with two handicaps. A share of the digits in
-its lessons is wrong, which keeps its samples unsure of themselves; and the lessons end as
-soon as its most likely answers are right about every other time. The data that GRPO is
-given, and the held-out answers, are all correct.
+GRPO can only reinforce what the model already writes now and then, so the model is first taught the
+task by supervised learning, with two handicaps. A share of the digits in its lessons is wrong,
+which keeps its samples uncertain, and the lessons end as soon as its most likely answers are right
+about half of the time. The data for GRPO and the held-out answers are all correct.
 """
 
 import argparse
@@ -39,28 +38,28 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Lessons:
-    """How the model is taught."""
+    """Settings of the supervised training."""
 
     min_digits: int = 4
     max_digits: int = 7
     wrong_digits: float = 0.48
-    """Share of answer digits replaced by a random one in the lessons, in [0, 1)."""
+    """Share of the answers' digits that the lessons replace by random ones, in [0, 1)."""
     batch_size: int = 128
     learning_rate: float = 1.5e-3
     warmup_steps: int = 20
     check_interval: int = 5
-    """Steps between two checks of the greedy answers."""
+    """Number of steps between two checks of the greedy answers."""
     stop_at: float = 0.45
-    """The lessons end when this share of the greedy answers is right throughout."""
+    """The lessons end when this share of the greedy answers is entirely right."""
     max_steps: int = 1500
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and `<pad>`, `<eos>`, `<unk>`."""
+    """Returns a tokenizer of the printable ASCII characters, `<pad>`, `<eos>` and `<unk>`."""
     characters = [chr(code) for code in range(ord(" "), ord("~") + 1)]
     vocab = {token: index for index, token in enumerate([PAD, EOS, UNK, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
-    # Every character by itself, the newline included (it becomes <unk>).
+    # Every character is a token of its own. The newline becomes <unk>.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (PAD, EOS, UNK)])
@@ -75,9 +74,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Makes a small Qwen3: 4 layers, grouped-query attention, 0.47 M parameters, fp32."""
+    """Returns a small Qwen3: 4 layers, grouped-query attention, 0.47 M parameters, float32."""
     config = Qwen3Config(
-        # Above the tokenizer's 98, so that the rows divide over tensor-parallel ranks.
+        # More than the tokenizer's 98 tokens, so that tensor-parallel ranks can divide the rows
+        # evenly.
         vocab_size=128,
         hidden_size=96,
         intermediate_size=256,
@@ -97,7 +97,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def draw_rows(rng: random.Random, num_rows: int, lessons: Lessons) -> list[dict[str, str]]:
-    """Distinct rows, every number of digits equally likely."""
+    """Returns distinct rows. Every number of digits is equally likely."""
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < num_rows:
         length = rng.randint(lessons.min_digits, lessons.max_digits)
@@ -107,17 +107,17 @@ def draw_rows(rng: random.Random, num_rows: int, lessons: Lessons) -> list[dict[
 
 
 def spoil(answer: str, wrong_digits: float, rng: random.Random) -> str:
-    """The answer with about ``wrong_digits`` of its digits replaced by random ones."""
+    """Returns the answer with about ``wrong_digits`` of its digits replaced by random ones."""
     return "".join(rng.choice("0123456789") if rng.random() < wrong_digits else d for d in answer)
 
 
 def collate(
     tokenizer: PreTrainedTokenizerFast, rows: list[tuple[str, str]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and targets, both [batch, seq] int64, of (prompt, answer) pairs.
+    """Returns the token ids and the targets of (prompt, answer) pairs, both [batch, seq] int64.
 
-    Rows are padded on the right, which a causal model cannot see. Targets are already
-    shifted, and :data:`IGNORED` except where the answer or its end is to be written.
+    Rows are padded on the right, which a causal model cannot see. Targets are already shifted. They
+    are :data:`IGNORED` except where the answer or its end must be written.
     """
     encoded = [
         (tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id])
@@ -137,10 +137,10 @@ def collate(
 def greedy_exact_match(
     model: Qwen3ForCausalLM, tokens: torch.Tensor, targets: torch.Tensor
 ) -> float:
-    """Share of rows that greedy decoding answers right throughout.
+    """Returns the share of rows that greedy decoding answers entirely right.
 
-    One forward pass is enough: greedy decoding writes the whole answer exactly when each
-    token of it is the most likely one after the right tokens before it.
+    One forward pass is enough: greedy decoding writes the whole answer exactly if each of its
+    tokens is the most likely one after the right tokens before it.
     """
     best = model(input_ids=tokens).logits.argmax(-1)
     right = (best == targets) | (targets == IGNORED)
@@ -157,7 +157,7 @@ def teach(
     """Trains the model by supervised learning until it half-knows the task.
 
     Raises:
-        RuntimeError: If it still does not after ``lessons.max_steps``.
+        RuntimeError: If the model does not half-know the task after ``lessons.max_steps``.
     """
     probe = collate(tokenizer, [(r["prompt"], r["answer"]) for r in draw_rows(rng, 512, lessons)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lessons.learning_rate, betas=(0.9, 0.95))
@@ -195,13 +195,13 @@ def write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def write_model(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The Hugging Face directory; prints the weights' hash, to compare two runs."""
+    """Writes the Hugging Face directory, and prints the weights' hash, to compare two runs."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # The class name that transformers before version 5 knows as well.
+    # transformers before version 5 knows this class name as well.
     config_path = folder / "tokenizer_config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -227,7 +227,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     options = parse_arguments(arguments)
     started = time.monotonic()
-    # Sums are then taken in one order, whatever the machine's number of cores.
+    # With one thread, sums have the same order on machines with any number of cores.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)

@@ -2,14 +2,14 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Runs one inference server on a node of a cluster, and registers it with the run. What starts servers by variables
-# starts this: scripts/grpo*.slurm, scripts/kubernetes/, scripts/skypilot/ and scripts/launch_ray.py.
+# Runs one inference server on a node of a cluster, and registers it with the run. The launchers for clusters start
+# servers with this script: scripts/grpo*.slurm, scripts/kubernetes/, scripts/skypilot/ and scripts/launch_ray.py.
 # usage: bash scripts/serve_node.sh MODEL_DIR [server arguments]
 #
 #   variable         meaning
-#   GRPO_REGISTRY    folder that the run sees too (inference.registry), or http://host:port of rank 0
+#   GRPO_REGISTRY    folder that the run can also read (inference.registry), or http://host:port of rank 0
 #   SERVER_KIND      vllm, sglang or embedded (vllm)
-#   SERVER_HOST      address by which the trainers reach this node (that of GRPO_INTERFACE, or on the default route)
+#   SERVER_HOST      address at which the trainers reach this node (that of GRPO_INTERFACE, or of the default route)
 #   SERVER_PORT      (a free port)
 #   SERVER_RESTARTS  how often a server that ended by itself is started again (0)
 #   TORCHTITAN_GRPO_API_KEY, TORCHTITAN_GRPO_ADMIN_KEY  keys, the same as the trainer's

@@ -21,7 +21,7 @@ LOGS="$(mktemp -d)"
 TABLE=()
 INSTALLER=""
 
-# part NAME COMMAND...: runs a part and notes its time for the table. Its failure ends the script.
+# part NAME COMMAND...: runs a part and records its time for the table. If the part fails, the script ends.
 part() {
     local name="$1" start=$SECONDS status=0
     shift
@@ -49,7 +49,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Both environments, one after the other, with the output in a file of each.
+# install_servers: installs both environments, one after the other, and writes the output of each to a file.
 install_servers() {
     local kind
     for kind in vllm sglang; do
@@ -57,7 +57,7 @@ install_servers() {
     done
 }
 
-# Waits for the installation that began in the background, and shows what it printed.
+# await_servers: waits for the installation in the background, and shows its output.
 await_servers() {
     local status=0
     wait "$INSTALLER" || status=$?
@@ -74,7 +74,7 @@ lint() {
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 if [[ "$MODE" != --fast ]]; then
-    # In the background, in a process group of its own, while the parts below run.
+    # The servers are installed in the background, in a process group of their own, while the parts below run.
     set -m
     install_servers &
     INSTALLER=$!
@@ -92,7 +92,7 @@ part "pyright" pyright --pythonpath .venv/bin/python
 if [[ "$MODE" == --long ]]; then
     part "install SkyPilot" bash scripts/install_launcher.sh sky
 fi
-# Two tests at a time: most of them wait for some process.
+# Two tests run at a time, because most of them wait for some process.
 part "unit tests" python -m pytest tests/unit_tests tests/streams -q -n 2 --durations=10 "${LONG[@]}"
 if [[ "$MODE" == --fast ]]; then exit 0; fi
 

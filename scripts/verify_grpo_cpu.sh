@@ -2,10 +2,10 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Without a GPU: trains ten steps on two ranks against a real server, pushes weights while requests are in
-# flight, and checks that what the server serves is what the trainer exported.
+# Trains ten steps without a GPU, on two ranks and against a real server. Weights are pushed while requests are in
+# flight. At the end, the script checks that the server serves the weights that the trainer exported.
 # usage: bash scripts/verify_grpo_cpu.sh --server embedded|vllm|sglang [--model FOLDER] [--table.key value ...]
-# The model must have the tokenizer of assets/reverse_digits/model, with whose prompts it is trained.
+# The model must have the tokenizer of assets/reverse_digits/model, because it is trained on that model's prompts.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_verify.sh"
 parse_server "$@"

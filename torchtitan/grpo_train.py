@@ -34,7 +34,6 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan.grpo import checkpoint
-from torchtitan.grpo.attestation import attested_tokens
 from torchtitan.grpo.checkpoint_manager import adopt
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
@@ -51,17 +50,10 @@ from torchtitan.grpo.system.rank_watch import RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.training.evaluations import Evaluations
 from torchtitan.grpo.training.exports import export_policy
-from torchtitan.grpo.training.gradient_norm import GradientClipper
 from torchtitan.grpo.training.guards import Guards
-from torchtitan.grpo.training.held_out_loss import HeldOutLoss, held_out_plan
 from torchtitan.grpo.training.learned import Learned
-from torchtitan.grpo.training.learner import Learner
-from torchtitan.grpo.training.model_spec import (
-    build_policy_runner,
-    choose_reference,
-    register_hf_model,
-)
-from torchtitan.grpo.training.policy_probe import PolicyProbe, probe_shape
+from torchtitan.grpo.training.model_spec import build_policy_runner, register_hf_model
+from torchtitan.grpo.training.parts import build_learner, build_probe, open_held_out
 from torchtitan.grpo.training.rank_role import rank_role
 from torchtitan.grpo.training.rank_zero import RankZeroTurn, patience_seconds
 from torchtitan.grpo.types import PromptProgress
@@ -111,7 +103,7 @@ class GRPOTrainer(Trainer):
             job_config.rollout.batch_timeout_seconds,
         )
         self.rank_zero = RankZeroTurn(self.feed, stop, self._explain_failure)
-        self.learner = self._build_learner()
+        self.learner = build_learner(self, self._await_readers)
 
     def init_distributed(self) -> ParallelDims:
         """Connects the ranks, and finds the checkpoint before the model is built."""
@@ -161,7 +153,7 @@ class GRPOTrainer(Trainer):
         if self.stopped:
             return
         self.publisher = self._build_publisher()
-        self.probe = self._build_probe()
+        self.probe = build_probe(self)
         self.metrics_processor.start(self.step)
         self.metrics_processor.monitor.servers = self.publisher.server_states
         self._publish(self._reserve_slot())
@@ -172,7 +164,7 @@ class GRPOTrainer(Trainer):
             with self.rank_zero.releasing_others():
                 self._wait_for_push(self.step)
                 self._evaluate()
-        self.held_out = self._open_held_out()
+        self.held_out = open_held_out(self)
         self._measure_held_out()
         logger.info(f"Training starts at step {self.step + 1}")
         self.clock.restart()
@@ -238,26 +230,6 @@ class GRPOTrainer(Trainer):
         if self.config.rollout.stream:
             return self.learner.learn_in_parts(batch, self.step + 1, self._next_batch)
         return self.learner.learn(batch, self.step + 1)
-
-    def _build_learner(self) -> Learner:
-        reference = choose_reference(self, self.runner) if self.config.grpo.kl_coef > 0 else None
-        if reference is not None:
-            self.checkpointer.states.update(reference.checkpoint_state())
-        max_norm = self.config.training.max_norm
-        return Learner(
-            config=self.config.grpo,
-            runner=self.runner,
-            reference=reference,
-            optimizers=self.optimizers,
-            clipper=GradientClipper(self.model_parts, self.parallel_dims, max_norm),
-            guards=self.guards,
-            feed=self.feed,
-            role=self.role,
-            device=self.device,
-            enter=self.enter,
-            await_readers=self._await_readers,
-            teacher=self.config.teacher if self.config.may_be_taught else None,
-        )
 
     def _await_readers(self) -> None:
         """Waits until neither a checkpoint nor a push reads the weights on the device."""
@@ -377,14 +349,6 @@ class GRPOTrainer(Trainer):
             self.hf_model.vocab_size,
         )
 
-    def _build_probe(self) -> PolicyProbe:
-        tokens = attested_tokens(self.config, self.hf_model.vocab_size)
-        shape = probe_shape(self.config, self.parallel_dims, len(tokens), self.device.type)
-        is_speaker = self.role.is_counted and self.role.batch_rank == 0
-        return PolicyProbe(
-            self.runner, self.model_parts, self.feed, tokens, shape, self.device, is_speaker
-        )
-
     def _reserve_slot(self) -> int:
         return self.publisher.reserve_slot() if self.is_rank_zero else 0
 
@@ -408,18 +372,6 @@ class GRPOTrainer(Trainer):
         else:
             self._evaluate()
             self.clock.restart()
-
-    def _open_held_out(self) -> HeldOutLoss | None:
-        """Sends each rank its rows of the held-out examples, if there are some. Collective."""
-        if self.config.sft.held_out_path is None:
-            return None
-        plan = None
-        if self.source is not None:
-            with self.rank_zero.releasing_others():
-                plan = held_out_plan(self.config, self.hf_model, self.role.num_batch_ranks)
-        return HeldOutLoss(
-            self.runner, self.feed, self.device, plan, is_counted=self.role.is_counted
-        )
 
     def _measure_held_out(self) -> None:
         """Computes the loss of held-out examples, if there are some. Collective."""

@@ -170,7 +170,7 @@ class Run:
         # Ranks that find the same mistake may both say so, where one is far behind.
         assert len({message.strip() for message in messages}) == 1, self.console[-6000:]
         assert not self.has_traceback(), self.console[-6000:]
-        self.wait_for_nobody()
+        self.wait_until_processes_end()
         return messages[0]
 
     def errors(self) -> list[str]:
@@ -237,7 +237,7 @@ class Run:
     def _is_rank(self, process: psutil.Process) -> bool:
         return self.process is not None and os.getsid(process.pid) == self.process.pid
 
-    def wait_for_nobody(self, timeout_seconds: float = 30) -> None:
+    def wait_until_processes_end(self, timeout_seconds: float = 30) -> None:
         """Waits until no process is left; fails at the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while left := self.left_behind():

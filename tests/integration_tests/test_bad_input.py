@@ -186,12 +186,12 @@ def _of_another(url: str) -> tuple[str, ...]:
 
 
 def test_a_url_that_is_not_an_inference_server_is_reported(make_run, other_server):
-    nobody = "http://127.0.0.1:9"  # the port of "discard"
+    unused = "http://127.0.0.1:9"  # the port of the service "discard", on which nothing listens
     _expect(
         {
-            "nobody": (
-                make_run(*SMALL, *_of_another(nobody), name="nobody"),
-                [nobody, "inference.startup_timeout_seconds"],
+            "unused": (
+                make_run(*SMALL, *_of_another(unused), name="unused"),
+                [unused, "inference.startup_timeout_seconds"],
             ),
             # It shows what was answered.
             "other": (

@@ -250,4 +250,4 @@ def test_a_whole_run_moves_to_other_servers_on_a_hangup(make_run, serve, tmp_pat
     assert run.process is not None
     os.killpg(run.process.pid, signal.SIGTERM)
     run.finish(30)
-    run.wait_for_nobody()
+    run.wait_until_processes_end()

@@ -73,7 +73,7 @@ def test_what_the_environment_put_in_is_read_and_not_trained(make_run, task, seg
         assert sample["context"][2]["text"] == result
         answered += 1
     assert answered >= 5
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 def test_a_run_resumes_amid_episodes(make_run, task):

@@ -59,4 +59,4 @@ def test_the_server_of_an_evaluation_keeps_training_going_when_the_other_is_lost
     assert beside and beside[0]["evaluation/begun_again"] == 1
     assert beside[0]["step"] > 1, "the evaluation of step 1 was begun again with newer weights"
     assert all(record["staleness/max_steps"] <= 2 for record in run.metrics)
-    run.wait_for_nobody()
+    run.wait_until_processes_end()

@@ -97,7 +97,7 @@ def test_a_family_is_served_as_the_trainer_has_it(
     result, found = run_watched(["bash", script, "--server", server, "--model", str(model)])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("\nok ") == 6
-    assert f"verified: {server} serves what the trainer has" in result.stdout
+    assert f"verified: {server} serves the trainer's weights" in result.stdout
     check_sockets(found)
     log = repository / f"outputs/verify-cpu-{server}-{kind}/server.log"
     assert log.stat().st_mode & 0o777 == 0o600

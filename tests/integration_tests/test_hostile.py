@@ -212,7 +212,7 @@ def test_a_run_on_a_server_of_bad_answers_ends_well(make_run, server):
     assert sum_of(run, "rollout/failed_requests") <= proxy.spoiled.total()
     assert run.metrics[-1]["weight_sync/server_version"] >= num_steps - 2
     assert_dropped_is_told(run, "answers that cannot be used", "groups without enough completions")
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 def assert_dropped_is_told(run, *kinds: str) -> None:
@@ -326,7 +326,7 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     # Five of the behaviours end the worker; another one takes its place.
     workers = {int(pid) for _, pid in calls}
     assert len(workers) >= 2 + 5
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
     assert not [pid for pid in workers if psutil.pid_exists(pid)]
 
 

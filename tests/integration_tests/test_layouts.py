@@ -31,7 +31,7 @@ def test_servers_get_the_weights_of_all_stages_and_shards(make_run, config, num_
         assert record["staleness/max_steps"] == 0
         assert record["mismatch/kl"] < 1e-6
     assert run.summary["policy_version"] == run.summary["server_version"] == 4
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 def test_a_recorded_run_is_replayed_bit_by_bit_without_a_server(make_run, tmp_path):

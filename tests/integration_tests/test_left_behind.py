@@ -148,7 +148,7 @@ def _cases() -> list:
     cases = []
     for kind in ("embedded", "vllm", "sglang"):
         own = [name for name in (*VICTIMS, *WORKERS) if name.startswith(kind)]
-        both = f"{kind} server and rollout process"  # of which nobody is left to end its workers
+        both = f"{kind} server and rollout process"  # neither is left to end its workers
         for name in (*own, *COMMON, both):
             marks = [] if (kind, name) == ("embedded", "launcher") else [pytest.mark.long]
             if kind != "embedded":
@@ -174,8 +174,8 @@ def test_nothing_stays_of_a_run_of_which_a_process_was_killed(
         run.process.send_signal(signal.SIGTERM)
     begin = time.monotonic()
     assert run.finish(LONGEST_SECONDS) != 0
-    run.wait_for_nobody(LONGEST_SECONDS - (time.monotonic() - begin))
-    print(f"nobody is left after {time.monotonic() - begin:.1f} s")
+    run.wait_until_processes_end(LONGEST_SECONDS - (time.monotonic() - begin))
+    print(f"no process is left after {time.monotonic() - begin:.1f} s")
     print("left at first:", _files(temporary), _files(shared))
     _next_start(shared, temporary, repository)
     left = _files(shared)

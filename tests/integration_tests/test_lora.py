@@ -89,7 +89,7 @@ def test_a_real_server_serves_the_adapters(
         timeout=840,
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    assert f"verified: {server} serves what the trainer has" in result.stdout
+    assert f"verified: {server} serves the trainer's weights" in result.stdout
     metrics = repository / f"outputs/verify-cpu-{server}-{model.name}/metrics.jsonl"
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert last["weight_sync/attested"] == last["weight_sync/pushes"] > 0

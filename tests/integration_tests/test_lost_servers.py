@@ -65,7 +65,7 @@ def test_servers_that_die_or_freeze_rejoin_with_the_newest_weights(make_run, ser
         # Tokens of any other weights than the newest would show. With a bound of 1 they would not:
         # one step of so few prompts can change the policy as much as all the steps before.
         assert max(record["mismatch/kl"] for record in run.metrics) < 1e-6
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 def test_a_lone_server_restarted_between_pushes_is_noticed_and_rejoins(make_run, serve):
@@ -87,4 +87,4 @@ def test_a_lone_server_restarted_between_pushes_is_noticed_and_rejoins(make_run,
     assert run.process is not None
     os.killpg(run.process.pid, signal.SIGTERM)
     run.finish(30)
-    run.wait_for_nobody()
+    run.wait_until_processes_end()

@@ -49,7 +49,9 @@ def launch(make_run, repository: Path, tmp_path: Path):
 
 def _placed(run, name: str) -> list[int]:
     """Returns the processes of the actors of this name, in the order in which they were placed."""
-    found = re.findall(rf"^\[ray\] {name} placed.* \(process (\d+)\)$", run.console, re.MULTILINE)
+    found = re.findall(
+        rf"^\[ray\] {name} is placed.* \(process (\d+)\)$", run.console, re.MULTILINE
+    )
     return [int(pid) for pid in found]
 
 
@@ -71,7 +73,7 @@ def test_actors_that_are_killed_are_placed_again_and_the_run_goes_on(launch):
     assert len(_placed(run, "trainer-0")) == 2
     assert len(_placed(run, "server-0")) == 2, "servers stay while the trainer is placed again"
     assert [record["step"] for record in run.metrics] == list(range(1, NUM_STEPS + 1))
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 @pytest.mark.long
@@ -80,4 +82,4 @@ def test_what_cannot_be_started_is_not_tried_again(launch):
     assert run.finish() == 2, run.console[-6000:]
     assert len(_placed(run, "trainer-0")) == 1
     assert "grpo.group_sizes" in run.console
-    run.wait_for_nobody()
+    run.wait_until_processes_end()

@@ -352,9 +352,9 @@ def test_a_server_of_each_kind_rates_what_a_student_has_sampled(server: RunningS
                     assert top is not None
                     assert_most_likely(top, all_logprobs(model, prompt, completion), top_k)
             if server.kind == "vllm":
-                most = MAX_TOP_TOKENS
-                with pytest.raises(RouteError, match=f"at most {most} .*--max-logprobs {most + 1}"):
-                    await client.rate([PROBE], [1], most + 1)
+                more = MAX_TOP_TOKENS + 1
+                with pytest.raises(RouteError, match=f"the {more} most .*--max-logprobs {more}"):
+                    await client.rate([PROBE], [1], more)
             with pytest.raises(WrongServer, match=r"takes at most 1024 tokens"):
                 await teachers(client, 1024).start(60)
 

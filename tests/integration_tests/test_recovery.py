@@ -131,7 +131,7 @@ def test_the_last_rank_that_dies_is_reported_by_the_agent(train):
         r"completed step is \d+\.",
         message,
     ), message
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 @pytest.mark.long
@@ -158,7 +158,7 @@ def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve
     assert run.console.count("The ranks were started again") == 1
     assert f"Stopped after step {run.metrics[-1]['step']}. " in run.console
     assert not run.has_traceback(), run.console[-6000:]
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_message(train, small_disk):
     (message,) = run.errors()
     assert f"The disk of {small_disk}/run" in message and "is full: 0 MiB are free" in message
     assert not run.has_traceback(), run.console[-6000:]
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 @pytest.mark.long

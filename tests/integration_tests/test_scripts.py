@@ -29,7 +29,7 @@ def test_what_a_server_serves_is_what_the_trainer_has(server, repository, tmp_pa
     result, found = run_watched(["bash", str(script), "--server", server])
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     assert result.stdout.count("\nok ") == 6
-    assert f"verified: {server} serves what the trainer has" in result.stdout
+    assert f"verified: {server} serves the trainer's weights" in result.stdout
     check_sockets(found)
     log = repository / f"outputs/verify-cpu-{server}-model/server.log"
     assert log.stat().st_mode & 0o777 == 0o600

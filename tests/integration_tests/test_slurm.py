@@ -159,13 +159,13 @@ def test_a_job_at_its_time_limit_is_queued_again_and_goes_on(make_job):
     # Slurm's own signals would have reached the rollout process as well.
     assert f"Stopped after step {last}. " in run.console
     assert "rollouts in flight are kept with it" in run.console
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
     assert job.finish(*arguments, f"--training.steps={last + 1}") == 0, run.console[-6000:]
     assert [record["step"] for record in run.metrics] == list(range(1, last + 2))
     assert job.queued_again == [JOB_ID]
     assert len(set(re.findall(r"\[register\] (http\S+) is registered", run.console))) == 2
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 def test_servers_at_their_time_limit_leave_the_run_and_are_queued_again(make_job, tmp_path):
@@ -180,4 +180,4 @@ def test_servers_at_their_time_limit_leave_the_run_and_are_queued_again(make_job
     assert job.run.finish() == -signal.SIGKILL, job.run.console
     assert job.queued_again == [JOB_ID]
     assert not list(registry.glob("*.json"))
-    job.run.wait_for_nobody()
+    job.run.wait_until_processes_end()

@@ -81,8 +81,8 @@ def measured(soak: ModuleType, **change: Any) -> list[str]:
         ({}, None),
         ({"mib": 1.5}, None),
         ({"mib": 2.5}, "memory of a server grew by 2.6 %"),
-        ({"fds": 1}, "a server has +1 descriptors, +0 threads"),
-        ({"threads": 2}, "a server has +0 descriptors, +2 threads"),
+        ({"fds": 1}, "of a server changed by +1 and +0"),
+        ({"threads": 2}, "of a server changed by +0 and +2"),
         ({"mib": -30.0, "fds": -3}, None),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_run_from_any_folder_with_a_model_of_the_hub(train, tmp_path, reposito
     assert not any(file.is_symlink() for file in export.iterdir())
     log = next((run.folder / "servers").glob("*.log")).read_text()
     assert "Traceback" not in log
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 def test_a_mistake_is_one_message_with_the_ranks_own_status(train):
@@ -80,7 +80,7 @@ def test_a_signal_ends_the_run_in_order_with_its_status(train):
         run.process.send_signal(signum)  # a second one changes nothing
     for signum, run in runs.items():
         assert run.finish(PATIENCE_SECONDS) == 128 + signum, run.console[-6000:]
-        run.wait_for_nobody()
+        run.wait_until_processes_end()
         assert "Traceback" not in run.console
         assert run.errors() == []
         assert "death signal" not in run.console  # torchrun's report

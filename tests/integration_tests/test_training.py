@@ -33,7 +33,7 @@ def test_an_asynchronous_run_leaves_everything_it_promises(make_run, repository)
     original = AutoModelForCausalLM.from_pretrained(repository / "assets/reverse_digits/model")
     assert any(not torch.equal(v, exported[k]) for k, v in original.state_dict().items())
     assert AutoTokenizer.from_pretrained(summary["hf_checkpoint"]).encode("12")
-    run.wait_for_nobody()
+    run.wait_until_processes_end()
 
 
 @pytest.mark.parametrize(

@@ -80,5 +80,5 @@ def test_a_file_with_other_columns_is_refused_with_its_line(
 ) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n')
-    with pytest.raises(ValueError, match=r"line 1: needs the columns question and answer"):
+    with pytest.raises(ValueError, match=r"line 1: must have the columns question and answer"):
         script.read_rows(path)

@@ -106,8 +106,8 @@ class Probes:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     "The trainer must compute its own log-probabilities of the probe tokens under "
-                    f"policy_version {version} within {timeout_seconds:g} s and did not, so no "
-                    "server can be attested with this version (weight_sync.attest_every)."
+                    f"policy_version {version} within {timeout_seconds:g} s, but they are missing, "
+                    "so no server can be attested with this version (weight_sync.attest_every)."
                 )
             # Polled, so that the training thread need not wake up another thread's loop.
             await asyncio.sleep(_POLL_SECONDS)

@@ -53,9 +53,10 @@ class ServerAttestation:
         self._may_observe = True
 
     async def observe(self) -> None:
-        """Rates the probe tokens by a server that nobody has pushed to; called before a push.
+        """Lets the server rate the probe tokens before the first push to it.
 
-        A server whose update broke off names no version either, so that only the first call counts.
+        Only the first call has an effect, because a server whose update was interrupted reports no
+        version either.
 
         Raises:
             ServerError: If the server failed to rate the tokens.
@@ -127,7 +128,7 @@ class ServerAttestation:
         return bound
 
     async def _rated(self, weights: str) -> list[float]:
-        # The request waits its turn among those that generate.
+        # The request waits for its turn among the requests that generate.
         seconds = self._attestation.timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -135,6 +136,6 @@ class ServerAttestation:
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self._client.url} must rate the probe tokens under {weights} within "
-                f"weight_sync.timeout_seconds = {seconds:g} and did not. It is overloaded or has "
-                "stopped."
+                f"weight_sync.timeout_seconds = {seconds:g}, but no answer has arrived. The server "
+                "is overloaded or has stopped."
             ) from error

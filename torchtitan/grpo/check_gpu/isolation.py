@@ -22,7 +22,7 @@ from torchtitan.grpo.check_gpu.parts import (
     percentile,
 )
 from torchtitan.grpo.check_gpu.row import Row, Settings, judged
-from torchtitan.grpo.check_gpu.silent_server import broadcast_to_nobody
+from torchtitan.grpo.check_gpu.silent_server import broadcast_to_silent_server
 from torchtitan.grpo.system.priority import yield_to_training
 from torchtitan.grpo.weight_wire.sparse import encode
 from torchtitan.grpo.weight_wire.version_files import write_part
@@ -163,8 +163,10 @@ def _during_broadcast(
     isolation: Isolation, quiet: list[float], payload: torch.Tensor
 ) -> list[float]:
     seconds = 2 * sum(quiet) / 1e3 + 3
-    with broadcast_to_nobody(isolation.device, payload, seconds) as is_under_way:
+    with broadcast_to_silent_server(isolation.device, payload, seconds) as is_under_way:
         times = isolation.steps()
         if not is_under_way():
-            raise RuntimeError("The broadcast must outlast the steps beside it, and ended before.")
+            raise RuntimeError(
+                "The broadcast must outlast the steps that run beside it, but it ended before them."
+            )
     return times

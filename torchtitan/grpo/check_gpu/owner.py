@@ -53,7 +53,7 @@ def _end(child: subprocess.Popen) -> str:
         stop_children([child])
     except subprocess.TimeoutExpired:
         return (
-            f"Process {child.pid} must end when it is killed and has not: the driver holds it. "
+            f"Process {child.pid} must end when it is killed, but the driver still holds it. "
             "Look into `dmesg` and `nvidia-smi`."
         )
     return ""

@@ -1,12 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A broadcast over NCCL to a server that never answers, without a server and without NCCL.
+"""Imitates a broadcast over NCCL to a server that never answers, without a server or NCCL.
 
-To the GPU such a broadcast is a kernel that runs on and on. ``torch.cuda._sleep`` is one, too. It
-takes the place of ``dist.broadcast`` in the product's :class:`DeviceBroadcast`, whose buffer,
-stream, events and thread are the real ones. Unlike NCCL's kernel it occupies one multiprocessor
-alone, and not up to four.
+For the GPU, such a broadcast is a kernel that does not end. ``torch.cuda._sleep`` runs such a
+kernel, too, and takes the place of ``dist.broadcast`` in :class:`DeviceBroadcast`. The buffer, the
+stream, the events and the thread are the real ones. Unlike NCCL's kernel, which occupies up to four
+multiprocessors, this kernel occupies one.
 """
 
 import threading
@@ -40,18 +40,21 @@ class _SleepingDist:
 
 
 @contextmanager
-def broadcast_to_nobody(
+def broadcast_to_silent_server(
     device: torch.device, payload: torch.Tensor, seconds: float
 ) -> Iterator[Callable[[], bool]]:
-    """Sends ``payload`` to nobody for about ``seconds``; yields whether it is still under way."""
+    """Runs a broadcast of ``payload`` that nobody receives and that ends after about ``seconds``.
+
+    Yields a function that returns whether the broadcast is still under way.
+    """
     stand_in = _SleepingDist(sleep_cycles(seconds))
-    nobody: Any = None
+    unused_group: Any = None
     errors: list[Exception] = []
 
     def send() -> None:
         try:
             sender = device_broadcast.DeviceBroadcast(device, payload.numel(), 20 * seconds)
-            sender.send(payload, nobody, lambda: False)
+            sender.send(payload, unused_group, lambda: False)
         except Exception as error:
             errors.append(error)
 
@@ -65,12 +68,14 @@ def broadcast_to_nobody(
     if errors:
         raise RuntimeError(f"The broadcast failed: {errors[0]}") from errors[0]
     if not is_queued:
-        raise RuntimeError(f"The broadcast must be queued in {_QUEUE_SECONDS:g} s and was not.")
+        raise RuntimeError(
+            f"The broadcast must be queued within {_QUEUE_SECONDS:g} s, but it has not been queued."
+        )
 
 
 def sleep_cycles(seconds: float) -> int:
-    """Returns how many cycles ``torch.cuda._sleep`` needs for about ``seconds``."""
-    torch.cuda._sleep(_TRIAL_CYCLES)  # its first launch loads the kernel
+    """Returns the number of cycles for which ``torch.cuda._sleep`` takes about ``seconds``."""
+    torch.cuda._sleep(_TRIAL_CYCLES)  # the first launch loads the kernel
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     torch.cuda._sleep(_TRIAL_CYCLES)

@@ -25,11 +25,12 @@ class RouteError(ServerError):
 
     Attributes:
         status: HTTP status; ``None`` if there was no answer.
+        body: Parsed body of the answer, as in :class:`Answer`; ``None`` if there was no answer.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, body: Any = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.body = status, body
 
     @property
     def was_answered(self) -> bool:
@@ -85,7 +86,7 @@ class HttpConnection:
         self.timeout_seconds = timeout_seconds
         self._idle_seconds = idle_seconds
         self.has_keys = bool(api_key or admin_key)
-        self._keys = {"generation": api_key, "control": admin_key or api_key, "nobody": None}
+        self._keys = {"generation": api_key, "control": admin_key or api_key, "public": None}
         self._session: aiohttp.ClientSession | None = None
         self._num_using: Counter[aiohttp.ClientSession] = Counter()
         self._turn = asyncio.Lock()
@@ -104,7 +105,7 @@ class HttpConnection:
         route: str,
         body: Any = None,
         *,
-        scope: Literal["generation", "control", "nobody"] = "control",
+        scope: Literal["generation", "control", "public"] = "control",
         timeout_seconds: float | None = None,
         max_bytes: int = _MAX_ANSWER_BYTES,
         accept: Collection[int] = (),
@@ -115,7 +116,7 @@ class HttpConnection:
             method: HTTP method.
             route: Path and query, beginning with a slash.
             body: Value that is sent as JSON; ``None`` sends no body.
-            scope: Which of the two keys is sent, or none.
+            scope: Which of the two keys is sent; ``public`` sends no key.
             timeout_seconds: Maximum duration of the whole exchange; ``None`` is the
                 connection's own.
             max_bytes: Maximum length of the answer. The rest of a longer one is not read.
@@ -137,7 +138,7 @@ class HttpConnection:
             )
         if not 200 <= status < 300 and status not in accept:
             text = content.decode(errors="replace")
-            raise RouteError(_status_message(subject, status, text), status)
+            raise RouteError(_status_message(subject, status, text), status, _parse(text))
         try:
             return Answer(status, _parse(content.decode()))
         except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Waits until servers are up, and says what is waited for."""
+"""Waits until servers are up, and reports which servers are not up yet."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ async def wait_until_up(
         timeout_seconds: ``inference.startup_timeout_seconds``.
         check: Called once with the client of each server that is up, and of one that refuses the
             question whether it is. It raises :class:`WrongServer`.
-        tell: Called at growing distances with a sentence on each server that is waited for.
+        tell: Called at growing intervals, with a message about each server that is not up yet.
         kind: Kind of the servers, for these sentences.
         urls_key: Settings that name the servers, for messages.
 
@@ -138,7 +138,7 @@ class _Wait:
 
     def _describe(self, waited: float) -> str:
         text = (
-            f"Waiting for the {self.kind} server {self.client.url} since {waited:.0f} s (at most "
+            f"The {self.kind} server {self.client.url} is not up yet after {waited:.0f} s (at most "
             f"{self.timeout_seconds:g} s, inference.startup_timeout_seconds). Last answer: "
             f"{self.last}"
         )

@@ -384,8 +384,8 @@ class RolloutLink:
             waited = time.monotonic() - began
             if self._progress.is_stuck and reminders.is_due(waited):
                 self._announce(
-                    f"Waiting since {waited:.0f} s (at most {timeout_seconds:g} s, {_LIMITS[kind]}) "
-                    f"for the rollout process to {what}: {self._progress.message}"
+                    f"The trainer has waited {waited:.0f} s (at most {timeout_seconds:g} s, "
+                    f"{_LIMITS[kind]}) for the rollout process to {what}: {self._progress.message}"
                 )
             if waited > timeout_seconds:
                 state = self._progress.message or "it has not reported what it waits for"

@@ -205,8 +205,8 @@ def _resolve(host: str, port: int, patience_seconds: float) -> str:
                 ) from error
             if reminders.is_due(waited):
                 say(
-                    f"waiting since {waited:.0f} s (at most {patience_seconds:g} s, --join-timeout) "
-                    f"for the address of {host}: {error}"
+                    f"this node has waited {waited:.0f} s (at most {patience_seconds:g} s, "
+                    f"--join-timeout) for the address of {host}: {error}"
                 )
         time.sleep(min(_RESOLVE_SECONDS, max(0.0, patience_seconds - waited)))
 

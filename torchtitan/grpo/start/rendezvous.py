@@ -103,7 +103,7 @@ class NodeRendezvous(RendezvousHandler):
                     "Start the same command there, and check that no firewall is between."
                 )
             if reminders.is_due(waited):
-                self._tell(f"waiting for the node at {host}:{port} since {waited:.0f} s")
+                self._tell(f"this node has waited {waited:.0f} s for the node at {host}:{port}")
             time.sleep(_POLL_SECONDS)
         return dist.TCPStore(host, port, is_master=False, timeout=_READ_TIMEOUT)
 

@@ -51,7 +51,7 @@ def make_private_folder(purpose: str) -> Path:
 
 
 def remove_private_folder(folder: Path) -> None:
-    """Removes a folder, and the shared memory that is noted in it and that nobody holds."""
+    """Removes a folder, and the shared memory that is noted in it and that no process holds."""
     remove_noted(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if (lock := _locks.pop(folder, None)) is not None:

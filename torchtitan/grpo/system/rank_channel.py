@@ -133,7 +133,7 @@ class LeaderChannel:
                     future.set_exception(CallFailed("The leader no longer listens for answers."))
 
     def _forget(self, rank: int) -> None:
-        """Fails the calls of a rank that has ended: nobody will answer them."""
+        """Fails the calls of a rank that has ended, because they will not be answered."""
         self._gone.add(rank)
         self._arrived.set()
         for future, _, asked in self._waiting.values():
@@ -178,8 +178,8 @@ class LeaderChannel:
                 return await future
         except TimeoutError as error:
             raise TimeoutError(
-                f"Rank {rank} must answer the call of {method} within {self._timeout_seconds:g} s "
-                "and did not. Check that rank's log."
+                f"Rank {rank} must answer the call of {method} within {self._timeout_seconds:g} s, "
+                "but no answer has arrived. Check that rank's log."
             ) from error
         finally:
             self._waiting.pop(number, None)

@@ -92,7 +92,7 @@ class Peer:
         return lines
 
     def loss(self, silent_seconds: float = 0.0) -> LostRank | None:
-        """Returns what is lost with this peer, or None if it is nobody or ended in order."""
+        """Returns the loss of this peer, or None if it has no status yet or has ended in order."""
         if self.status is None or (self._has_left and not self._has_failed):
             return None
         return LostRank(self.status, silent_seconds, self._has_failed)

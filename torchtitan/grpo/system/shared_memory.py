@@ -1,10 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Files in shared memory that processes hold, and their removal once nobody does.
+"""Notes the files in shared memory that processes hold, and removes those that no process holds.
 
-Programs such as SGLang leave theirs behind when they are killed, and in part also when they end.
-The names are random. Whoever starts such a program notes them while it runs, see :func:`note_held`.
+Programs such as SGLang leave such files behind when they are killed, and some also when they end.
+The names are random, so the process that starts such a program notes them while it runs; see
+:func:`note_held`.
 """
 
 import contextlib

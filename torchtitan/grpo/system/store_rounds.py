@@ -85,8 +85,8 @@ def _lead(store: dist.Store, world_size: int, timeout_seconds: float) -> str:
         if missing and time.monotonic() > deadline:
             raise TimeoutError(
                 f"All {world_size} training ranks must start within comm.init_timeout_seconds = "
-                f"{timeout_seconds:g}, and {sorted(missing)[:8]} did not. Look for an earlier error "
-                "in their output, or raise the setting."
+                f"{timeout_seconds:g}, but ranks {sorted(missing)[:8]} have not started. Look for "
+                "an earlier error in their output, or raise the setting."
             )
         time.sleep(_POLL_SECONDS if missing else 0)
     return name

@@ -9,7 +9,8 @@ rank 0. The judgement needs no further value of the device.
 
 A skipped step advances the policy version like any other, and its unchanged weights are published
 under the new version. Otherwise the servers would stay at the old version, and the staleness bound
-would admit no further prompts: a run at ``rollout.max_head_offpolicyness = 0`` would wait for ever.
+would admit no further prompts: a run at ``rollout.max_head_offpolicyness = 0`` would never
+continue.
 """
 
 from collections import Counter

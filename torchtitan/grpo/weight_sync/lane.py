@@ -214,7 +214,8 @@ class Lane:
                 raise
             raise TimeoutError(
                 f"{self.url} must take version {version} within weight_sync.push_timeout_seconds "
-                f"= {timeout_seconds:g} (from disk, weight_sync.timeout_seconds), but it did not."
+                f"= {timeout_seconds:g}, but the push has not ended. Check the server's log, or "
+                "raise the setting."
             ) from error
 
     async def _attest(self, version: int) -> None:

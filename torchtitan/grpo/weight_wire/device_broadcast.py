@@ -66,6 +66,7 @@ class DeviceBroadcast:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"The server must receive {payload.nbytes} bytes within "
-                    f"weight_sync.timeout_seconds = {self._timeout_seconds:g} and did not."
+                    f"weight_sync.timeout_seconds = {self._timeout_seconds:g}, but the broadcast "
+                    "has not ended. Check the server's log, or raise the setting."
                 )
             time.sleep(_POLL_SECONDS)

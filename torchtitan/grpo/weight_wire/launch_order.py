@@ -68,7 +68,7 @@ class LaunchOrder:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Lets nobody launch any more."""
+        """Refuses all further launches."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -115,8 +115,9 @@ def test_after_an_internal_error_nothing_is_sent_over_that_connection():
             connection = connect(SECONDS)
             beside = asyncio.create_task(connection.post("/?slow=1"))
             await wait_until(lambda: len(server.ports) == 1)
-            with pytest.raises(RouteError, match="answered 500"):
+            with pytest.raises(RouteError, match="answered 500") as broken_answer:
                 await connection.post("/?broken=1")
+            assert broken_answer.value.body == {}
             for _ in range(3):
                 assert (await connection.post("/")).status == 200
             server.may_answer.set()

@@ -155,8 +155,10 @@ def test_an_unlikely_token_of_the_text_does_not_stand_in_for_a_likely_one() -> N
         vllm.parse_rating("url", TOKENS, 1, 2, body)
 
 
-def test_the_limit_of_a_vllm_server_is_read_from_its_refusal() -> None:
-    text = "Requested prompt logprobs of 32, which is greater than max allowed: 20"
-    assert vllm.most_logprobs(RouteError(text, 400)) == 20
-    assert vllm.most_logprobs(RouteError("Bad request", 400)) is None
-    assert vllm.most_logprobs(RouteError(text, 500)) is None
+def test_a_vllm_server_refuses_too_many_likely_tokens_by_naming_the_field() -> None:
+    refused = {"error": {"message": "too many", "type": "BadRequestError", "code": 400}}
+    named = {"error": refused["error"] | {"param": "prompt_logprobs"}}
+    assert vllm.refuses_num_top(RouteError("answered 400", 400, named))
+    assert not vllm.refuses_num_top(RouteError("answered 500", 500, named))
+    for body in (refused, {"error": "too many"}, "too many", None):
+        assert not vllm.refuses_num_top(RouteError("answered 400", 400, body))

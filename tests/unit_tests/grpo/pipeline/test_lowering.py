@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks exchange tensors in one order, and never wait for each other for ever."""
+"""Ranks exchange tensors in one order, and never deadlock."""
 
 from dataclasses import replace
 

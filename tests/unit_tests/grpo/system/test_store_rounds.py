@@ -48,7 +48,7 @@ def test_a_rank_that_died_while_the_ranks_agreed_is_not_taken_for_its_successor(
 
 
 def test_a_rank_that_does_not_come_is_named(store):
-    with pytest.raises(TimeoutError, match=r"All 3 training ranks.*\[1, 2\] did not"):
+    with pytest.raises(TimeoutError, match=r"All 3 training ranks.*\[1, 2\] have not"):
         agree_on_round(store, 0, 3, 0.1)
 
 

@@ -12,14 +12,14 @@ from torchtitan.grpo.losses.loss_metrics import Metric, MetricTotals
 from torchtitan.grpo.training.gradient_parts import GradientParts
 from torchtitan.grpo.types import BatchPart, PromptProgress
 
-NOBODY = SampleTable(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+NO_SAMPLES = SampleTable(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def part(mass: int, *, is_last: bool = False) -> TrainBatch:
     return TrainBatch(
         minibatches=[],
         minibatch_tokens=[10 * mass],
-        samples=NOBODY,
+        samples=NO_SAMPLES,
         num_trained_tokens=10 * mass,
         num_tokens=20 * mass,
         mass=mass,

@@ -171,7 +171,13 @@ class ScriptedWay:
 class LaneRig:
     """A lane over a scripted way, and what its listeners heard."""
 
-    def __init__(self, delta: bool = False, max_alive: int = 4, is_initial: bool = False) -> None:
+    def __init__(
+        self,
+        delta: bool = False,
+        max_alive: int = 4,
+        is_initial: bool = False,
+        push_timeout_seconds: float = PATIENCE,
+    ) -> None:
         self.dropped, self.may_drop = list[int](), asyncio.Event()
         self.may_drop.set()
         self.server = Scripted()
@@ -179,7 +185,10 @@ class LaneRig:
         self.versions = Versions(SlotTable(2), max_alive, self._drop)
         self.heard: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         sync = WeightSync(
-            push_timeout_seconds=PATIENCE, retry_seconds=0.01, max_retry_seconds=0.01, delta=delta
+            push_timeout_seconds=push_timeout_seconds,
+            retry_seconds=0.01,
+            max_retry_seconds=0.01,
+            delta=delta,
         )
         way: Any = self.way
         self.lane = Lane(
@@ -232,6 +241,19 @@ def test_a_lane_reports_the_version_that_was_pushed_though_a_newer_one_has_come(
         assert rig.way.asked == ["join", (3, None), (4, None)]
 
     run_rig(body)
+
+
+def test_a_push_that_does_not_end_in_time_is_reported_with_its_setting():
+    async def body(rig: LaneRig) -> None:
+        rig.way.may_end.clear()
+        await rig.versions.begin(3)
+        what, reason = await rig.hears()
+        assert what == "lost"
+        assert (
+            "http://a must take version 3 within weight_sync.push_timeout_seconds = 0.1," in reason
+        )
+
+    run_rig(body, push_timeout_seconds=0.1)
 
 
 def test_a_held_lane_keeps_its_version_until_it_is_released():

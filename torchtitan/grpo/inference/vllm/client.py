@@ -46,11 +46,11 @@ from torchtitan.grpo.inference.vllm.generation import (
     GENERATE_ROUTE,
     REQUEST_ID_PREFIX,
     generate_body,
-    most_logprobs,
     parse_generation,
     parse_logprobs,
     parse_rating,
     rating_body,
+    refuses_num_top,
 )
 from torchtitan.grpo.inference.vllm.launch import GROUP_FACTS_METHOD, WORKER_EXTENSION
 from torchtitan.grpo.inference.vllm.load import parse_metrics
@@ -356,12 +356,12 @@ class VLLMClient(InferenceClient):
                 max_bytes=max_rating_bytes([token_ids], num_top),
             )
         except RouteError as error:
-            most = most_logprobs(error)
-            if most is None:
+            if not refuses_num_top(error):
                 raise
             raise RouteError(
-                f"{self.url} tells at most {most} of the most likely tokens, but {num_top} are "
-                f"needed. Start it with --max-logprobs {num_top} or more",
+                f"{self.url} must return the {num_top} most likely tokens at each position, but it "
+                f"refuses that: {excerpt(error.body)}. Start it with --max-logprobs {num_top} or "
+                "more",
                 error.status,
             ) from error
         source = f"{self.url}{GENERATE_ROUTE}"

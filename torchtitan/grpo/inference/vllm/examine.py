@@ -93,7 +93,7 @@ async def _examine_generation(http: HttpConnection, found: Examined) -> None:
 async def _examine_control(http: HttpConnection, found: Examined) -> None:
     if not http.has_keys:
         return
-    answer = await http.get("/weight_info", scope="nobody", accept=(*_MISSING, 401, 403))
+    answer = await http.get("/weight_info", scope="public", accept=(*_MISSING, 401, 403))
     if answer.status == 200:
         found.warnings.append(NO_GUARD)
 

@@ -3,7 +3,6 @@
 
 """Requests to vLLM's route for generation, and its answers: token ids, logprobs, and token versions."""
 
-import re
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
@@ -21,8 +20,6 @@ GENERATE_ROUTE = "/inference/v1/generate"
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 """The server prepends this to the id of a request, and aborts by the whole id."""
-
-_MOST_LOGPROBS = re.compile(r"greater than max allowed: (\d+)")
 
 
 def generate_body(request: GenerateRequest) -> dict[str, Any]:
@@ -146,7 +143,12 @@ def parse_rating(
     return PromptRating(logprobs, checked_top_tokens(source, rows, num_top) if num_top else None)
 
 
-def most_logprobs(error: RouteError) -> int | None:
-    """Returns how many of the most likely tokens the server gives, if it was asked for more."""
-    found = _MOST_LOGPROBS.search(str(error)) if error.status == 400 else None
-    return None if found is None else int(found[1])
+def refuses_num_top(error: RouteError) -> bool:
+    """Returns whether the server refuses a rating because ``--max-logprobs`` is too small.
+
+    vLLM names the field of the request that it refuses, as OpenAI's API does.
+    """
+    if error.status != 400 or not isinstance(error.body, dict):
+        return False
+    reason = error.body.get("error")
+    return isinstance(reason, dict) and reason.get("param") == "prompt_logprobs"

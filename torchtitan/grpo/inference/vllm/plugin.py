@@ -21,7 +21,7 @@ ENGINE_NAME = "torchtitan_grpo"
 def register() -> None:
     """Registers the weight transfer engine. Further calls do nothing."""
     if multiprocessing.parent_process() is not None:
-        # The engine would go on for ever if its server is killed, and hold memory and GPUs.
+        # Otherwise the engine would outlive a server that is killed, and keep its memory and GPUs.
         end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -131,9 +131,9 @@ def _size_problems(facts: ServerFacts, needs: TeacherNeeds) -> list[str]:
     if needs.top_k and further > MOST_FURTHER_TOKENS:
         problems.append(
             f"its vocabulary has {further} tokens more than that of the trained model, and with "
-            f"teacher.top_k it may have at most {MOST_FURTHER_TOKENS} more: it must be asked for all of "
-            "them besides, as the trained model cannot write them. Choose a teacher with the same "
-            "vocabulary, or set teacher.top_k = 0"
+            f"teacher.top_k it may have at most {MOST_FURTHER_TOKENS} more: it must also be asked "
+            "for all of these tokens, because the trained model cannot write them. Choose a "
+            "teacher with the same vocabulary, or set teacher.top_k = 0"
         )
     length = facts.max_model_len
     needed = needs.num_tokens + 1  # servers reserve room for a token after those that they rate

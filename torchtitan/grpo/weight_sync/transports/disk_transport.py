@@ -192,13 +192,24 @@ class DiskConnection(Connection):
         stops = self.client.stops_for != "nothing"
         if stops:
             await self.client.pause()
-        async with asyncio.timeout(self._timeout_seconds):
-            stood_still = await self.client.update_from_disk(str(path), version)
+        stood_still = await self._load(path, version)
         if stops:
             await self.client.resume()
             stood_still = time.monotonic() - written
         seconds = time.monotonic() - started
         return PushReport(version, self._selection, num_bytes, seconds, seconds, stood_still)
+
+    async def _load(self, path: Path, version: int) -> float:
+        """Makes the server load the files; returns for how many seconds it stood still."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self.client.update_from_disk(str(path), version)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self.client.url} must load version {version} from weight_sync.disk_path within "
+                f"weight_sync.timeout_seconds = {self._timeout_seconds:g}, but it has not "
+                "answered. Check the server's log, or raise the setting."
+            ) from error
 
     async def recover(self) -> None:
         await self.release_server(self._timeout_seconds)

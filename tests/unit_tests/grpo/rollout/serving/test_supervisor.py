@@ -20,7 +20,7 @@ from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.serving import supervisor
 from torchtitan.grpo.system.child import start_child
 
-# Listens until SIGUSR1, and then waits for ever, as vLLM does when its engine has died.
+# Listens until SIGUSR1, and then hangs, as vLLM does when its engine has died.
 PROGRAM = """
 import signal, socket, sys, time
 listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))

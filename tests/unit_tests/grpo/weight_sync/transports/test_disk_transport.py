@@ -230,6 +230,23 @@ class Loading:
         return call
 
 
+def test_a_server_that_does_not_load_a_version_in_time_is_named_with_the_setting(tmp_path):
+    class Hanging(Loading):
+        async def update_from_disk(self, path: str, version: int) -> float:
+            await asyncio.Event().wait()
+            return 0.0
+
+    async def body() -> None:
+        server: Any = Hanging("nothing")
+        connection = DiskConnection(server, make_transport(tmp_path, [Writer(0)]), "all", 0.1)
+        with pytest.raises(
+            TimeoutError, match=r"http://a must load version 3 .*weight_sync.timeout_seconds = 0.1,"
+        ):
+            await connection.push(3, None)
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
 @pytest.mark.parametrize("stops_for", ["transfer", "commit", "nothing"])
 def test_a_server_that_stands_still_while_it_loads_a_version_is_resumed_after_it(
     tmp_path, stops_for: str

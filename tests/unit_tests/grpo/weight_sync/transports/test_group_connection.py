@@ -13,7 +13,7 @@ from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGrou
 
 
 class Server:
-    """Notes what it is told; the first request to leave takes for ever."""
+    """Notes what it is told, and never answers the first request to leave."""
 
     url = "http://a"
 

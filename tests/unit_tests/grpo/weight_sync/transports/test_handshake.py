@@ -107,7 +107,7 @@ def test_nccl_refuses_a_server_that_differs_and_tries_one_that_keeps_silent(capl
     assert "the trainer has NCCL 2.29.7 (torch 2.13.0)" in message
     assert "the server has NCCL 2.30.7 (torch 2.14.1)" in message
     assert message.endswith("Alternatively, set weight_sync.transport = 'auto' or 'host'.")
-    assert refused.value.was_answered  # so that the run ends, and does not try for ever
+    assert refused.value.was_answered  # so that the run ends instead of retrying without end
     server.facts = [UNKNOWN]
     assert chosen(Handshake(server, "nccl")) == "nccl"
     assert "it is not known whether NCCL can be used" in warnings(caplog)[0]
