@@ -3,6 +3,7 @@
 
 """Checks settings of distillation."""
 
+from torchtitan.grpo.config import Teacher
 from torchtitan.grpo.config_checks.rules import ConfigError, check_read, require
 from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.inference.urls import checked_urls, named_urls
@@ -25,6 +26,7 @@ def check_teacher(config: JobConfig) -> None:
     teacher, rollout, grpo = config.teacher, config.rollout, config.grpo
     if not teacher.api_key:  # a key in a message would be shown
         check_read("teacher", teacher, _READ_WITH)
+    _check_used(config)
     _check_top_k(config)
     if not teacher.urls:
         return
@@ -80,15 +82,21 @@ def check_teacher(config: JobConfig) -> None:
     )
 
 
+def _check_used(config: JobConfig) -> None:
+    """Refuses what decides how a rating teaches, in a run without ratings."""
+    for key in ("coef", "top_k", "max_divergence"):
+        value, default = getattr(config.teacher, key), getattr(Teacher(), key)
+        require(
+            value == default or config.may_be_taught,
+            f"teacher.{key} needs teacher.urls, or rated rollouts in rollout.replay, got {value:g} without "
+            f"a teacher. Name one, or set teacher.{key} = {default:g}.",
+        )
+
+
 def _check_top_k(config: JobConfig) -> None:
     teacher = config.teacher
     if teacher.top_k == 0:
         return
-    require(
-        config.may_be_taught,
-        f"teacher.top_k needs teacher.urls, or rated rollouts in rollout.replay, got {teacher.top_k} without "
-        "a teacher. Name one, or set teacher.top_k = 0.",
-    )
     require(
         teacher.max_divergence == 0,
         "teacher.max_divergence cannot be used with teacher.top_k, got "

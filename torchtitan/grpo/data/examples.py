@@ -29,6 +29,9 @@ from torchtitan.grpo.rollout.tables import Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.types import Prompt
 
+_OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys under which messages hold what their author wrote besides ``content``."""
+
 
 class ExampleTable(Table):
     """A table whose conversations are taken apart into prompt and completion.
@@ -81,6 +84,12 @@ class ExampleTable(Table):
 
     def _text(self, completion: Any, i: int) -> str:
         if _ends_with_assistant(completion) and len(completion) == 1:
+            if lost := [key for key in _OTHER_PARTS if completion[0].get(key)]:
+                raise ValueError(
+                    f"{self.where(i)}: a completion is the content of the assistant's message alone, but "
+                    f"this one has {', '.join(lost)} besides, which would not be learned. Write all of "
+                    "it into content, as the model is to write it."
+                )
             completion = completion[0]["content"]
         if isinstance(completion, str) and completion:
             return completion

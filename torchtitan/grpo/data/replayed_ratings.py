@@ -55,12 +55,24 @@ def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) ->
                     f"{where}, group {group.group_id}: a teacher's ratings {problem}, or "
                     "teacher.coef = 0 to replay the rewards alone."
                 )
+        elif is_rated:
+            _check_number(group, where, config.teacher.top_k)
         elif config.teacher.urls and not is_rated:
             raise DataError(
                 f"{where}: each rollout must have a teacher's rating (teacher.urls), but group "
                 f"{group.group_id} has none, and a replay asks no server. Replay a file that was "
                 "recorded with a teacher, or remove teacher.urls."
             )
+
+
+def _check_number(group: GroupRecord, where: str, top_k: int) -> None:
+    """Refuses ratings that only metrics are computed from, if they do not have ``teacher.top_k`` tokens."""
+    num_top = _num_top(group.rollouts[0])
+    if top_k and num_top not in (0, top_k):
+        raise DataError(
+            f"{where}, group {group.group_id}: a teacher's ratings must hold as many of its most likely "
+            f"tokens as teacher.top_k ({top_k}), got {num_top}. Set teacher.top_k = {num_top} or 0."
+        )
 
 
 def _num_top(rollout: RolloutRecord) -> int:

@@ -62,6 +62,7 @@ _FIXED = {
 """Settings that a resumed run cannot change, with the reason."""
 
 _SCHEDULE_TABLE = "lr_scheduler."
+_RATES = ("optimizer.lr", "optimizer.muon_lr")
 
 _WHERE_AND_HOW = ("job.", "checkpoint.", "metrics.", "observe.", "profiling.", "comm.")
 _KEEPS_ROLLOUTS = {
@@ -176,7 +177,7 @@ def _is_sampling(key: str) -> bool:
 
 def asks_for_another_rate(found: list[Change]) -> bool:
     """Whether the learning rate or its schedule was set anew."""
-    return any(c.key == "optimizer.lr" or c.key.startswith(_SCHEDULE_TABLE) for c in found)
+    return any(c.key in _RATES or c.key.startswith(_SCHEDULE_TABLE) for c in found)
 
 
 def _shown(value: Any) -> str:

@@ -47,7 +47,8 @@ class Evaluations:
         self, config: JobConfig, source: StepSource, publisher: Publisher, log: Log
     ) -> None:
         self._source, self._publisher, self._log = source, publisher, log
-        self._is_on = bool(evaluation_sets(config.evaluation))
+        # Without servers, which replays and supervised training do not have, nothing is ever due.
+        self._is_on = config.has_servers and bool(evaluation_sets(config.evaluation))
         # The servers' weights must not depend on when they take them: in the foreground every
         # server has taken them before the next step, and deterministic figures are reproducible.
         is_beside = config.grpo.async_weight_update and not config.rollout.deterministic

@@ -19,7 +19,7 @@ from torchtitan.grpo.models.hf_weights import hf_meta
 from torchtitan.grpo.models.peft_format import AdapterNames
 from torchtitan.grpo.models.shards import Assembly, in_buckets
 from torchtitan.grpo.weight_sync.sources import SourceLimits, choose_sources
-from torchtitan.grpo.weight_wire.adapter_names import FACTORS
+from torchtitan.grpo.weight_wire.adapter_names import FACTORS, is_adapter, target_of
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
@@ -123,8 +123,10 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divides parameters into buckets of at most ``bucket_bytes`` bytes.
 
-    A bucket with only one parameter may be larger.
+    A bucket with only one parameter may be larger. Adapters that are sent as a part of their target
+    are in its bucket.
     """
+    assemblies = _with_adapters_behind(assemblies)
     metas = {a.name: hf_meta(adapter, a.name, a.shape) for a in assemblies}
 
     def num_bytes(assembly: Assembly) -> int:
@@ -142,3 +144,23 @@ def plan_buckets(
         )
         plans.append(BucketPlan(tuple(members), spec, {a.name: num_bytes(a) for a in members}))
     return plans
+
+
+def _with_adapters_behind(assemblies: Sequence[Assembly]) -> list[Assembly]:
+    """Returns the parameters with each adapter right behind its target.
+
+    A bias, which comes after the weight, may begin another bucket.
+    """
+    weights = {a.name for a in assemblies if not is_adapter(a.name)}
+    adapters_of: dict[str, list[Assembly]] = {}
+    for assembly in assemblies:
+        target = target_of(assembly.name)
+        if is_adapter(assembly.name) and target in weights:
+            adapters_of.setdefault(target, []).append(assembly)
+    behind = {a.name for adapters in adapters_of.values() for a in adapters}
+    return [
+        each
+        for assembly in assemblies
+        if assembly.name not in behind
+        for each in (assembly, *adapters_of.get(assembly.name, ()))
+    ]

@@ -66,13 +66,17 @@ def test_top_k_leaves_the_advantage_of_a_sequence_as_it_is():
     assert load_config([*TAUGHT, *more]).teacher.top_k == 8
 
 
-def test_top_k_needs_a_teacher_or_a_file_that_one_has_rated(tmp_path):
-    with pytest.raises(ConfigError, match=r"teacher\.top_k needs teacher\.urls, or rated rollouts"):
-        load_config([*LIVE, "--reward.functions=exact_match", "--teacher.top_k=8"])
+@pytest.mark.parametrize("key", ["top_k=8", "coef=0.5", "max_divergence=5.0"])
+def test_how_ratings_teach_needs_a_teacher_or_a_file_that_one_has_rated(tmp_path, key):
+    name, value = key.split("=")
+    with pytest.raises(
+        ConfigError, match=rf"teacher\.{name} needs teacher\.urls, or rated rollouts"
+    ):
+        load_config([*LIVE, "--reward.functions=exact_match", f"--teacher.{key}"])
     file = tmp_path / "rollouts.jsonl"
     file.write_text("")
     replay = ["--model.hf_assets_path=model", f"--rollout.replay={file}"]
-    assert load_config([*replay, "--teacher.top_k=8"]).teacher.top_k == 8
+    assert getattr(load_config([*replay, f"--teacher.{key}"]).teacher, name) == float(value)
 
 
 def test_settings_of_a_teacher_need_one():

@@ -94,6 +94,11 @@ def test_a_conversation_is_trained_on_its_last_message(open_stream):
     assert text(stream.next()) == "SsEUaEAbEUcEA|dE"
 
 
+def test_keys_of_a_message_that_hold_nothing_are_no_matter(open_stream):
+    last = assistant("b") | {"tool_calls": None, "reasoning_content": "", "id": 7}
+    assert text(open_stream([{"prompt": [user("a"), last]}]).next()) == "UaEA|bE"
+
+
 def test_what_is_too_long_is_left_out_and_counted(open_stream):
     rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 9, 8, 30)]
     rows.append({"prompt": "a" * 40, "completion": "b"})
@@ -127,6 +132,8 @@ def test_a_stream_continues_another_one_at_its_position(open_stream):
         ({"prompt": [assistant("b")]}, r"must have a message before the assistant's last one"),
         ({"prompt": "a", "completion": "z"}, r"token id \d+, and the model's vocabulary has 20"),
         ({"text": "a"}, r"there is no column 'prompt'"),
+        ({"prompt": [user("a"), assistant("b") | {"reasoning_content": "c"}]}, r"jsonl:1: .* has reasoning_content besides"),
+        ({"prompt": "a", "completion": [assistant("b") | {"tool_calls": [{"id": 1}]}]}, r"has tool_calls besides"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_refused_with_its_line(open_stream, row, message):

@@ -133,7 +133,11 @@ def test_a_replay_with_top_k_needs_as_many_tokens_in_the_file(top, message):
     ):
         check_ratings_are_used(batch, "file:2", config)
     config.teacher.coef = 0.0
-    check_ratings_are_used(batch, "file:2", config)
+    if top is None:  # then no token is compared
+        check_ratings_are_used(batch, "file:2", config)
+    else:
+        with pytest.raises(DataError, match=r"teacher\.top_k \(3\), got 2\. Set .* = 2 or 0"):
+            check_ratings_are_used(batch, "file:2", config)
     config.teacher.coef, config.teacher.top_k = 1.0, 0 if top is None else 2
     check_ratings_are_used(batch, "file:2", config)
 

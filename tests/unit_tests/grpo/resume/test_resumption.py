@@ -176,6 +176,14 @@ def test_more_steps_do_not_make_the_learning_rate_jump(world):
         assert world.plan(decaying, "--training.steps=300", asked).record.schedule_steps == 300
 
 
+def test_a_new_rate_of_muon_gets_the_schedule_over_the_whole_run(world):
+    muon = ("--optimizer.name=Muon", "--lr_scheduler.decay_ratio=1.0")
+    world.checkpoint(150, world.plan(*muon).record)
+    longer = (*muon, "--training.steps=300")
+    assert world.plan(*longer).record.schedule_steps == 150
+    assert world.plan(*longer, "--optimizer.muon_lr=1e-3").record.schedule_steps == 300
+
+
 def test_a_constant_learning_rate_needs_no_words(world):
     constant = "--lr_scheduler.decay_ratio=0.0"
     world.checkpoint(150, world.plan(constant).record)

@@ -201,3 +201,13 @@ def test_without_held_out_prompts_nothing_is_due():
     assert not evaluations.is_due(2)
     evaluations.run(2)
     assert source.requests == []
+
+
+def test_without_servers_nothing_is_due(tmp_path):
+    """A file for supervised training may keep the table of the run on rollouts."""
+    examples = tmp_path / "examples.jsonl"
+    examples.write_text("")
+    evaluations, source, _, _ = make(f"--sft.path={examples}")
+    assert not evaluations.is_due(2)
+    evaluations.run(2)
+    assert source.requests == []

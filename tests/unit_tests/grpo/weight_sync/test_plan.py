@@ -40,6 +40,27 @@ def test_buckets_follow_the_model_and_hold_what_they_say():
     assert [p.num_bytes for p in plans] == [32, 400, 4]
 
 
+class MergingAdapter:
+    """Renames every parameter, and sends adapters as a part of their targets."""
+
+    def to_hf(self, state_dict):
+        ((name, tensor),) = state_dict.items()
+        return {} if ".lora_" in name else {f"hf.{name}": tensor}
+
+
+def test_adapters_are_in_the_bucket_of_their_target_also_if_its_bias_begins_another_one():
+    stem = "layers.0.attention.wq"
+    names = ("weight", "bias", "lora_A.weight", "lora_B.weight")
+    model = [assembly(f"{stem}.{name}", 4, 1) for name in names]
+    model.append(assembly("layers.0.attention.wk.weight", 4, 1))
+    plans = plan_buckets(model, MergingAdapter(), torch.bfloat16, bucket_bytes=16)  # pyright: ignore
+    assert [[a.name for a in p.assemblies] for p in plans] == [
+        [f"{stem}.weight", f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"],
+        [f"{stem}.bias"],
+        ["layers.0.attention.wk.weight"],
+    ]
+
+
 def test_each_pipeline_stage_has_a_source_of_its_own_and_everything_is_sent_once():
     # Stages on ranks (0, 1) and (2, 3), sharded over both; the last one is in a V with the first.
     model = [

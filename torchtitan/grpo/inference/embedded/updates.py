@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
-from torchtitan.grpo.weight_wire.adapter_names import is_adapter
+from torchtitan.grpo.weight_wire.adapter_names import is_adapter, served_weight_of
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (
     WIRE_DTYPES,
@@ -105,6 +105,7 @@ class WeightUpdater:
         self._place = StagingPlace(device, table.in_wire_dtype, self._prepared)
         self._session: _Session | None = None
         self._served: _Served | None = None
+        self._pushed: set[str] = set()  # may differ from the directory
         # A value is None while the group is being joined.
         self._groups: dict[str, WeightGroup | None] = {}
 
@@ -262,15 +263,31 @@ class WeightUpdater:
                 f"Nothing was changed: {len(staging.dtypes)} tensors arrived, but no chunk with a "
                 "weight_version, which marks the last chunk."
             )
+        targets = None
         if session.lora_scale is not None:
-            try:
-                adapted = self._base.adapted(tensors, session.lora_scale)
-                tensors = {name: self._table.prepared(name, tensor) for name, tensor in adapted}
-            except (ValueError, OSError) as error:
-                raise UpdateError(f"Nothing was changed: {error}") from error
+            targets = {served_weight_of(name) for name in tensors}
+            tensors = self._adapted(tensors, session.lora_scale, targets)
         seconds = self._commit(tensors, version, session.abort_all)
+        self._pushed = targets if targets is not None else self._pushed | set(tensors)
         self._remember(version, staging.dtypes)
         return f"Serving {len(staging.dtypes)} tensors as version {version!r}.", seconds
+
+    def _adapted(
+        self, factors: dict[str, torch.Tensor], scale: float, targets: set[str]
+    ) -> dict[str, torch.Tensor]:
+        """Returns the weights that adapters change, ready to be served.
+
+        If others differ from the directory, because they were pushed before, all weights are returned.
+        """
+        add = self._base.adapted if self._pushed <= targets else self._base.all_with
+        try:
+            return {
+                name: self._table.prepared(name, tensor)
+                for name, tensor in add(factors, scale)
+                if name in targets or self._table.has(name)
+            }
+        except (ValueError, OSError) as error:
+            raise UpdateError(f"Nothing was changed: {error}") from error
 
     def load_from_disk(self, model_path: str, version: str | None, abort_all: bool) -> float:
         """Serves the weights of a Hugging Face directory; returns the duration of the swap."""
@@ -291,6 +308,7 @@ class WeightUpdater:
                 raise UpdateError(f"The served weights were not changed. {error}") from error
             prepared = {name: self._table.prepared(name, t) for name, t in read.items()}
             seconds = self._commit(prepared, version, abort_all)
+            self._pushed = set(prepared)
             self._remember(self._engine.version, dtypes)
             return seconds
 

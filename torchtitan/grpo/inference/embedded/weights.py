@@ -43,6 +43,10 @@ class WeightTable:
             if list(shape) != expected:
                 raise ValueError(f"{name}: shape must be {expected}, got {list(shape)}.")
 
+    def has(self, name: str) -> bool:
+        """Returns whether the model has a parameter of that name."""
+        return name in self._parameters
+
     def missing(self, names: Collection[str]) -> list[str]:
         """Returns the parameters none of whose names is in ``names``."""
         covered = {id(self._parameters[name]) for name in names}

@@ -136,19 +136,21 @@ class Evaluator:
         self, held: HeldOut, prompt: Prompt, completions: Sequence[asyncio.Task[Generation]]
     ) -> EvaluatedPrompt | None:
         """Scores a prompt's completions together; returns ``None`` if none received a score."""
+        generations = await self._finished(held, prompt, completions)
+        if not generations:
+            return None
+        ids = [read_ids(generation) for generation in generations]
+        # In a thread: long completions take milliseconds to decode, without holding the GIL.
+        texts = await asyncio.to_thread(lambda: [self._codec.decode(each) for each in ids])
+        columns = environment_columns(generations) if held.writer.has_environment else None
         try:
-            generations = await self._finished(held, prompt, completions)
-            if not generations:
-                return None
-            ids = [read_ids(generation) for generation in generations]
-            # In a thread: long completions take milliseconds to decode, without holding the GIL.
-            texts = await asyncio.to_thread(lambda: [self._codec.decode(each) for each in ids])
-            has_environment = held.writer.has_environment
-            columns = environment_columns(generations) if has_environment else None
             (scores,) = await self._pool.score(prompt, texts, ids, [held.function], columns)
         except ScoringFailed as error:
-            self._drop(held, prompt, error, number=held.settings.num_samples)
+            self._drop(held, prompt, str(error), number=len(generations))
             return None
+        if num_unscored := sum(score is None for score in scores):
+            reason = f"{held.settings.function} gives a completion no score (None)."
+            self._drop(held, prompt, reason, number=num_unscored)
         evaluated = tuple(
             _evaluated(text, score, generation)
             for text, score, generation in zip(texts, scores, generations, strict=True)
@@ -166,16 +168,16 @@ class Evaluator:
                 try:
                     found.append(await completion)
                 except (ServerError, EnvironmentFailed) as error:
-                    self._drop(held, prompt, error)
+                    self._drop(held, prompt, str(error))
         except BaseException:
             for completion in completions:
                 completion.cancel()
             raise
         return found
 
-    def _drop(self, held: HeldOut, prompt: Prompt, error: Exception, number: int = 1) -> None:
-        reason = f"prompt {prompt.index} of {held.settings.path}: {error}"
-        self._drops.record("held-out prompt", reason, number=number)
+    def _drop(self, held: HeldOut, prompt: Prompt, reason: str, number: int = 1) -> None:
+        where = f"prompt {prompt.index} of {held.settings.path}"
+        self._drops.record("held-out prompt", f"{where}: {reason}", number=number)
 
     def _result(self, of_sets: Sequence[list[EvaluatedPrompt]], seconds: float) -> EvaluationResult:
         for held, prompts in zip(self._sets, of_sets, strict=True):

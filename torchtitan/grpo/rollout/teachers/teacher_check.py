@@ -80,8 +80,7 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> Teacher
         problems = [*_size_problems(facts, needs), *problems]
         if not problems:
             num_top = needs.top_k and needs.top_k + _num_further(facts, needs)
-            (rating,) = await client.rate([needs.probe()], [1], num_top)
-            return TeacherProbe(rating.logprobs, num_top)
+            return await rate_probe(client, needs, num_top)
     except RouteError as error:
         if not error.is_refusal:
             raise
@@ -89,6 +88,16 @@ async def check_teacher(client: InferenceClient, needs: TeacherNeeds) -> Teacher
     except ServerError as error:
         problems = [str(error)]
     raise _wrong_teacher(client.url, problems)
+
+
+async def rate_probe(client: InferenceClient, needs: TeacherNeeds, num_top: int) -> TeacherProbe:
+    """Has a server rate the probe tokens.
+
+    Raises:
+        ServerError: If it does not.
+    """
+    (rating,) = await client.rate([needs.probe()], [1], num_top)
+    return TeacherProbe(rating.logprobs, num_top)
 
 
 def check_same_model(url: str, first: TeacherProbe, now: TeacherProbe) -> None:

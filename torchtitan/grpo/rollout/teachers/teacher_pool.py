@@ -10,6 +10,9 @@ The state of a teacher::
       |                          v
       +----- it rates the probe tokens as at the start ---- lost
 
+A teacher that nobody has asked for a while must rate them before it is asked for more: no request would
+have failed if it was restarted meanwhile, perhaps with other weights.
+
 A pause grows with each failure in a row. A rating that fails is asked for again, from any teacher
 that is ready. It is given up only if no teacher has answered anything for ``teacher.wait_seconds``
 since it was first asked for, or if this one rating fails again and again while others come: a slow
@@ -37,6 +40,7 @@ from torchtitan.grpo.rollout.teachers.teacher_check import (
     TeacherProbe,
     check_same_model,
     check_teacher,
+    rate_probe,
 )
 from torchtitan.grpo.types import TopTokens
 
@@ -48,6 +52,8 @@ _REFUSAL_COUNT = 4
 _LONGEST_POLL_SECONDS = 0.5
 _SHORTEST_POLL_SECONDS = 0.02
 _CLOSE_SECONDS = 0.5
+# No server starts within this time.
+_IDLE_SECONDS = 2.0
 # Sending a short rollout costs more than rating it, so short rollouts share a request. Long ones gain
 # nothing from that, and the request would last as long as all of them together.
 _REQUEST_TOKENS = 4096
@@ -122,8 +128,10 @@ class TeacherPool:
         self._announce = announce or logger.warning
         self._places = asyncio.Semaphore(settings.max_concurrent_requests * len(clients))
         self._checking = asyncio.Lock()
+        self._in_question: Server | None = None  # is being asked for the probe tokens
         self._probe: TeacherProbe | None = None
         self._last_answer_at = 0.0
+        self._confirmed_at: dict[str, float] = {}  # when each teacher last was what it should be
         self._num_answered = 0
         self._seconds: list[float] = []  # of each rating since the last metrics
         self.num_waiting = 0
@@ -201,7 +209,7 @@ class TeacherPool:
                 teacher.end_job(job)
             teacher.failures_in_a_row = 0
             self._num_answered += 1
-            self._last_answer_at = time.monotonic()
+            self._last_answer_at = self._confirmed_at[teacher.url] = time.monotonic()
             return ratings
 
     async def _ask(
@@ -234,10 +242,10 @@ class TeacherPool:
         while True:
             ready = [t for t in self._teachers if t.is_ready() and t.load < most]
             for teacher in sorted(ready, key=lambda t: (t.is_lost, t.load)):
-                if not teacher.is_lost:
+                if not (teacher.is_lost or self._is_idle(teacher)):
                     return teacher
                 # One request asks, and the others go on looking.
-                if not self._checking.locked() and await self._comes_back(teacher):
+                if not self._checking.locked() and await self._is_recognised(teacher):
                     return teacher
             silent = time.monotonic() - max(self._last_answer_at, asked_at)
             if silent > self._settings.wait_seconds:
@@ -248,27 +256,45 @@ class TeacherPool:
             pause = min(teacher.retry_at for teacher in self._teachers) - time.monotonic()
             await asyncio.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
 
-    async def _comes_back(self, teacher: Server) -> bool:
-        """Returns whether a teacher that was lost answers, and is the one that it was."""
+    def _is_idle(self, teacher: Server) -> bool:
+        """Returns whether a restart of a teacher could have gone unnoticed."""
+        silent = time.monotonic() - self._confirmed_at[teacher.url]
+        is_asked = bool(teacher.jobs) and teacher is not self._in_question
+        return silent > _IDLE_SECONDS and not is_asked
+
+    async def _is_recognised(self, teacher: Server) -> bool:
+        """Returns whether a teacher that was lost, or idle, answers and is the one that it was."""
         async with self._checking:
-            job = teacher.begin_job(0)
+            job, self._in_question = teacher.begin_job(0), teacher
             try:
-                await self._check(teacher.client)
+                if teacher.is_lost:
+                    await self._check(teacher.client)
+                else:
+                    await self._recognise(teacher.client)
             except ServerError as error:
                 teacher.fail(job, is_news=True)
                 self._note_failure(teacher, error)
                 return False
             finally:
+                self._in_question = None
                 teacher.end_job(job)
+            if teacher.is_lost:
+                logger.info("The teacher %s is back.", teacher.url)
             teacher.is_lost, teacher.failures_in_a_row = False, 0
-            logger.info("The teacher %s is back.", teacher.url)
             return True
+
+    async def _recognise(self, client: InferenceClient) -> None:
+        assert self._probe is not None, "teachers are checked before they are asked"
+        now = await rate_probe(client, self._needs, self._probe.num_top)
+        check_same_model(client.url, self._probe, now)
+        self._confirmed_at[client.url] = time.monotonic()
 
     async def _check(self, client: InferenceClient) -> None:
         probe = await check_teacher(client, self._needs)
         if self._probe is None:
             self._probe = probe
         check_same_model(client.url, self._probe, probe)
+        self._confirmed_at[client.url] = time.monotonic()
 
     def _note_failure(self, teacher: Server, error: ServerError) -> None:
         self.last_error = str(error)

@@ -27,6 +27,7 @@ from torchtitan.grpo.inference.kinds import KINDS
 from torchtitan.grpo.system.child import start_child, stop_children
 from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.types import GenerateRequest
+from torchtitan.grpo.weight_wire.adapters import base_digest
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
 from torchtitan.grpo.weight_wire.sparse import encode
@@ -686,6 +687,42 @@ def test_a_checkpoint_is_served_from_disk_whole_or_not_at_all(
         assert "safetensors" in message
         await client.post("/update_weight_version", new_version="six")
         assert (await client.get("/model_info"))["weight_version"] == "six"
+
+    with_client(server, test)
+
+
+def test_adapters_are_added_to_the_directory_whatever_the_server_has_served_before(
+    server: Server, model_path: str
+) -> None:
+    layer = "model.layers.1.self_attn"
+
+    def adapter(target: str, seed: int) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        rows, columns = make_model(1).get_submodule(f"{layer}.{target}").weight.shape
+        stem = f"base_model.model.{layer}.{target}"
+        return {
+            f"{stem}.lora_A.weight": torch.randn(2, columns, generator=generator),
+            f"{stem}.lora_B.weight": torch.randn(rows, 2, generator=generator),
+        }
+
+    def adapted(target: str, factors: Tensors) -> dict[str, str]:
+        weights = weights_of(load_model(model_path, "cpu", "float32"))
+        rows, columns = factors.values()
+        weights[f"{layer}.{target}.weight"].addmm_(columns, rows, alpha=0.5)
+        return {name: tensor_sha256(tensor) for name, tensor in weights.items()}
+
+    async def test(client: Client) -> None:
+        # Another run pushed whole weights, and a third one adapters of another layer.
+        await serve_weights(client, make_model(7), "7")
+        for version, target in enumerate(("o_proj", "q_proj"), start=8):
+            factors = adapter(target, version)
+            async with Trainer(client) as trainer:
+                await client.post("/begin_weight_update")
+                described = {"lora_scale": 0.5, "lora_base": base_digest(model_path)}
+                await trainer.send(factors, weight_version=str(version), **described)
+                await client.post("/end_weight_update")
+            checker = await client.post("/weights_checker", action="checksum")
+            assert checker["ranks"][0]["checksums"] == adapted(target, factors)
 
     with_client(server, test)
 

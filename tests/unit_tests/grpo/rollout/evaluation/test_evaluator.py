@@ -63,16 +63,27 @@ def answer(codec: TextCodec, text: str, *versions: int, reason: Any = "stop") ->
 Body = Callable[[Evaluator, Dispatcher], Awaitable[None]]
 
 
-def run(codec: TextCodec, servers: list[Server], body: Body, drops: DropLog | None = None) -> None:
+def score_some(prompts, completions, answer, **columns) -> list[float | None]:
+    """Gives nothing where a completion has the digit 3, and fails for the prompt "34"."""
+    if prompts[0] == "34":
+        raise RuntimeError("unlucky")
+    return [None if "3" in completion else 1.0 for completion in completions]
+
+
+def run(
+    codec: TextCodec,
+    servers: list[Server],
+    body: Body,
+    drops: DropLog | None = None,
+    function: str = "exact_match",
+) -> None:
     prompts = [
         Prompt(i, text, np.array(codec.encode(text), np.int32), {"answer": text})
         for i, text in enumerate(["12", "34"])
     ]
 
     async def main() -> None:
-        pool = RewardPool(
-            ["exact_match"], num_workers=1, timeout_seconds=30, max_consecutive_failures=9
-        )
+        pool = RewardPool([function], num_workers=1, timeout_seconds=30, max_consecutive_failures=9)
         await pool.start()
         dispatcher = Dispatcher(
             servers, vocab_size=128, request_timeout_seconds=5, max_consecutive_failures=99
@@ -182,6 +193,31 @@ def test_a_completion_that_fails_is_left_out_and_counted(codec: TextCodec):
         assert drops.counts["held-out prompt"] == 1
 
     run(codec, [Server("http://a", write)], body, drops)
+
+
+def test_each_completion_without_a_score_is_counted_once(codec: TextCodec):
+    """Of four completions of a prompt one fails, and of the other three one gets a score, or none."""
+    num_sampled: dict[str, int] = {}
+
+    def write(request: GenerateRequest) -> Generation:
+        text = "12" if request.prompt_ids == codec.encode("12") else "34"
+        if request.temperature == 0:
+            return answer(codec, "12", 0)
+        number = num_sampled[text] = num_sampled.get(text, 0) + 1
+        if number in (1, 5):  # the first one, also when it is tried again
+            raise ServerError("unlucky")
+        return answer(codec, "13" if number in (2, 3) else "12", 0)
+
+    drops = DropLog(lambda text: None)
+
+    async def body(evaluator: Evaluator, dispatcher: Dispatcher) -> None:
+        dispatcher.set_version("http://a", 0)
+        result = await asyncio.wait_for(evaluator.evaluate(0), 60)
+        once, often = result.sets
+        assert (once.num_completions, often.num_completions) == (1, 1)
+        assert drops.counts["held-out prompt"] == (2 + 8) - (1 + 1)
+
+    run(codec, [Server("http://a", write)], body, drops, f"{__file__}:score_some")
 
 
 def test_if_nothing_of_a_set_can_be_scored_the_error_names_it(codec: TextCodec):

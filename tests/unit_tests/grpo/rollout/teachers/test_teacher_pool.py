@@ -31,6 +31,7 @@ from torchtitan.grpo.rollout.teachers import (
     TeacherPool,
     TeachersFailing,
     Unrated,
+    teacher_pool,
 )
 from torchtitan.grpo.rollout.teachers.group_rater import request_parts
 from torchtitan.grpo.types import Rollout, TopTokens, VersionSegment
@@ -220,6 +221,40 @@ def test_a_teacher_that_comes_back_as_another_model_is_not_used(model):
         state = "another"
         with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
             await rating
+
+    asyncio.run(run())
+
+
+def test_a_teacher_that_was_restarted_as_another_model_while_it_was_idle_is_not_used(
+    model, monkeypatch
+):
+    """No request fails, because nobody asks meanwhile."""
+
+    async def run() -> None:
+        teacher = LocalTeacher("http://t", facts_of(model))
+        pool = make(model, teacher, wait_seconds=0.6)
+        await pool.start(5)
+        assert len(await rate_one(pool)) == 3
+        num_requests = teacher.num_requests
+        assert len(await rate_one(pool)) == 3
+        assert teacher.num_requests == num_requests + 1, "a busy teacher is not asked for more"
+        monkeypatch.setattr(teacher_pool, "_IDLE_SECONDS", 0.0)
+        assert len(await rate_one(pool)) == 3, "the same model goes on"
+
+        may_answer = asyncio.Event()
+
+        async def answer(token_ids: list[int]) -> list[float]:
+            await may_answer.wait()
+            return rating_of(token_ids, offset=0.5)
+
+        teacher.answer = answer
+        # The second one does not take the question to the teacher for a sign that it is busy.
+        ratings = [asyncio.create_task(rate_one(pool)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        may_answer.set()
+        for rating in ratings:
+            with pytest.raises(NotRated, match=r"must serve the model that the run began with"):
+                await rating
 
     asyncio.run(run())
 
