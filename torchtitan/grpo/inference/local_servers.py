@@ -43,12 +43,14 @@ class LaunchedServer:
         process: The child process. The server's own workers belong to the child's session.
         log_file: File that holds the server's output.
         folder: Folder of its temporary files, which ends with it. ``None`` if it has none.
+        log_begin: Offset of its first line in the log file, in bytes.
     """
 
     spec: ServerSpec
     process: subprocess.Popen
     log_file: Path
     folder: Path | None = None
+    log_begin: int = 0
 
     @property
     def kind(self) -> ServerKind:
@@ -69,11 +71,10 @@ class LaunchedServer:
 
     def describe_end(self) -> str:
         """Returns a message with the exit status and the end of the log."""
+        found = remedy(self.log_file, self.log_begin) + first_causes(self.log_file, self.log_begin)
         return (
-            f"The {self.kind} server {self.url} ended with exit status "
-            f"{self.process.returncode}. {remedy(self.log_file)}{first_causes(self.log_file)}The end of its log "
-            f"{self.log_file}:\n"
-            f"{self.log_tail()}"
+            f"The {self.kind} server {self.url} ended with exit status {self.process.returncode}. "
+            f"{found}The end of its log {self.log_file}:\n{self.log_tail()}"
         )
 
     def last_line(self) -> str:
@@ -252,6 +253,7 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
     log_file.parent.mkdir(parents=True, exist_ok=True)
     if not keep_log:
         log_file.unlink(missing_ok=True)
+    log_begin = log_file.stat().st_size if log_file.exists() else 0
     folder = make_private_folder("server")
     try:
         # In another directory: `-m` makes the working directory importable, and with it the
@@ -270,7 +272,7 @@ def start_server(spec: ServerSpec, log_file: Path, *, keep_log: bool = False) ->
             f"inference.python must be an interpreter that can run a {spec.kind} server, got "
             f"{spec.python!r}: {error}.{remedy}"
         ) from error
-    return LaunchedServer(spec, process, log_file, folder)
+    return LaunchedServer(spec, process, log_file, folder, log_begin)
 
 
 def _with_temporary_folder(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

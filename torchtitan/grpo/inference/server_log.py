@@ -5,11 +5,13 @@
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 _TAIL_BYTES = 4000
 _LINE_CHARS = 200
 _SEARCHED_BYTES = 4 << 20
+_LONGEST_LINE = 1 << 16
 _MAX_CAUSES = 3
 _ALMOST_FULL_BYTES = 1 << 20
 # The last line of a traceback, what the kernel says of a process, and how servers report that memory lacks.
@@ -25,29 +27,41 @@ _SHARED_MEMORY = re.compile(
 )
 
 
-def first_causes(log_file: Path) -> str:
+def first_causes(log_file: Path, begin: int = 0) -> str:
     """Returns the lines that name an error and stand before the end of a log, if any.
 
     A server of several processes prints the traceback of each. The cause stands in the first of
     them, far above the end.
+
+    Args:
+        log_file: The log.
+        begin: Offset, in bytes, of the first line of the server that ended. Before it are those of
+            servers that were started at the same port before.
     """
-    lines = (_without_prefix(line) for line in _beginning(log_file).splitlines())
-    causes = dict.fromkeys(line for line in lines if _CAUSE.search(line))
-    found = [line[:_LINE_CHARS] for line in causes][:_MAX_CAUSES]
+    causes: dict[str, None] = {}
+    for line in map(_without_prefix, _lines(log_file, begin)):
+        if _CAUSE.search(line):
+            causes[line[:_LINE_CHARS]] = None
+        if len(causes) == _MAX_CAUSES:
+            break
+    found = list(causes)
     tail = log_tail(log_file)
     if not found or all(line in tail for line in found):
         return ""
     return "The first errors in its log:\n  " + "\n  ".join(found) + "\n"
 
 
-def remedy(log_file: Path) -> str:
-    """Returns what the user can do about the end of a server, where its log or its disk tells that."""
+def remedy(log_file: Path, begin: int = 0) -> str:
+    """Returns what the user can do about the end of a server, where its log or its disk tells that.
+
+    See :func:`first_causes` for the arguments.
+    """
     if (free := _free_bytes(log_file)) < _ALMOST_FULL_BYTES:
         return (
             f"The disk of {log_file} is full ({free / 2**20:.1f} MiB are free), so what it wrote may be "
             "lost. Make room, or put job.dump_folder on another disk.\n"
         )
-    if not _SHARED_MEMORY.search(_beginning(log_file)):
+    if not any(map(_SHARED_MEMORY.search, _lines(log_file, begin))):
         return ""
     return (
         "Its processes need more shared memory than /dev/shm has"
@@ -80,12 +94,19 @@ def _without_prefix(line: str) -> str:
     return line[found.end() :].strip() if found["level"] in (None, "ERROR") else ""
 
 
-def _beginning(log_file: Path) -> str:
+def _lines(log_file: Path, begin: int) -> Iterator[str]:
+    """Yields the lines of the first ``_SEARCHED_BYTES`` bytes behind ``begin``, if the log is readable.
+
+    A log is not read at once: the C library keeps about as much free memory as the largest block
+    that was ever returned to it, so each log of a lost server would enlarge this process for good.
+    """
     try:
         with log_file.open("rb") as file:
-            return file.read(_SEARCHED_BYTES).decode(errors="replace")
+            file.seek(begin)
+            while file.tell() < begin + _SEARCHED_BYTES and (line := file.readline(_LONGEST_LINE)):
+                yield line.decode(errors="replace").rstrip("\r\n")
     except OSError:
-        return ""
+        return
 
 
 def _free_bytes(file: Path) -> int:

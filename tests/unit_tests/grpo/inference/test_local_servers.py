@@ -267,6 +267,20 @@ def test_a_server_that_is_started_again_writes_behind_its_last_words(tmp_path: P
     assert "ended with exit status 3" in again.describe_end()
 
 
+def test_errors_of_the_server_before_are_not_the_causes_of_an_end(tmp_path: Path) -> None:
+    first = start_script(
+        tmp_path, "test -e again || echo 'ValueError: of the first'; touch again; seq 3000; exit 3"
+    )
+    first.process.wait(60)
+    first.stop()
+    assert "ValueError: of the first" in first.describe_end()
+    again = start_server(first.spec, first.log_file, keep_log=True)
+    again.process.wait(60)
+    again.stop()
+    assert "ValueError" in first.log_file.read_text()
+    assert "ValueError" not in again.describe_end()
+
+
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"inference\.python.*install_vllm"):
         start_server(replace(SPEC, python="/nowhere/python"), tmp_path / "vllm-0.log")
