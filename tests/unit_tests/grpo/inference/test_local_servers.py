@@ -179,6 +179,13 @@ def test_each_kind_is_given_its_seed(kind, name) -> None:
     assert option(server_command(replace(spec, seed=5), {})[0], name) == "5"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_idle_sglang_server_leaves_the_cores_of_a_cpu_to_the_trainer(device) -> None:
+    """On a GPU the choice between a core and a wake-up is left to SGLang's own default."""
+    command, _ = server_command(replace(SPEC, kind="sglang", device=device), {})
+    assert ("--sleep-on-idle" in command) == (device == "cpu")
+
+
 def test_the_environment_of_the_ranks_does_not_reach_a_server() -> None:
     ours = {
         "RANK": "0",

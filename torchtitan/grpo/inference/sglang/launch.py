@@ -22,7 +22,8 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     """Returns the command that starts one SGLang server behind the guard of `server_main.py`."""
     command = [spec.python or sys.executable, str(_SERVER_MAIN)]
     if spec.device == "cpu":
-        command += ["--attention-backend", "torch_native"]
+        # An idle scheduler would otherwise ask for requests in a loop, which takes a whole core.
+        command += ["--attention-backend", "torch_native", "--sleep-on-idle"]
         wanted = spec.max_running_requests * spec.max_model_len or _CPU_MAX_TOKENS
         max_tokens = max(spec.max_model_len, min(wanted, _CPU_MAX_TOKENS))
         command += ["--max-total-tokens", str(max_tokens)]
