@@ -253,5 +253,5 @@ class FaultRig:
                 os.killpg(server.process.pid, signal.SIGCONT)
             server.stop()
         self._ports.close()
-        left = psutil.wait_procs(children, timeout=10)[1]
+        left = psutil.wait_procs(children, timeout=30)[1]
         assert not left, left
