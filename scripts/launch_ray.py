@@ -384,30 +384,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--nproc", type=int, default=1, help="number of ranks on each of these machines")
     add("--gpus-per-node", type=float, help="GPUs of each machine that trains (one for each rank)")
     add("--cpus-per-node", type=float, default=1.0, help="CPUs that Ray reserves on each of them")
-    add(
-        "--servers",
-        type=int,
-        default=0,
-        help="number of servers to place (0: those of the configuration)",
-    )
+    add("--servers", type=int, default=0, help="servers to place (0: those of the configuration)")
     add("--server-kind", default="vllm", choices=["vllm", "sglang", "embedded"])
     add("--server-model", help="directory that the servers load: model.hf_assets_path")
     add("--server-args", default="", help="further arguments of the servers, in one string")
     add("--gpus-per-server", type=float, default=1.0)
     add("--cpus-per-server", type=float, default=1.0)
     add("--registry", help="folder in which servers register, on a disk that all nodes share")
-    add(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="maximum number of restarts of ranks on nodes that are alive",
-    )
-    add(
-        "--replacements",
-        type=int,
-        default=3,
-        help="maximum number of times that an actor is placed again",
-    )
+    add("--max-restarts", type=int, default=0, help="most restarts of ranks on living nodes")
+    add("--replacements", type=int, default=3, help="most times that an actor is placed again")
     add(
         "--place-timeout",
         type=float,

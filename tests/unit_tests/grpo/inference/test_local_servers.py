@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from torchtitan.grpo.inference.local_servers import (
     set_random_keys,
     start_server,
 )
-from torchtitan.grpo.inference.server_log import first_causes
+from torchtitan.grpo.inference.server_log import first_causes, remedy
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.system.loopback import loopback_interface
@@ -435,6 +436,18 @@ def test_a_server_without_shared_memory_is_told_what_to_give_it(tmp_path: Path, 
     assert "more shared memory than /dev/shm has (" in message and "--shm-size" in message
     log.write_text("loading\nValueError: No available memory for the cache blocks.\n")
     assert "shared memory" not in server.describe_end()
+
+
+def test_a_long_log_is_searched_without_holding_it(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("Decode batch, 8 running requests\n" * 100_000)
+    tracemalloc.start()
+    try:
+        assert remedy(log) == first_causes(log) == ""
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < log.stat().st_size / 10
 
 
 def test_warnings_and_repetitions_are_no_first_errors(tmp_path: Path) -> None:
