@@ -257,9 +257,12 @@ HEADER = (
 def row(name: str, wire: str, o: Outcome) -> str:
     lags = " ".join(f"{p50:.0f}/{largest:.0f}" for p50, largest in o.lag)
     worst = max(o.parts, key=lambda part: o.parts[part][0])
+    attested = (
+        f"{o.attested:.1f}" if np.isfinite(o.attested) else "-"
+    )  # a short run has no such step
     return (
         f"{name:26}{o.stall[0]:13.3f}{o.stall[1]:11.3f}{o.stall[2]:11.2f}"
-        f"{o.undisturbed:11.3f}{o.floor:9.3f}{o.stolen:9.1f}{o.attested:10.1f}{o.step:9.1f}"
+        f"{o.undisturbed:11.3f}{o.floor:9.3f}{o.stolen:9.1f}{attested:>10}{o.step:9.1f}"
         f"{o.steps_per_second:9.2f}{lags:>30}{o.push[0]:9.1f}{o.slowest_push:9.1f}{o.push[1]:9.1f}"
         f"{o.pushes_per_second:9.1f}{o.failures:5}  {wire}"
         f"  (longest part: {worst} p99 {o.parts[worst][0]:.2f} ms)"

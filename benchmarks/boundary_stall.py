@@ -40,7 +40,6 @@ exceeded. With ``--json`` the last line is a JSON object.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import select
@@ -49,10 +48,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,25 +66,14 @@ from boundary_outcome import (
     read_outcome,
     row,
 )
+from disturbed_servers import Throttle, running_servers, signal_process
 from random_models import make_model
 
-from torchtitan.grpo.inference.client import ServerError
-from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, start_server
-from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SERVER_NICE = 5
-"""Nice value of the servers. With a higher value they could not receive one version per step while
-both ranks compute."""
-AUTOGROUP_SECONDS = 0.2
-"""Pause between two changes of an autogroup's nice value. Linux refuses a second change within a
-tenth of a second unless the caller is root."""
 FAULT_AT = 20
 """Step after which a server is stopped or killed; a slow one is slow from the warm-up on."""
-STOPPED_SECONDS, RUNNING_SECONDS = 0.09, 0.01
-STARTUP_SECONDS = 240.0
 STEP_TIMEOUT_SECONDS = 300.0
 FOREGROUND_STEPS = 200
 
@@ -151,95 +138,6 @@ class Condition:
         return self.size.steps if self.mode == "async" else FOREGROUND_STEPS
 
 
-# -- servers and their faults ----------------------------------------------------------
-
-
-class Throttle:
-    """Lets a process run for a tenth of the time, from :meth:`start` to :meth:`stop`."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="throttle", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ending.set()
-        if self._thread.ident is not None:
-            self._thread.join(10)
-        signal_process(self._pid, signal.SIGCONT)
-
-    def _run(self) -> None:
-        while not self._ending.is_set() and signal_process(self._pid, signal.SIGSTOP):
-            self._ending.wait(STOPPED_SECONDS)
-            signal_process(self._pid, signal.SIGCONT)
-            self._ending.wait(RUNNING_SECONDS)
-
-
-def signal_process(pid: int, signum: int) -> bool:
-    """Signals a process; returns False if it has ended."""
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@contextmanager
-def running_servers(model: Path, folder: Path) -> Iterator[list[LaunchedServer]]:
-    """Yields embedded servers that are up, and ends all of them, including stopped ones."""
-    servers = []
-    try:
-        for index, port in enumerate(free_ports(NUM_SERVERS)):
-            spec = ServerSpec("embedded", str(model), port, "cpu", "float32", 128, 4)
-            servers.append(start_server(spec, folder / f"server-{index}.log"))
-            give_way(servers[-1].process.pid)
-        for server in servers:
-            wait_for_server(server, STARTUP_SECONDS)
-        yield servers
-    finally:
-        stop_children([server.process for server in servers])
-
-
-def give_way(pid: int) -> None:
-    """Lowers the priority of a process before it starts threads, which inherit the priority.
-
-    The servers stand for servers on other machines. Where Linux groups tasks by session
-    (autogroup), the session's nice value decides between a server and a rank.
-    """
-    os.setpriority(os.PRIO_PROCESS, pid, SERVER_NICE)
-    group = Path(f"/proc/{pid}/autogroup")
-    if group.exists():
-        time.sleep(AUTOGROUP_SECONDS)
-        group.write_text(str(SERVER_NICE))
-
-
-def wait_for_server(server: LaunchedServer, timeout_seconds: float) -> None:
-    """Returns when the server answers that it is up.
-
-    Raises:
-        RuntimeError: If the server has ended or did not come up in time.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    while not asyncio.run(_is_up(server)):
-        if time.monotonic() > deadline or server.process.poll() is not None:
-            raise RuntimeError(f"The {server.kind} server did not start:\n{server.log_tail()}")
-        time.sleep(0.2)
-
-
-async def _is_up(server: LaunchedServer) -> bool:
-    client = make_client(server.kind, server.url, control_timeout_seconds=2.0)
-    try:
-        await client.health()
-    except ServerError:
-        return False
-    finally:
-        await client.close()
-    return True
-
-
 # -- one condition --------------------------------------------------------------------
 
 
@@ -260,7 +158,7 @@ def run_condition(condition: Condition, model: Path, steps: int, keep: Path | No
     """Starts servers and ranks, causes the fault, and reads the records."""
     with tempfile.TemporaryDirectory(prefix="boundary-") as name, ExitStack() as stack:
         folder = Path(name)
-        servers = stack.enter_context(running_servers(model, folder))
+        servers = stack.enter_context(running_servers(NUM_SERVERS, model, folder))
         throttle = Throttle(servers[SICK].process.pid)
         stack.callback(throttle.stop)
         # The ranks are started last and ended first, because a server that ends before them would

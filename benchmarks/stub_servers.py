@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from boundary_stall import wait_for_server
+from disturbed_servers import STARTUP_SECONDS, wait_for_server
 
 from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.system.child import start_child, stop_children
-
-STARTUP_SECONDS = 240.0
 
 
 @contextmanager

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from boundary_stall import REPOSITORY, rank_environment, tail, wait_for_server
+from boundary_stall import REPOSITORY, rank_environment, tail
+from disturbed_servers import wait_for_server
 from random_models import SIZES, VOCAB_SIZE, make_model
 
 from torchtitan.grpo.inference.client import ServerError
