@@ -19,8 +19,8 @@ their weights are sent to `push_receiver.py`, which wraps the same server around
 tensors of the model's files.
 
 By default each kind of layout is run for at least one model, which takes about five minutes on
-two cores. ``--quick`` runs six layouts of four ranks, and ``--all`` runs all 201 layouts, which
-takes about half an hour. The benchmark prints one row for each layout, and exits with status 1 if
+two cores. ``--quick`` runs six layouts of four ranks, and ``--all`` runs all 215 layouts, which
+takes about twenty minutes. The benchmark prints one row for each layout, and exits with status 1 if
 a layout differs. With ``--json`` the last line is a JSON object.
 """
 

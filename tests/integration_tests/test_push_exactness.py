@@ -14,7 +14,7 @@ import pytest
     ("choice", "num_layouts"),
     [
         ("--quick", 6),
-        pytest.param("--all", 201, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
+        pytest.param("--all", 215, marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
     ],
 )
 def test_servers_hold_what_an_export_holds(repository, choice, num_layouts):
