@@ -11,7 +11,8 @@ from torchtitan.config import job_config
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.config.bounds import above, at_least
 
-_KEYS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
+SECRETS = (("inference", "api_key"), ("inference", "admin_key"), ("teacher", "api_key"))
+"""Table and key of each setting whose value is shown to nobody."""
 
 
 @dataclass
@@ -190,7 +191,7 @@ class JobConfig(job_config.JobConfig):
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data for printing and logging, with keys masked."""
         values = super().to_dict()
-        for table, name in _KEYS:
+        for table, name in SECRETS:
             if values[table][name]:
                 values[table][name] = "***"
         return values

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.errors import ConfigError
-from torchtitan.grpo.job_config import JobConfig, Optimizer
+from torchtitan.grpo.job_config import SECRETS, JobConfig, Optimizer
 
 
 def require(holds: bool, message: str) -> None:
@@ -56,9 +56,10 @@ def check_read(
             continue
         for key in keys:
             value, default = getattr(table, key), getattr(defaults, key)
+            shown = "a value" if (name, key) in SECRETS else repr(value)
             require(
                 value == default,
-                f"{name}.{key} needs {needed}, got {value!r}, which nothing would read. Set what it "
+                f"{name}.{key} needs {needed}, got {shown}, which nothing would read. Set what it "
                 f"needs, or leave {name}.{key} at its default, {default!r}.",
             )
 

@@ -24,8 +24,7 @@ _READ_WITH = (
 def check_teacher(config: JobConfig) -> None:
     """Refuses teachers that cannot rate what is sampled, and settings that would hide their part."""
     teacher, rollout, grpo = config.teacher, config.rollout, config.grpo
-    if not teacher.api_key:  # a key in a message would be shown
-        check_read("teacher", teacher, _READ_WITH)
+    check_read("teacher", teacher, _READ_WITH)
     _check_used(config)
     _check_top_k(config)
     if not teacher.urls:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan.grpo
-from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.job_config import SECRETS, JobConfig
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.run_folder.launch import ENVIRONMENT_FILE, launch_id
 from torchtitan.grpo.run_folder.packages import package_versions
@@ -27,7 +27,7 @@ from torchtitan.grpo.run_folder.toml_text import to_toml
 from torchtitan.grpo.types import ServerInfo
 
 _GIT_SECONDS = 5.0
-_SECRETS = ("--inference.api_key", "--inference.admin_key", "--teacher.api_key")
+_SECRET_OPTIONS = tuple(f"--{table}.{key}" for table, key in SECRETS)
 
 
 def record_start(
@@ -105,7 +105,7 @@ def without_keys(arguments: Sequence[str]) -> list[str]:
     is_value = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_secret = name.replace("-", "_").replace("__", "--", 1) in _SECRETS
+        is_secret = name.replace("-", "_").replace("__", "--", 1) in _SECRET_OPTIONS
         masked.append("***" if is_value else f"{name}=***" if is_secret and equals else argument)
         is_value = is_secret and not equals
     return masked

@@ -84,6 +84,14 @@ def test_settings_of_a_teacher_need_one():
         load_config([*LIVE, "--reward.functions=exact_match", "--teacher.wait_seconds=50"])
 
 
+def test_a_key_without_a_teacher_is_refused_and_not_shown(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text('[teacher]\napi_key = "secret"\n')
+    with pytest.raises(ConfigError, match=r"teacher\.api_key needs teacher\.urls") as refused:
+        load_config([f"--job.config_file={file}", *LIVE, "--reward.functions=exact_match"])
+    assert "secret" not in str(refused.value)
+
+
 def test_the_key_is_masked_and_not_taken_from_the_command_line(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('[teacher]\napi_key = "secret"\n')
