@@ -31,6 +31,7 @@ from torchtitan.grpo.types import Prompt
 
 _OTHER_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys under which messages hold what their author wrote besides ``content``."""
+_REMEDY = "Raise sft.max_example_tokens or training.seq_len."
 
 
 class ExampleTable(Table):
@@ -145,13 +146,20 @@ class ExampleStream:
         self._vocab_size, self._max_tokens = vocab_size, max_tokens
         self._end_of_turn: int | None = None
         self._num_longer = 0
+        # An example has a completion of at least one token.
+        limits = PromptLimits(
+            max(1, max_tokens - 1),
+            vocab_size,
+            source="sft.max_example_tokens, or training.seq_len, minus one",
+            remedy=_REMEDY,
+        )
         try:
             table = open_table(path, prompts.split, {}, settings.column, key, prompts.name)
             self._set = PromptSet(
                 ExampleTable(table, settings),
                 replace(prompts, column=settings.column),
                 codec,
-                PromptLimits(max(1, max_tokens - 1), vocab_size),
+                limits,
                 key,
             )
         except ValueError as error:
@@ -191,7 +199,7 @@ class ExampleStream:
             self._num_longer += 1
         raise DataError(
             f"{self._key}: none of the {len(self)} examples in {self._path} is at most "
-            f"{self._max_tokens} tokens long. Raise sft.max_example_tokens or training.seq_len."
+            f"{self._max_tokens} tokens long. {_REMEDY}"
         )
 
     def all(self) -> list[Sample]:

@@ -25,10 +25,16 @@ class PromptLimits:
     Attributes:
         max_tokens: Prompts with more tokens are left out.
         vocab_size: All token IDs must be below this number.
+        source: Settings from which ``max_tokens`` follows, for messages.
+        remedy: What to change if prompts are too long, as a sentence for messages.
     """
 
     max_tokens: int
     vocab_size: int
+    source: str = "prompts.max_prompt_tokens, or training.seq_len minus rollout.max_new_tokens"
+    remedy: str = (
+        "Raise prompts.max_prompt_tokens or training.seq_len, or lower rollout.max_new_tokens."
+    )
 
     @classmethod
     def of(cls, config: RolloutProcessConfig) -> "PromptLimits":
@@ -131,9 +137,8 @@ class PromptSet:
                 self._too_long.add(row)
                 self.too_long_reason = self.too_long_reason or (
                     f"{self._table.where(row)}: the prompt has {num_characters} characters. It is not "
-                    f"tokenised, because {self.max_tokens} tokens (prompts.max_prompt_tokens, or "
-                    "training.seq_len minus rollout.max_new_tokens) of the model's longest token hold at "
-                    f"most {most}."
+                    f"tokenised, because {self.max_tokens} tokens ({self._limits.source}) of the "
+                    f"model's longest token hold at most {most}."
                 )
                 return None
             token_ids = self._tokenise(text, row)
@@ -149,8 +154,7 @@ class PromptSet:
     def _describe_long(self, row: int, token_ids: np.ndarray) -> str:
         return (
             f"{self._table.where(row)}: the prompt has {len(token_ids)} tokens, and at most "
-            f"{self.max_tokens} are taken (prompts.max_prompt_tokens, or training.seq_len minus "
-            "rollout.max_new_tokens)."
+            f"{self.max_tokens} are taken ({self._limits.source})."
         )
 
     def sample(self) -> Prompt:
@@ -188,8 +192,7 @@ class PromptSet:
         """Returns the error for a set in which all prompts are too long."""
         return ValueError(
             f"{self.key}: none of the {len(self)} prompts in {self.path} is at most "
-            f"{self.max_tokens} tokens long. Raise prompts.max_prompt_tokens or training.seq_len, "
-            "or lower rollout.max_new_tokens."
+            f"{self.max_tokens} tokens long. {self._limits.remedy}"
         )
 
     def close(self) -> None:
