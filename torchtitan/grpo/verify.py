@@ -61,13 +61,13 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
     ]
     if want_in_flight:
         mixed = max(record["staleness/mixed_version_fraction"] for record in records)
-        checks.append(
-            Check(
-                "requests were in flight while weights were pushed",
-                f"up to {mixed:.0%} of a step's rollouts span two versions",
-                mixed > 0,
+        found = f"up to {mixed:.0%} of a step's rollouts span two versions"
+        if mixed == 0:
+            found += (
+                ", so the server was idle at each push. Lower rollout.max_concurrent_rollouts, "
+                "which makes it slower than the trainer"
             )
-        )
+        checks.append(Check("requests were in flight while weights were pushed", found, mixed > 0))
     return checks
 
 
