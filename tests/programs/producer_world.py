@@ -1,0 +1,225 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""A producer with real prompts, tokenizer, and reward workers, and servers that misbehave."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.grpo.config import Prompts
+from torchtitan.grpo.config.evaluation import EvaluationSet
+from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
+from torchtitan.grpo.rewards.scoring_pool import RewardPool
+from torchtitan.grpo.rollout.admission import Admission
+from torchtitan.grpo.rollout.evaluation import Evaluator, HeldOut, SpareRoom
+from torchtitan.grpo.rollout.judging import GroupJudge
+from torchtitan.grpo.rollout.ledger import Ledger
+from torchtitan.grpo.rollout.producer import OverduePolicy, Producer
+from torchtitan.grpo.rollout.prompts import PromptLimits, PromptSet, PromptStream, first_prompts
+from torchtitan.grpo.rollout.ranker import LengthRanker
+from torchtitan.grpo.rollout.rollout_filters import CompletionFilter, WasteBudget
+from torchtitan.grpo.rollout.saved import SavedRollouts
+from torchtitan.grpo.rollout.scoring import Scorer
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import Sampling
+from torchtitan.grpo.rollout.tables import open_table
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
+from torchtitan.grpo.types import (
+    GenerateRequest,
+    Generation,
+    PromptProgress,
+    VersionSegment,
+)
+
+GROUP_SIZE = 3
+GROUPS_PER_BATCH = 2
+
+REWARD = """
+def by_prompt(prompts, completions, **kw):
+    if "0" in prompts[0]:
+        raise ValueError("no zeros")
+    return [None if i == 0 and "1" in prompts[0] else 1.0 for i in range(len(completions))]
+"""
+
+
+class RandomServer(InferenceClient):
+    """Writes after a random number of turns of the loop, under the version it is set to."""
+
+    def __init__(self, url: str, rng: random.Random, failure_rate: float) -> None:
+        self.url = url
+        self.rng = rng
+        self.failure_rate = failure_rate
+        self.served = 0
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        first = self.served
+        for _ in range(self.rng.randrange(40)):
+            await asyncio.sleep(0)
+        if self.rng.random() < self.failure_rate:
+            raise ServerError(f"{self.url}: unlucky")
+        length = self.rng.randint(1, request.max_new_tokens)
+        segments = (VersionSegment(first, 0, 1), VersionSegment(self.served, 1, length))
+        return Generation(
+            np.array(request.prompt_ids[:1] * length, np.int32),
+            np.full(length, -0.5, np.float32),
+            "length" if length == request.max_new_tokens else "stop",
+            segments if length > 1 else segments[:1],
+        )
+
+    async def load(self) -> ServerLoad:
+        raise ServerError(f"{self.url} does not say")
+
+    async def _none(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this server only generates")
+
+    abort = health = version = num_workers = pause = resume = _none
+    describe = join_weight_group = leave_weight_groups = begin_update = _none
+    receive_bucket = commit_update = update_from_disk = rate = close = _none
+
+
+@dataclass
+class World:
+    """A producer and what is around it."""
+
+    servers: list[RandomServer]
+    dispatcher: Dispatcher
+    producer: Producer
+    evaluator: Evaluator
+    prompts: PromptStream
+
+    def push(self, server: RandomServer, version: int) -> None:
+        server.served = version
+        self.dispatcher.set_version(server.url, version)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a test chooses of a world."""
+
+    max_staleness: int
+    num_servers: int = 1
+    failure_rate: float = 0.0
+    reward: str = "exact_match"
+    seed: int = 0
+    acceptor: str | None = None
+    completion_filter: CompletionFilter | None = None
+    waste: WasteBudget | None = None
+    overdue: OverduePolicy = "wait"
+    num_parts: int = 1
+    segment_tokens: int = 0
+    saved: SavedRollouts | None = None
+    max_buffered: int | None = None
+    ranker: LengthRanker | None = None
+    evaluation_function: int = 1
+
+
+async def run_in_world(
+    body: Callable[[World], Awaitable[None]], file: Path, model: Path, settings: Settings
+) -> None:
+    """Runs a test's body while a producer of the given settings is at work.
+
+    Args:
+        body: The test.
+        file: JSONL file with the prompts.
+        model: Directory of the tokenizer.
+        settings: Settings of the world.
+    """
+    codec = TextCodec(str(model), [1])
+    acceptors = [settings.acceptor] if settings.acceptor is not None else []
+    pool = RewardPool(
+        [settings.reward, "exact_match", *acceptors],
+        num_workers=1,
+        timeout_seconds=30,
+        max_consecutive_failures=1000,
+    )
+    await pool.start()
+    try:
+        world = make_world(file, codec, pool, settings)
+        work = asyncio.create_task(world.producer.run())
+        try:
+            await body(world)
+            assert not work.done()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+    finally:
+        await pool.close()
+
+
+def make_world(file: Path, codec: TextCodec, pool: RewardPool, settings: Settings) -> World:
+    """Returns a producer that is not at work yet, and what is around it."""
+    table = Prompts(path=str(file), shuffle=False)
+    rows = open_table(table.path, "train", {}, "prompt", "prompts.path")
+    prompts = PromptSet(rows, table, codec, PromptLimits(20, 128), "prompts.path")
+    rng = random.Random(settings.seed)
+    servers = [
+        RandomServer(f"http://{i}", rng, settings.failure_rate) for i in range(settings.num_servers)
+    ]
+    dispatcher = Dispatcher(
+        servers, vocab_size=128, request_timeout_seconds=30, max_consecutive_failures=1000
+    )
+    sampling = Sampling(6, 26, 1.0, 1.0, -1, (1,))
+    producer, stream = make_producer(prompts, codec, pool, dispatcher, sampling, settings)
+    room = SpareRoom(dispatcher, 0, 12)
+    held = HeldOut(
+        "heldout",
+        EvaluationSet(path=str(file)),
+        first_prompts(prompts, 0)[0],
+        settings.evaluation_function,
+        TrajectoryWriter(room, replace(sampling, temperature=0.0)),
+    )
+    evaluator = Evaluator([held], dispatcher, room, pool, codec)
+    return World(servers, dispatcher, producer, evaluator, stream)
+
+
+def make_producer(
+    prompts: PromptSet,
+    codec: TextCodec,
+    pool: RewardPool,
+    dispatcher: Dispatcher,
+    sampling: Sampling,
+    settings: Settings,
+) -> tuple[Producer, PromptStream]:
+    """Returns a producer and its prompts, which continue those of ``settings.saved``."""
+    saved = settings.saved
+    progress = saved.progress if saved is not None else PromptProgress()
+    kept = saved.group_ids if saved is not None else set()
+    stream = PromptStream(
+        prompts,
+        seed=0,
+        shuffle=False,
+        position=progress.position,
+        pending=[index for index in progress.open if index not in kept],
+    )
+    admission = Admission(
+        groups_per_batch=GROUPS_PER_BATCH,
+        max_staleness=settings.max_staleness,
+        group_size=GROUP_SIZE,
+        max_concurrent_rollouts=12,
+        max_buffered=settings.max_buffered,
+        start_version=saved.version if saved is not None else 0,
+    )
+    acceptor = 2 if settings.acceptor is not None else None
+    scorer = Scorer(pool, codec, [settings.reward], [2.0], acceptor)
+    producer = Producer(
+        stream,
+        admission,
+        dispatcher,
+        GroupJudge(scorer, settings.completion_filter, settings.waste),
+        Ledger(progress),
+        TrajectoryWriter(dispatcher, sampling, segment_tokens=settings.segment_tokens),
+        group_size=GROUP_SIZE,
+        num_parts=settings.num_parts,
+        overdue=settings.overdue,
+        saved=saved,
+        ranker=settings.ranker,
+        window=GROUPS_PER_BATCH,
+    )
+    return producer, stream

@@ -1,0 +1,98 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What the producer does with groups without scores, without an advantage, or that a user's function refuses."""
+
+import asyncio
+from pathlib import Path
+
+from producer_world import GROUP_SIZE, GROUPS_PER_BATCH, REWARD, World
+
+from torchtitan.grpo.rollout.rollout_filters import WasteBudget
+from torchtitan.grpo.rollout.scoring import weighted_sum
+from torchtitan.grpo.types import (
+    PromptProgress,
+)
+
+SOME_EQUAL = """
+def rewards(prompts, completions, **kw):
+    return [float(i) if "1" in prompts[0] else 1.0 for i in range(len(completions))]
+def keep(prompts, completions, rewards, **kw):
+    return [reward > 0 for reward in rewards]
+"""
+
+
+def test_unscored_groups_are_replaced_and_unscored_rollouts_left_out(run_world, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(REWARD)
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        batch = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [group.prompt_text for group in batch.groups] == ["11", "22"]
+        assert [len(group.rollouts) for group in batch.groups] == [GROUP_SIZE - 1, GROUP_SIZE]
+        assert {r.reward for group in batch.groups for r in group.rollouts} == {2.0}
+        assert batch.metrics["rollout/unscored_groups"] == 1
+        assert batch.metrics["reward/by_prompt"] == 1.0
+        assert batch.metrics["reward/mean"] == 2.0
+        assert batch.metrics["reward/std"] == 0.0
+        # The next prompt may have been drawn already.
+        assert batch.progress in (PromptProgress(3), PromptProgress(4, (3,)))
+        assert batch.closed == {0: "unscored"}
+
+    run_world(
+        body,
+        prompts=["00", "11", "22"],
+        max_staleness=0,
+        reward=f"{tmp_path / 'mine.py'}:by_prompt",
+    )
+
+
+def test_reward_is_the_weighted_sum_of_what_applies():
+    assert weighted_sum([1.0, 0.5], [2.0, 4.0]) == 4.0
+    assert weighted_sum([None, 0.5], [2.0, 4.0]) == 2.0
+    assert weighted_sum([None, None], [2.0, 4.0]) is None
+
+
+def test_groups_without_an_advantage_are_refilled_within_the_budget(run_world, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(SOME_EQUAL)
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        first = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [group.prompt_text for group in first.groups] == ["1", "13"]
+        assert first.closed == {1: "filtered", 2: "filtered"}
+        assert first.metrics["rollout/filtered_groups"] == 2
+        assert first.metrics["rollout/equal_groups_dropped"] == 2
+        world.push(world.servers[0], 1)
+        second = await asyncio.wait_for(world.producer.batch(1), 60)
+        # Of four equal ones two were left out, and the others are taken as they are.
+        assert len(second.closed) == 2
+        assert len(second.groups) == GROUPS_PER_BATCH
+
+    run_world(
+        body,
+        prompts=["1", "2", "3", "13", "5", "6", "7", "8"],
+        max_staleness=0,
+        reward=f"{tmp_path / 'mine.py'}:rewards",
+        waste=WasteBudget(2),
+    )
+
+
+def test_a_function_of_the_users_decides_what_is_kept(run_world, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(SOME_EQUAL)
+
+    async def body(world: World) -> None:
+        world.push(world.servers[0], 0)
+        batch = await asyncio.wait_for(world.producer.batch(0), 60)
+        assert [[r.reward for r in group.rollouts] for group in batch.groups] == [
+            [2.0, 4.0],
+            [2.0] * GROUP_SIZE,
+        ]
+
+    run_world(
+        body,
+        prompts=["1", "2"],
+        max_staleness=0,
+        reward=f"{tmp_path / 'mine.py'}:rewards",
+        acceptor=f"{tmp_path / 'mine.py'}:keep",
+    )
