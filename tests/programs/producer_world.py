@@ -31,12 +31,7 @@ from torchtitan.grpo.rollout.serving.requests import Sampling
 from torchtitan.grpo.rollout.tables import open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 from torchtitan.grpo.rollout.trajectory import TrajectoryWriter
-from torchtitan.grpo.types import (
-    GenerateRequest,
-    Generation,
-    PromptProgress,
-    VersionSegment,
-)
+from torchtitan.grpo.types import GenerateRequest, Generation, PromptProgress, VersionSegment
 
 GROUP_SIZE = 3
 GROUPS_PER_BATCH = 2

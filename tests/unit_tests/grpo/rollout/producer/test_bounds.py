@@ -11,12 +11,7 @@ import pytest
 from producer_world import GROUP_SIZE, GROUPS_PER_BATCH, World
 
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.types import (
-    BatchPart,
-    GenerateRequest,
-    Generation,
-    Prompt,
-)
+from torchtitan.grpo.types import BatchPart, GenerateRequest, Generation, Prompt
 
 
 @pytest.mark.parametrize("segment_tokens", [0, 2])

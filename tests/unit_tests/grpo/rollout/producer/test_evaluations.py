@@ -8,10 +8,7 @@ from pathlib import Path
 
 from producer_world import REWARD, World
 
-from torchtitan.grpo.types import (
-    GenerateRequest,
-    Generation,
-)
+from torchtitan.grpo.types import GenerateRequest, Generation
 
 
 def test_evaluation_waits_for_the_version_and_scores_every_prompt(run_world):

@@ -7,10 +7,7 @@ import asyncio
 
 from producer_world import World
 
-from torchtitan.grpo.types import (
-    GenerateRequest,
-    Generation,
-)
+from torchtitan.grpo.types import GenerateRequest, Generation
 
 
 def test_time_without_a_ready_server_is_idle_also_while_requests_wait_for_one(run_world):

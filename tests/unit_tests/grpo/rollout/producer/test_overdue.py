@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 from producer_world import GROUP_SIZE, World
 
-from torchtitan.grpo.types import (
-    GenerateRequest,
-    Generation,
-    VersionSegment,
-)
+from torchtitan.grpo.types import GenerateRequest, Generation, VersionSegment
 
 
 @pytest.mark.parametrize("overdue", ["drop", "wait"])

@@ -10,9 +10,7 @@ from producer_world import GROUP_SIZE, GROUPS_PER_BATCH, REWARD, World
 
 from torchtitan.grpo.rollout.rollout_filters import WasteBudget
 from torchtitan.grpo.rollout.scoring import weighted_sum
-from torchtitan.grpo.types import (
-    PromptProgress,
-)
+from torchtitan.grpo.types import PromptProgress
 
 SOME_EQUAL = """
 def rewards(prompts, completions, **kw):
