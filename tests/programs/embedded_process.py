@@ -1,0 +1,217 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""An embedded server as a process of its own, a client, and a trainer that sends it weights."""
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from torchtitan.grpo.system.child import start_child
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+from torchtitan.grpo.weight_wire.process_group import create_weight_group, destroy_weight_group
+
+VOCAB = 40
+EOS = 39
+TIMEOUT = 240.0
+Tensors = dict[str, torch.Tensor]
+_names = (f"test-group-{i}" for i in itertools.count())
+
+
+def make_model(seed: int) -> Any:
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+        eos_token_id=EOS,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def reference_logprobs(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(output).unsqueeze(-1)).squeeze(-1)
+
+
+def served_logprobs(answer: dict[str, Any]) -> torch.Tensor:
+    entries = answer["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == answer["output_ids"]
+    return torch.tensor([entry[0] for entry in entries])
+
+
+def save(model: Any, directory: Path) -> str:
+    model.save_pretrained(directory)
+    vocab = {chr(ord("0") + i): i for i in range(VOCAB)}
+    Tokenizer(models.WordLevel(vocab, unk_token="0")).save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+class Server:
+    """A server process; ``log`` holds its output."""
+
+    def __init__(
+        self, folder: Path, model_path: str, *arguments: str, keys: dict[str, str] | None = None
+    ) -> None:
+        port_file = folder / "port"
+        self.log = folder / "log"
+        module = "torchtitan.grpo.inference.embedded"
+        command = [*LIGHT_PYTHON, module, "--model-path", model_path, "--port", "0"]
+        command += ["--port-file", str(port_file), "--device", "cpu", "--seed", "0", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(keys or {})}
+        self.process = start_child(command, env=environment, log_file=self.log)
+        self._port_file = port_file
+
+    def wait(self) -> "Server":
+        async def poll() -> int:
+            while not self._port_file.exists():
+                assert self.process.poll() is None, self.log.read_text()
+                await asyncio.sleep(0.05)
+            return int(self._port_file.read_text())
+
+        self.url = f"http://127.0.0.1:{asyncio.run(asyncio.wait_for(poll(), TIMEOUT))}"
+        return self
+
+
+class Client:
+    """Sends requests to one server and returns parsed bodies."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url, self.key = session, url, ""
+
+    async def call(
+        self, method: str, route: str, body: Any = None, key: str = ""
+    ) -> tuple[int, Any]:
+        key = key or self.key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.session.request(
+            method, self.url + route, json=body, headers=headers
+        ) as response:
+            text = await response.text()
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(text) if is_json else text
+
+    async def post(self, route: str, **body: Any) -> dict[str, Any]:
+        status, answer = await self.call("POST", route, body)
+        assert status == 200, answer
+        return answer
+
+    async def refused(self, route: str, **body: Any) -> str:
+        status, answer = await self.call("POST", route, body)
+        assert status == 400, answer
+        return answer["message"]
+
+    async def get(self, route: str) -> dict[str, Any]:
+        status, answer = await self.call("GET", route)
+        assert status == 200, answer
+        return answer
+
+    async def generate(self, prompt: Any, **more: Any) -> Any:
+        sampling = {"max_new_tokens": 8, "ignore_eos": True, **more.pop("sampling", {})}
+        return await self.post(
+            "/generate", input_ids=prompt, return_logprob=True, sampling_params=sampling, **more
+        )
+
+    async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        async def poll() -> dict[str, Any]:
+            while not holds(info := await self.get("/server_info")):
+                await asyncio.sleep(0.01)
+            return info
+
+        return await asyncio.wait_for(poll(), TIMEOUT)
+
+
+def with_client(server: Server, test: Callable[[Client], Awaitable[None]]) -> None:
+    async def run() -> None:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await test(Client(session, server.url))
+
+    asyncio.run(run())
+
+
+class Trainer:
+    """Rank 0 of a weight group with the server."""
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.name = client, next(_names)
+
+    async def __aenter__(self) -> "Trainer":
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        arguments = ("127.0.0.1", store.port, 0, 2, self.name, "gloo", 30.0)
+        joining = asyncio.create_task(
+            asyncio.to_thread(create_weight_group, *arguments, store=store)
+        )
+        await self.client.post(
+            "/init_weights_update_group",
+            master_address="127.0.0.1",
+            master_port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group_name=self.name,
+            backend="gloo",
+        )
+        self.group = await joining
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # A test may have ended the group already: 400 is as good.
+        await self.client.call("POST", "/end_weight_update", {})
+        await self.client.call("POST", "/destroy_weights_update_group", {"group_name": self.name})
+        destroy_weight_group(self.group)
+
+    def describe(self, tensors: Tensors, **more: Any) -> dict[str, Any]:
+        return {
+            "names": list(tensors),
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "group_name": self.name,
+            **more,
+        }
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor.contiguous(), src=0, group=self.group)
+
+    async def send(self, tensors: Tensors, flattened: bool = True, **more: Any) -> None:
+        body = self.describe(tensors, load_format="flattened_bucket" if flattened else None, **more)
+        answer = asyncio.create_task(self.client.post("/update_weights_from_distributed", **body))
+        wire = list(tensors.values())
+        if flattened:
+            wire = [torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in wire])]
+        await asyncio.to_thread(self.broadcast, wire)
+        await answer
+
+
+def weights_of(model: Any) -> Tensors:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    names = list(tensors)
+    cut = len(names) // 2
+    return {n: tensors[n] for n in names[:cut]}, {n: tensors[n] for n in names[cut:]}
+
+
+async def serve_weights(client: Client, model: Any, version: str, **options: Any) -> None:
+    async with Trainer(client) as trainer:
+        await client.post("/begin_weight_update", selector="target")
+        await trainer.send(weights_of(model), weight_version=version, flush_cache=True, **options)
+        await client.post("/end_weight_update")
