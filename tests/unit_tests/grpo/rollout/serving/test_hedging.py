@@ -20,11 +20,7 @@ from forked import ForkServer
 
 from torchtitan.grpo.inference.client import InferenceClient, ServerError, ServerLoad
 from torchtitan.grpo.inference.kinds import make_client
-from torchtitan.grpo.inference.local_servers import (
-    LaunchedServer,
-    free_ports,
-    stop_servers,
-)
+from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports, stop_servers
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.attempts import GivenBack

@@ -1,0 +1,110 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Answers that are refused, or that wait until the weights they were written under are attested."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from local_server import PROMPT, SAMPLING, LocalServer, generation, make
+
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.rollout.serving.requests import check_generation
+from torchtitan.grpo.types import GenerateRequest, Generation, VersionSegment
+
+
+async def written_ahead(server: LocalServer, dispatcher: Dispatcher) -> asyncio.Task[Generation]:
+    """A completion that was written under version 4 of a server that is attested with 3."""
+
+    async def answer(request: GenerateRequest) -> Generation:
+        return generation(4 if len(server.requests) == 1 else 5)
+
+    server.answer = answer
+    dispatcher.set_version(server.url, 3)
+    task = dispatcher.submit(PROMPT, dispatcher.servers[server.url], SAMPLING)
+    await asyncio.sleep(0.05)
+    assert server.requests
+    assert not task.done()
+    return task
+
+
+def test_completion_under_weights_not_yet_attested_waits_for_that():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server)
+        task = await written_ahead(server, dispatcher)
+        dispatcher.set_version("http://a", 4)
+        assert (await task).segments[0].version == 4
+        assert len(server.requests) == 1
+
+    asyncio.run(run())
+
+
+def test_completion_under_weights_that_turn_out_wrong_is_generated_again():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server)
+        task = await written_ahead(server, dispatcher)
+        dispatcher.set_lost("http://a", "its logprobs are not the trainer's")
+        dispatcher.set_version("http://a", 5)
+        assert (await task).segments[0].version == 5
+        assert len(server.requests) == 2
+
+    asyncio.run(run())
+
+
+def test_completion_under_weights_that_nobody_attests_fails_at_its_timeout():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server, request_timeout_seconds=0.5)
+        task = await written_ahead(server, dispatcher)
+        with pytest.raises(ServerError, match="version 5, which was not attested within"):
+            await task
+        assert dispatcher.num_failed_requests == len(server.requests) == 2
+        assert "version 5, which was not attested within" in dispatcher.last_error
+
+    asyncio.run(run())
+
+
+def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        dispatcher = make(server)
+        dispatcher.set_version("http://a", 4)
+        await dispatcher.submit(PROMPT, dispatcher.servers["http://a"], SAMPLING)
+        assert dispatcher.choose(lambda version: True) is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"finish_reason": "abort"}, "it was aborted after 4 tokens"),
+        ({"token_ids": np.array([], np.int32)}, "it has 0 tokens"),
+        (
+            {"token_ids": np.full(4, 100, np.int32)},
+            "its token ids are 100 to 100, expected 0 to 99",
+        ),
+        ({"logprobs": np.full(4, np.nan, np.float32)}, "not one finite number per token"),
+        ({"logprobs": -np.ones(3, np.float32)}, "its 3 logprobs"),
+        ({"segments": ()}, "do not cover 4 tokens"),
+        ({"segments": (VersionSegment(0, 0, 3),)}, "do not cover 4 tokens"),
+        ({"segments": (VersionSegment(0, 0, 1), VersionSegment(1, 2, 4))}, "do not cover"),
+    ],
+)
+def test_answer_that_cannot_be_trained_on_is_refused(change: dict[str, Any], message: str):
+    request = SAMPLING.request("r", PROMPT)
+    check_generation(generation(), request, 100, "http://a")
+    check_generation(
+        replace(generation(), segments=(VersionSegment(0, 0, 1), VersionSegment(1, 1, 4))),
+        request,
+        100,
+        "http://a",
+    )
+    with pytest.raises(ServerError, match=message):
+        check_generation(replace(generation(), **change), request, 100, "http://a")

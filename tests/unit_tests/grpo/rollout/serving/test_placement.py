@@ -1,0 +1,232 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Which server is given a request, by load, prefix, group, and window."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from local_server import PROMPT, SAMPLING, LocalServer, end, generation, make
+
+from torchtitan.grpo.inference.client import ServerError, ServerLoad
+from torchtitan.grpo.rollout.serving.server_state import Job
+from torchtitan.grpo.types import GenerateRequest, Generation
+
+
+def test_the_server_with_the_least_work_left_is_chosen_not_the_one_with_the_fewest():
+    async def run() -> None:
+        few, many = LocalServer("http://few"), LocalServer("http://many")
+        few.answer = few.hang
+        many.answer = many.hang
+        dispatcher = make(few, many)
+        long = replace(SAMPLING, max_new_tokens=1000)
+        tasks = []
+        for url, expected, count in (("http://few", 900.0, 1), ("http://many", 100.0, 8)):
+            dispatcher.set_version(url, 0)
+            for _ in range(count):
+                server = dispatcher.servers[url]
+                tasks.append(dispatcher.submit(PROMPT, server, long, expected_tokens=expected))
+        assert dispatcher.choose(lambda version: True) is dispatcher.servers["http://many"]
+        tasks.append(
+            dispatcher.submit(PROMPT, dispatcher.servers["http://many"], long, expected_tokens=200)
+        )
+        assert dispatcher.choose(lambda version: True) is dispatcher.servers["http://few"]
+        await end(tasks, dispatcher)
+
+    asyncio.run(run())
+
+
+def test_work_is_left_less_as_it_is_written_and_never_quite_done():
+    job = Job(expected_tokens=100, started_at=50.0)
+    assert job.remaining_tokens(50.0, tokens_per_second=10) == 100
+    assert job.remaining_tokens(54.0, tokens_per_second=10) == 60
+    # It is longer than was expected, and may be so for a while yet.
+    assert job.remaining_tokens(500.0, tokens_per_second=10) == 25
+    assert job.remaining_tokens(500.0, tokens_per_second=0) == 100
+
+
+def test_a_server_that_has_the_prefix_is_preferred_where_it_may_be_chosen():
+    dispatcher = make(
+        LocalServer("http://a"), LocalServer("http://b"), max_concurrent_rollouts=4, group_size=2
+    )
+    for url in dispatcher.servers:
+        dispatcher.set_version(url, 3)
+    a, b = dispatcher.servers.values()
+    a.begin_job(8)
+    assert dispatcher.choose(lambda version: True) is b
+    assert dispatcher.choose(lambda version: True, prefer="http://a") is a
+    a.begin_job(8)  # its window is full now
+    assert dispatcher.choose(lambda version: True, prefer="http://a") is b
+    dispatcher.set_version("http://a", 2)
+    assert dispatcher.choose(lambda version: version == 3, prefer="http://a") is b
+    assert dispatcher.choose(lambda version: True, prefer="http://gone") is b
+
+
+def test_a_group_goes_where_it_fits_whole_and_else_where_most_of_it_does():
+    servers = [LocalServer(f"http://{name}") for name in "abc"]
+    dispatcher = make(*servers, max_concurrent_rollouts=30, group_size=4)
+    for url in dispatcher.servers:
+        dispatcher.set_version(url, 0)
+    a, b, c = dispatcher.servers.values()
+    for server, count, tokens in ((a, 8, 1.0), (b, 6, 100.0), (c, 5, 200.0)):
+        for _ in range(count):
+            server.begin_job(tokens)
+    assert dispatcher.choose(lambda version: True) is b  # less work is left on a, and no room
+    b.begin_job(1.0)
+    assert dispatcher.choose(lambda version: True) is c
+    c.begin_job(1.0)
+    c.begin_job(1.0)
+    c.begin_job(1.0)
+    # 2, 3 and 2 of their 10 places are free.
+    assert dispatcher.choose(lambda version: True) is b
+
+
+def test_a_group_that_fails_together_goes_on_together():
+    async def run() -> None:
+        bad, *others = (LocalServer(f"http://{name}") for name in ("bad", "b", "c"))
+        all_there = asyncio.Event()
+
+        async def fail_together(request: GenerateRequest) -> Generation:
+            if len(bad.requests) == 6:
+                all_there.set()
+            await all_there.wait()
+            raise ServerError("http://bad: connection lost")
+
+        bad.answer = fail_together
+        for server in others:
+            server.answer = server.hang
+        dispatcher = make(bad, *others)
+        for url in dispatcher.servers:
+            dispatcher.set_version(url, 0)
+        home = dispatcher.servers["http://bad"]
+        prompts = [replace(PROMPT, index=i) for i in range(2)]
+        tasks = [dispatcher.submit(prompts[i // 3], home, SAMPLING) for i in range(6)]
+        async with asyncio.timeout(60):
+            while sum(len(server.requests) for server in others) < 6:
+                await asyncio.sleep(0)
+        for server in others:
+            assert len({r.request_id.split("-")[1] for r in server.requests}) == 1
+        await end(tasks, dispatcher)
+
+    asyncio.run(run())
+
+
+def test_a_full_window_takes_no_new_work_and_what_has_begun_goes_on():
+    dispatcher = make(LocalServer("http://a"), max_concurrent_rollouts=6, group_size=2)
+    dispatcher.set_version("http://a", 0)
+    (server,) = dispatcher.servers.values()
+    for _ in range(6):
+        assert dispatcher.choose(lambda version: True) is server
+        server.begin_job(8)
+    assert dispatcher.choose(lambda version: True) is None
+    assert dispatcher.choose(lambda version: True, has_begun=True) is server
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_concurrent_rollouts": 4, "adaptive_concurrency": False}]
+)
+def test_without_windows_servers_are_given_what_comes(settings: dict[str, Any]):
+    dispatcher = make(LocalServer("http://a"), **settings)
+    dispatcher.set_version("http://a", 0)
+    (server,) = dispatcher.servers.values()
+    for _ in range(100):
+        server.begin_job(8)
+    assert dispatcher.choose(lambda version: True) is server
+
+
+def test_servers_share_what_is_in_flight_and_a_lost_ones_share_goes_to_the_others():
+    a, b, c = (LocalServer(f"http://{name}") for name in "abc")
+    dispatcher = make(a, b, max_concurrent_rollouts=60, group_size=4)
+    windows = {url: server.window for url, server in dispatcher.servers.items()}
+
+    def sizes() -> list[int]:
+        return [window.size for window in windows.values() if window is not None]
+
+    assert sizes() == [30, 30]
+    dispatcher.add(c)
+    windows["http://c"] = dispatcher.servers["http://c"].window
+    assert sizes() == [30, 30, 20]
+    dispatcher.set_down("http://a", "its process has ended")
+    assert sizes() == [30, 30, 30]
+    dispatcher.remove("http://b")
+    assert windows["http://c"] is not None
+    assert windows["http://c"].size == 60
+    dispatcher.set_running("http://a")
+    assert dispatcher.servers["http://a"].window is not windows["http://a"]
+
+
+def test_many_that_fail_on_the_only_server_are_tried_again_though_its_window_has_shrunk():
+    async def run() -> None:
+        server = LocalServer("http://a")
+        broken, first_tries = asyncio.Event(), 20
+
+        async def die_together(request: GenerateRequest) -> Generation:
+            if len(server.requests) > first_tries:
+                return generation()
+            if len(server.requests) == first_tries:
+                broken.set()
+            await broken.wait()
+            raise ServerError("http://a: connection lost")
+
+        server.answer = die_together
+        dispatcher = make(server, max_concurrent_rollouts=first_tries, group_size=2)
+        dispatcher.set_version("http://a", 0)
+        home = dispatcher.servers["http://a"]
+        tasks = [dispatcher.submit(PROMPT, home, SAMPLING) for _ in range(first_tries)]
+        assert len(await asyncio.gather(*tasks)) == first_tries
+        assert home.window is not None
+        assert home.window.num_cuts == 1
+        assert home.window.size < first_tries
+
+    asyncio.run(run())
+
+
+def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known():
+    async def run() -> None:
+        told, silent, wrong = (LocalServer(f"http://{name}:1") for name in ("t", "s", "w"))
+        asked = asyncio.Event()
+
+        async def tell() -> ServerLoad:
+            return ServerLoad(running=3, waiting=9, kv_use=0.5)
+
+        async def say_nothing() -> ServerLoad:
+            return await asyncio.get_running_loop().create_future()
+
+        async def refuse() -> ServerLoad:
+            asked.set()
+            raise ServerError("http://w:1/metrics answered 404")
+
+        told.load, silent.load, wrong.load = tell, say_nothing, refuse  # type: ignore[method-assign]
+        dispatcher = make(told, silent, wrong, max_concurrent_rollouts=30, group_size=2)
+        for server in dispatcher.servers.values():
+            server.reported = ServerLoad(0, 0, None)
+        changed = asyncio.Event()
+        dispatcher.listeners.append(changed.set)
+        watch = asyncio.create_task(dispatcher.watch_loads())
+        async with asyncio.timeout(60):
+            await asked.wait()
+            await changed.wait()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        servers = dispatcher.servers
+        assert servers["http://t:1"].reported == ServerLoad(3, 9, 0.5)
+        assert servers["http://s:1"].reported is None
+        assert servers["http://w:1"].reported is None
+        assert not servers["http://w:1"].failures_in_a_row
+        assert dispatcher.metrics() == {
+            "rollout/hedged_completions": 0.0,
+            "rollout/hedges_won": 0.0,
+            "servers/t:1/inflight_rollouts": 0.0,
+            "servers/t:1/window": 10.0,
+            "servers/t:1/running": 3.0,
+            "servers/t:1/waiting": 9.0,
+            "servers/t:1/kv_use": 0.5,
+            "servers/s:1/inflight_rollouts": 0.0,
+            "servers/s:1/window": 10.0,
+            "servers/w:1/inflight_rollouts": 0.0,
+            "servers/w:1/window": 10.0,
+        }
+
+    asyncio.run(run())
