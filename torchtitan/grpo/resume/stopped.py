@@ -70,7 +70,8 @@ def resume_command(config: JobConfig, arguments: Sequence[str], load_step: int |
         kept.append("--checkpoint.load_step=-1")
     if (launch := os.environ.get(LAUNCH_VARIABLE)) is not None:
         # It names the configuration itself, and passes the rest on after two dashes.
-        return f"{launch} -- {shlex.join(kept[2:])}\non each node, with its own --nproc."
+        each = "on each node, with its own --nproc and --interface, if these are given."
+        return f"{launch} -- {shlex.join(kept[2:])}\n{each}"
     return shlex.join([*_launcher(), *kept])
 
 

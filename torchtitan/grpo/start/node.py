@@ -28,6 +28,7 @@ from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 29400  # torchrun's own default
 _JOIN_SECONDS = 900.0
+_RUN_ID = "torchtitan-grpo"
 _CLOSE_SECONDS = 10.0
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _RESOLVE_SECONDS = 1.0  # between two questions for the address of the endpoint
@@ -97,7 +98,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> NodeOptions:
     add("--nproc", default=environ.get("NPROC_PER_NODE"))
     add("--interface", default=environ.get("GRPO_INTERFACE") or None)
     add("--max-restarts", default=environ.get("MAX_RESTARTS") or "0")
-    add("--rdzv-id", default=environ.get("RDZV_ID") or "torchtitan-grpo")
+    add("--rdzv-id", default=environ.get("RDZV_ID") or _RUN_ID)
     add("--join-timeout", default=environ.get("JOIN_TIMEOUT") or f"{_JOIN_SECONDS:g}")
     given = parser.parse_args(words)
     try:
@@ -259,8 +260,14 @@ def launch_command(options: NodeOptions) -> str:
     words += ["--rdzv-endpoint", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
     if options.num_ranks is not None:
         words += ["--nproc", str(options.num_ranks)]
+    if options.interface is not None:
+        words += ["--interface", options.interface]
     if options.max_restarts:
         words += ["--max-restarts", str(options.max_restarts)]
+    if options.run_id != _RUN_ID:
+        words += ["--rdzv-id", options.run_id]
+    if options.join_seconds != _JOIN_SECONDS:
+        words += ["--join-timeout", f"{options.join_seconds:g}"]
     return shlex.join(words)
 
 

@@ -77,5 +77,6 @@ def test_a_run_on_several_nodes_names_the_command_of_the_nodes(config, monkeypat
     monkeypatch.setenv(LAUNCH_VARIABLE, launch)
     arguments = ["--job.config_file", "x.toml", "--job.overwrite", "--training.steps=9"]
     assert resume_command(config, arguments, None) == (
-        f"{launch} -- --training.steps=9 --job.no-overwrite\non each node, with its own --nproc."
+        f"{launch} -- --training.steps=9 --job.no-overwrite\n"
+        "on each node, with its own --nproc and --interface, if these are given."
     )

@@ -92,7 +92,8 @@ def test_an_endpoint_or_interface_that_leads_nowhere_is_refused(arguments, messa
 
 
 def test_the_command_that_a_stopped_run_prints_starts_the_same_node():
-    given = parse([*COMMAND, "--nproc", "3", "--max-restarts", "2", "--", "--a.b", "1"], {})
+    options = ["--nproc", "3", "--max-restarts", "2", "--interface", "ib0", "--rdzv-id", "second"]
+    given = parse([*COMMAND, *options, "--join-timeout", "60", "--", "--a.b", "1"], {})
     words = launch_command(given).split()
     assert words[:2] == ["bash", "scripts/launch_multinode.sh"]
     assert parse([*words[2:], "--", "--a.b", "1"], {}) == given
