@@ -43,6 +43,7 @@ FOLDER = "evaluate"
 RESULT_FILE = "evaluation.json"
 SAMPLES_FILE = "evaluation_samples.jsonl"
 _STOPPED = 128 + signal.SIGINT
+_TABLE_COLUMNS = 1000
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,17 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         file.writelines(
             json.dumps(sample, ensure_ascii=False) + "\n" for sample in sample_records(result)
         )
-    Console(soft_wrap=True).print(table(result))
+    print_table(result)
     print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
     return 0
+
+
+def print_table(result: EvaluationResult) -> None:
+    """Prints the figures as a table, as wide as it needs to be.
+
+    Rich would otherwise cut words, on a narrow terminal and in the 80 columns that it assumes for a file.
+    """
+    Console(width=_TABLE_COLUMNS).print(table(result))
 
 
 def table(result: EvaluationResult) -> Table:
