@@ -139,11 +139,11 @@ class _Wait:
     def _describe(self, waited: float) -> str:
         text = (
             f"The {self.kind} server {self.client.url} is not up yet after {waited:.0f} s (at most "
-            f"{self.timeout_seconds:g} s, inference.startup_timeout_seconds). Last answer: "
-            f"{self.last}"
+            f"{self.timeout_seconds:g} s, inference.startup_timeout_seconds)."
         )
         if self.server is None:
-            return text
+            return f"{text} Last answer: {self.last}"
+        # It was started here and has not ended: what it does now says more than a refused connection.
         return f"{text} The last line of {self.server.log_file}: {self.server.last_line()}"
 
     def _timeout(self) -> TimeoutError:

@@ -354,7 +354,7 @@ def test_a_server_that_loads_is_described_with_the_last_line_of_its_log(tmp_path
         server.stop()
     (text,) = told
     assert text.startswith(f"The vllm server {server.url} is not up yet after 5 s (at most 300 s")
-    assert "ClientConnectorError" in text
+    assert "ClientConnectorError" not in text  # which looks like a fault, and is none
     assert text.endswith("vllm-0.log: loading shard 3")
 
 
