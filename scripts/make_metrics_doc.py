@@ -17,34 +17,38 @@ TARGET = REPOSITORY / "docs/metrics.md"
 
 HEAD = """# Metrics
 
-`metrics.jsonl` in `job.dump_folder` has one record for each step, and `evaluations.jsonl` one for each evaluation. Numbers have
-seven digits. A key is a path and ends in its unit where it has one. A metric that is absent does not apply to the run.
+In `job.dump_folder`, `metrics.jsonl` has one record for each step, and `evaluations.jsonl` has one record for each evaluation.
+Numbers are rounded to seven significant digits. A metric's key is a path that ends in the unit, if the metric has one. A metric
+that does not apply to a run is absent.
 
-**wandb and TensorBoard.** `metrics.enable_wandb = true` and `metrics.enable_tensorboard = true` send the same keys there, in every
-step (`metrics.log_freq`), from rank 0. The step's samples go along: a table `samples` in wandb, a text in TensorBoard; each has the
-context with its turns, the reward with its components, the advantage, and the data set's columns. Without an API key, wandb writes
-to a folder in `job.dump_folder` (offline mode), which `wandb sync FOLDER` uploads later. `WANDB_PROJECT`, `WANDB_RUN_NAME` and wandb's
-other variables apply. `tensorboard --logdir outputs/run` shows the metrics in TensorBoard.
+**wandb and TensorBoard.** `metrics.enable_wandb = true` and `metrics.enable_tensorboard = true` send the same keys to wandb and
+TensorBoard from rank 0, every `metrics.log_freq` steps (1 by default). The samples of the step are sent with them, as a table
+`samples` in wandb and as text in TensorBoard. Each sample has its context with all turns, the reward with its components, the
+advantage, and the columns of the data set. Without an API key, wandb runs in offline mode and writes to a folder in
+`job.dump_folder`; `wandb sync FOLDER` uploads it later. `WANDB_PROJECT`, `WANDB_RUN_NAME` and wandb's other environment variables
+have their usual effect. `tensorboard --logdir outputs/run` shows the metrics in TensorBoard.
 
-**The line of a step.** On a terminal the line fits into 80 columns:
+**The console line of a step.** On a terminal, the line fits into 80 columns:
 
     12/150 rew 0.512 ent 0.51 len 11.2 age 0.75 gen/trn 12k/9876 trn waits 45%
 
-These are the step, `reward/mean`, `policy/entropy`, `rollout/completion_tokens_mean`, `staleness/mean_steps`, generated and trained
-tokens per second (`rollout/tokens_per_second`, `time/trained_tokens_per_second`), and who waits: `trn waits` is
-`time/wait_data_fraction`, `gen waits` is `rollout/wait_trainer_fraction`; the larger of the two is shown. In files, in pipes, and on wide terminals the
-same fields have whole words. What was left out since the last step follows, where it is not 0.
+It shows the step, `reward/mean`, `policy/entropy`, `rollout/completion_tokens_mean`, `staleness/mean_steps`, and the generated and
+trained tokens per second (`rollout/tokens_per_second`, `time/trained_tokens_per_second`). The last field shows how long the trainer
+waits for rollouts (`trn waits`, `time/wait_data_fraction`) or how long generation waits for the trainer (`gen waits`,
+`rollout/wait_trainer_fraction`), whichever is larger. In files, in pipes, and on wide terminals, the same fields are written with
+whole words. If anything was dropped since the previous step, the counts follow after the line.
 
-**Metrics of your own.** A reward function adds `reward/<its name>`: the mean of its values. A policy loss of your own adds the
-metrics that it returns, whose names begin with `loss/` and which are reduced as it says
-([add-a-loss](how-to/add-a-loss.md)). Such metrics are written, shown and sent like all others.
+**Custom metrics.** Each reward function adds the metric `reward/<its name>`, the mean of its values. A custom policy loss adds the
+metrics that it returns. Their names begin with `loss/`, and the loss declares how they are reduced
+([add-a-loss](how-to/add-a-loss.md)). These metrics are written, shown and sent like all others.
 
-**Samples.** `samples.jsonl` holds `observe.samples_per_step` rollouts of each step. Its `context` is the whole text with special tokens, in parts
-that say who wrote them (`prompt`, `model`, `environment`, `older model`) and whether they are trained. `advantage` is null for
-a rollout that is not trained, and if the KL penalty is part of the reward (`grpo.kl_in = "reward"`), which is added later.
-`columns` are those of the data set, cut after 2000 characters.
+**Samples.** `samples.jsonl` has `observe.samples_per_step` rollouts of each step. The field `context` is the whole text with special
+tokens. It is split into parts, each of which has the role of its author (`prompt`, `model`, `environment`, `older model`) and states
+whether it is trained. The field `advantage` is null if the rollout is not trained, and also if the KL penalty is part of the reward
+(`grpo.kl_in = "reward"`), because that penalty is added later. The field `columns` has the columns of the data set, truncated to
+2000 characters.
 
-This page is made by `python scripts/make_metrics_doc.py` from `torchtitan/grpo/observe/metric_docs/`.
+This page is generated by `python scripts/make_metrics_doc.py` from `torchtitan/grpo/observe/metric_docs/`.
 """
 
 

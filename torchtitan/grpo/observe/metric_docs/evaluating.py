@@ -9,51 +9,71 @@ _FEWER = "Lower `evaluation.num_prompts`, or raise `evaluation.interval`."
 
 EVALUATION = Section(
     "Evaluation",
-    "Records of `evaluations.jsonl`; its `step` is the oldest version that generated a token of the evaluation. "
-    "`{set}` is the name of a set, `heldout` for that of `evaluation.path`. [How to evaluate](how-to/evaluate.md)",
+    "These metrics are written to `evaluations.jsonl`. The `step` of a record is the oldest version that generated a "
+    "token of the evaluation. `{set}` is the name of a set; the set of `evaluation.path` is called `heldout`. See "
+    "[How to evaluate](how-to/evaluate.md).",
     (
         Metric(
             "evaluation/score", "score", "Mean of the scores of all sets.",
-            "rises", "If it falls while `reward/mean` rises, the reward is exploited: read samples.",
+            "rises", "If it falls while `reward/mean` rises, the policy exploits the reward: read `samples.jsonl`.",
         ),
         Metric(
             "evaluation/{set}/score", "score",
-            "Mean of the set's function, over its prompts, of the mean over the completions of each.", "rises", "As above.",
+            "Score of the set: the mean over its prompts, where the score of a prompt is the mean over its completions.",
+            "rises", "If it falls while `reward/mean` rises, the policy exploits the reward: read `samples.jsonl`.",
         ),
         Metric(
             "evaluation/{set}/pass_at_{number}", "probability",
-            "Unbiased estimate of the probability that at least one of so many completions of a prompt reaches "
+            "Unbiased estimate of pass@k: the probability that at least one of k completions of a prompt reaches "
             "`evaluation.pass_score`.",
             "rises",
-            "If only pass@1 rises, and pass@k falls, the policy has lost variety: raise `rollout.temperature` or add a KL penalty.",
+            "If pass@1 rises while pass@k falls, the policy has lost diversity: raise `rollout.temperature` or add a KL penalty.",
         ),
         Metric(
-            "evaluation/{set}/length_mean", "tokens", "Mean length of a completion, observations included.", "steady",
-            "If it grows towards the longest allowed, read `cut_fraction`.",
+            "evaluation/{set}/length_mean", "tokens", "Mean length of a completion, including observations.", "steady",
+            "If it approaches the maximum length, check `cut_fraction`.",
         ),
-        Metric("evaluation/{set}/length_max", "tokens", "Length of the longest completion.", "below the longest allowed", ""),
+        Metric("evaluation/{set}/length_max", "tokens", "Length of the longest completion.", "below the maximum length", ""),
         Metric(
-            "evaluation/{set}/cut_fraction", "fraction", "Share of completions that were cut at the longest allowed length.",
-            "near 0", "Raise `evaluation.max_new_tokens`: a cut answer is usually scored as a wrong one.",
-        ),
-        Metric("evaluation/{set}/num_prompts", "prompts", "Prompts of the set that received a score.", "all of them", "`rollout_process.log` has the reasons."),
-        Metric("evaluation/{set}/num_completions", "completions", "Completions of the set that received a score.", "all of them", "As above."),
-        Metric("evaluation/seconds", "s", "Duration of the evaluation, from its request on.", "below `evaluation.interval` steps", _FEWER),
-        Metric(
-            "evaluation/newest_version", "batches", "Newest version that generated a token of it.", "`step`",
-            "Above `step`, servers took newer weights meanwhile; see `evaluation.pin`.",
+            "evaluation/{set}/cut_fraction", "fraction", "Fraction of completions that were truncated at the maximum length.",
+            "near 0", "Raise `evaluation.max_new_tokens`: a truncated completion is usually scored as incorrect.",
         ),
         Metric(
-            "evaluation/mixed_fraction", "fraction", "Share of completions with tokens of weights newer than `step`.", "0",
-            "With a second server, `evaluation.pin` keeps it at 0. With one, evaluate less, so that it ends within a step.",
+            "evaluation/{set}/num_prompts", "prompts", "Number of prompts of the set that received a score.",
+            "all prompts of the set", "`rollout_process.log` has the reasons.",
         ),
-        Metric("evaluation/left_out", "evaluations", "Evaluations of this process that were due while another one was running.", "0", _FEWER),
+        Metric(
+            "evaluation/{set}/num_completions", "completions", "Number of completions of the set that received a score.",
+            "all completions of the set", "`rollout_process.log` has the reasons.",
+        ),
+        Metric(
+            "evaluation/seconds", "s", "Duration of the evaluation, measured from its request.",
+            "below `evaluation.interval` steps", _FEWER,
+        ),
+        Metric(
+            "evaluation/newest_version", "batches", "Newest version that generated a token of the evaluation.", "`step`",
+            "If it is above `step`, servers received newer weights during the evaluation; see `evaluation.pin`.",
+        ),
+        Metric(
+            "evaluation/mixed_fraction", "fraction",
+            "Fraction of completions that contain tokens generated by weights newer than `step`.", "0",
+            "With a second server, `evaluation.pin` keeps it at 0. With a single server, use fewer prompts, so that an "
+            "evaluation ends within a step.",
+        ),
+        Metric(
+            "evaluation/left_out", "evaluations",
+            "Number of evaluations that were skipped because another one was still running, since this process started.",
+            "0", _FEWER,
+        ),
         Metric(
             "evaluation/begun_again", "evaluations",
-            "Evaluations of this process that were begun again with newer weights, because their server, which `evaluation.pin` "
-            "had left at older ones, was the last that could take new weights, or left the run.",
-            "0", "Find out why servers are lost: `weight_sync/failures`, and the servers' logs.",
+            "Number of evaluations that were restarted with newer weights since this process started, because the server "
+            "that `evaluation.pin` had kept at older weights left the run or was the last one that could receive new weights.",
+            "0", "Find out why servers are lost: check `weight_sync/failures` and the logs of the servers.",
         ),
-        Metric("num_prompts", "prompts", "Held-out prompts of all sets that received a score.", "all of them", "`rollout_process.log` has the reasons."),
+        Metric(
+            "num_prompts", "prompts", "Number of held-out prompts of all sets that received a score.",
+            "all held-out prompts", "`rollout_process.log` has the reasons.",
+        ),
     ),
 )  # fmt: skip

@@ -7,87 +7,87 @@ from torchtitan.grpo.observe.metric_docs.entry import Metric, Section
 
 REWARDS = Section(
     "Rewards",
-    "Computed from the rollouts of the step's batch. Each reward function has a metric of its own name.",
+    "These metrics are computed from the rollouts of the step's batch. Each reward function has a metric of its own.",
     (
         Metric(
             "reward/mean", "reward",
-            "Mean reward: the sum of the reward functions, weighted by `reward.weights`.",
+            "Mean reward. A reward is the sum of the reward functions, weighted by `reward.weights`.",
             "rises over tens of steps, with noise between steps",
-            "Read `reward/equal_groups_fraction` first, then samples. If it falls, lower `optimizer.lr`.",
+            "Check `reward/equal_groups_fraction` first, then read `samples.jsonl`. If it falls, lower `optimizer.lr`.",
         ),
         Metric(
             "reward/std", "reward",
-            "Standard deviation of the rewards of all samples of the batch, over groups as well.",
+            "Standard deviation of the rewards of all samples of the batch, within and across groups.",
             "above 0",
-            "At 0 all samples earned the same; see `reward/equal_groups_fraction`.",
+            "If it is 0, all samples received the same reward; see `reward/equal_groups_fraction`.",
         ),
         Metric(
             "reward/{function}", "reward",
-            "Mean value of one reward function before its weight, over the samples to which it applies. A "
-            "function that shares its name with another one is named by its path.",
+            "Mean value of one reward function before weighting, over the samples to which it applies. If two functions "
+            "have the same name, each is named by its path.",
             "each rises, or is at its best value",
             "If one rises while another falls, they conflict: change `reward.weights`.",
         ),
         Metric(
             "reward/equal_groups", "groups",
-            "Groups of the batch whose rewards, as they are trained (after `grpo.overlong_penalty` and "
-            "scaling), are all equal. With groups of one sample, the whole batch is compared.",
+            "Number of groups of the batch in which all rewards are equal. The rewards are compared as they are used for "
+            "training (after `grpo.overlong_penalty` and scaling). With groups of one sample, the whole batch is compared.",
             "less than half of `grpo.prompts_per_step`",
             "See `reward/equal_groups_fraction`.",
         ),
         Metric(
             "reward/equal_groups_fraction", "fraction",
-            "Share of such groups. Their advantages are 0, and nothing is learned from them.",
+            "Fraction of groups in which all rewards are equal. Their advantages are 0, so nothing is learned from them.",
             "below 0.5; it rises as the task is solved",
-            "At 1 for five steps the run says that nothing is learned, with likely causes: a constant reward, "
-            "completions that are messages and not strings, all cut off at `rollout.max_new_tokens`, a task "
-            "too easy or too hard. Between: choose prompts of medium difficulty, raise `grpo.group_size`, or "
-            "set `rollout.dynamic_sampling`.",
+            "If it is 1 for five steps, the run reports that nothing is learned and lists likely causes: a constant reward, "
+            "completions that are messages and not strings, completions that are all truncated at "
+            "`rollout.max_new_tokens`, or a task that is too easy or too hard. If it is high but below 1, choose prompts of "
+            "medium difficulty, raise `grpo.group_size`, or set `rollout.dynamic_sampling`.",
         ),
     ),
 )  # fmt: skip
 
 LENGTHS = Section(
-    "Answers",
-    "Lengths count the tokens that the model wrote, not those that an environment inserted.",
+    "Completion lengths",
+    "Lengths count the tokens that the model generated, without those that an environment inserted.",
     (
         Metric(
             "rollout/completion_tokens_mean", "tokens", "Mean length of the batch's completions.",
             "well below `rollout.max_new_tokens`",
-            "If it grows without an end, use `grpo.overlong_penalty`; if it collapses, look at samples.",
+            "If it keeps growing, set `grpo.overlong_buffer`; if it collapses, read `samples.jsonl`.",
         ),
         Metric(
             "rollout/completion_tokens_min", "tokens", "Length of the shortest completion.",
             "several tokens",
-            "At 1 some completions end at once: check the chat template and `rollout.stop_token_ids`.",
+            "If it is 1, some completions end immediately: check the chat template and `rollout.stop_token_ids`.",
         ),
         Metric(
             "rollout/completion_tokens_max", "tokens", "Length of the longest completion.",
             "below `rollout.max_new_tokens`",
-            "If it is the limit in every step, read `rollout/length_fraction`.",
+            "If it equals `rollout.max_new_tokens` in every step, check `rollout/length_fraction`.",
         ),
         Metric(
             "rollout/length_fraction", "fraction",
-            "Share of completions that were cut off at `rollout.max_new_tokens`.",
+            "Fraction of completions that were truncated at `rollout.max_new_tokens`.",
             "below 0.1",
-            "Raise `rollout.max_new_tokens` (and `training.seq_len`), or check that the model stops: chat "
-            "template, end token.",
+            "Raise `rollout.max_new_tokens` (and `training.seq_len`), or check why the model does not stop: look at the chat "
+            "template and the end-of-sequence token.",
         ),
     ),
 )  # fmt: skip
 
 COUNTS = Section(
-    "What is left out",
-    "Counts since the previous batch, of groups unless the name says otherwise. The step's line shows those that "
-    "are not 0.",
+    "Dropped prompts, completions and requests",
+    "Each metric is a count since the previous batch. The console shows the counts that are not 0 after the line of a "
+    "step, except `rollout/failed_requests`, `rollout/equal_groups_dropped` and `rollout/resumed_groups`.",
     (
         Metric(
-            "rollout/prompts_too_long", "prompts", "Prompts longer than `prompts.max_prompt_tokens`.", "0",
+            "rollout/prompts_too_long", "prompts", "Prompts that are longer than `prompts.max_prompt_tokens`.", "0",
             "Raise `prompts.max_prompt_tokens` and `training.seq_len`.",
         ),
         Metric(
             "rollout/rewards_raised", "groups", "Groups whose reward function raised an exception.", "0",
-            "The console names the function and the line of the first; mend it.",
+            "Fix the function; for the first such group, the console names it and the line that raised.",
         ),
         Metric(
             "rollout/rewards_timed_out", "groups",
@@ -97,174 +97,183 @@ COUNTS = Section(
         Metric(
             "rollout/rewards_unusable", "groups",
             "Groups whose reward function returned no usable number, or ended its process.", "0",
-            "The console has the reason of the first.",
+            "The console shows the reason for the first one.",
         ),
         Metric(
             "rollout/episodes_failed", "completions",
-            "Completions whose environment raised, hung, or ended its process.", "0",
-            "The console has the reason of the first.",
+            "Completions whose environment raised an exception, hung, or ended its process.", "0",
+            "The console shows the reason for the first one.",
         ),
         Metric(
             "rollout/requests_refused", "requests",
-            "Requests that a server answered with 4xx, most often because of their length.", "0",
-            "The console has the server's text.",
+            "Requests to which a server responded with a 4xx status, most often because of their length.", "0",
+            "The console shows the server's message.",
         ),
         Metric(
             "rollout/requests_unanswered", "requests",
-            "Requests that a server answered with 5xx, not in time, or not at all. They are made again, and "
-            "nothing is lost.", "0",
-            "Read the server's log; raise `rollout.request_timeout_seconds` if it is slow.",
+            "Requests to which a server responded with a 5xx status, too late, or not at all. A request is sent a second "
+            "time; if it fails again, its completion is dropped.", "0",
+            "Check the log of the server. If it is slow, raise `rollout.request_timeout_seconds`.",
         ),
         Metric(
             "rollout/logprobs_unusable", "requests",
-            "Answers without a finite log-probability of each token.", "0",
+            "Responses that do not have a finite log-probability for each token.", "0",
             "Start vLLM with `--logprobs-mode processed_logprobs`, as `scripts/serve_vllm.sh` does.",
         ),
         Metric(
             "rollout/answers_unusable", "requests",
-            "Answers that contradict the request or themselves in another way.", "0",
-            "The console has the reason of the first; a proxy may change answers.",
+            "Responses that contradict the request or themselves in any other way.", "0",
+            "The console shows the reason for the first one. A proxy may modify the responses.",
         ),
         Metric(
             "rollout/answers_cut_by_a_server", "requests",
-            "Answers that a server ended before `rollout.max_new_tokens`, because its longest sequence is too "
-            "short.", "0",
-            "Serve with a larger `--max-model-len`, or lower `prompts.max_prompt_tokens`.",
+            "Completions that a server ended before `rollout.max_new_tokens`, because the maximum sequence length of the "
+            "server is too short.", "0",
+            "Start the server with a larger `--max-model-len`, or lower `prompts.max_prompt_tokens`.",
         ),
         Metric(
-            "rollout/heldout_unscored", "prompts",
-            "Completions of held-out prompts that got no score in an evaluation, those of prompts that are too long included.", "0",
-            "The console has the reason of the first.",
+            "rollout/heldout_unscored", "completions",
+            "Completions of held-out prompts that received no score in an evaluation, including those of prompts that are "
+            "too long.", "0",
+            "The console shows the reason for the first one.",
         ),
         Metric(
-            "rollout/failed_groups", "groups", "Groups with too few usable completions from the servers.",
-            "0", "Read `rollout_process.log` and the servers' logs.",
+            "rollout/failed_groups", "groups", "Groups that received too few usable completions from the servers.",
+            "0", "Check `rollout_process.log` and the logs of the servers.",
         ),
         Metric(
             "rollout/unscored_groups", "groups",
-            "Groups whose scoring raised, hung, or returned no usable number.", "0",
+            "Groups whose scoring raised an exception, hung, or returned no usable number.", "0",
             "`rollout_process.log` has the traceback.",
         ),
         Metric(
             "rollout/filtered_groups", "groups",
-            "Groups that a filter left out: `rollout.min_completion_tokens`, `rollout.drop_truncated`, "
-            "`rollout.should_accept`, `rollout.dynamic_sampling`.",
-            "as you intend", "Generation for these groups is lost; loosen the filter.",
+            "Groups that were removed by a filter: `rollout.min_completion_tokens`, `rollout.drop_truncated`, "
+            "`rollout.should_accept`, or `rollout.dynamic_sampling`.",
+            "as you intend", "Loosen the filter; the generation work for these groups is wasted.",
         ),
         Metric(
             "rollout/equal_groups_dropped", "groups",
-            "Those of them that `rollout.dynamic_sampling` left out because their rewards are all equal.",
-            "less than a batch", "As for `reward/equal_groups_fraction`.",
+            "Groups that `rollout.dynamic_sampling` removed because all their rewards are equal. They are also counted in "
+            "`rollout/filtered_groups`.",
+            "less than a batch", "Take the same measures as for `reward/equal_groups_fraction`.",
         ),
         Metric(
             "rollout/expired_groups", "groups",
-            "Groups with tokens older than the version that their server was attested to serve.", "0",
-            "A server restarted with old weights or does not serve what it says; read its log.",
+            "Groups with tokens from a version older than the one that their server was attested to serve.", "0",
+            "The server restarted with old weights, or does not serve the version that it reports; check its log.",
         ),
         Metric(
             "rollout/overdue_groups", "groups",
-            "Groups that held up a batch and were given up (`rollout.overdue = \"drop\"`).", "few",
-            "Raise `rollout.max_head_offpolicyness`, or use `rollout.overdue = \"resume\"`.",
+            "Groups that delayed a batch and were dropped (`rollout.overdue = \"drop\"`).", "few",
+            "Raise `rollout.max_head_offpolicyness`, or set `rollout.overdue = \"resume\"`.",
         ),
         Metric(
             "rollout/failed_requests", "requests",
-            "Requests that a server did not answer with a usable completion; each is repeated once.", "0",
+            "Requests that a server did not answer with a usable completion. A failed request is sent a second time; if "
+            "the server was lost, the request is sent until another server answers.", "0",
             "`rollout_process.log` names the server and the reason.",
         ),
         Metric(
             "rollout/cut_rollouts", "completions",
             "Completions that were ended early (`rollout.overdue = \"cut\"`).", "few",
-            "As for `rollout/overdue_groups`.",
+            "Raise `rollout.max_head_offpolicyness`, or set `rollout.overdue = \"resume\"`.",
         ),
         Metric(
             "rollout/resumed_groups", "groups",
-            "Groups that were started again with their tokens as context (`rollout.overdue = \"resume\"`).",
-            "few", "As for `rollout/overdue_groups`.",
+            "Groups that were restarted with their generated tokens as context (`rollout.overdue = \"resume\"`).",
+            "few", "Raise `rollout.max_head_offpolicyness`.",
         ),
     ),
 )  # fmt: skip
 
 GENERATION = Section(
     "Generation",
-    "The state of the rollout process when the batch was delivered, and shares of the time since the batch before.",
+    "The state of the rollout process when it delivered the batch, and rates and fractions of the time since the previous "
+    "batch.",
     (
         Metric(
-            "rollout/tokens_per_second", "tokens/s", "Tokens generated by all servers.",
+            "rollout/tokens_per_second", "tokens/s", "Throughput of generation: tokens generated by all servers.",
             "at least `time/trained_tokens_per_second`",
             "Add servers, or raise `rollout.max_concurrent_rollouts`.",
         ),
         Metric(
-            "rollout/buffer_groups", "groups", "Finished groups that wait for later batches.",
+            "rollout/buffer_groups", "groups", "Number of finished groups that wait for later batches.",
             "some, with `rollout.max_head_offpolicyness` above 0",
-            "Always 0 while the trainer waits: generation is the bottleneck.",
+            "If it is always 0 while the trainer waits, generation is the bottleneck.",
         ),
         Metric(
-            "rollout/inflight_rollouts", "completions", "Completions that are being generated.",
+            "rollout/inflight_rollouts", "completions", "Number of completions that are being generated.",
             "near `rollout.max_concurrent_rollouts`",
-            "Read `rollout/wait_trainer_fraction` and the servers' `window`.",
+            "Check `rollout/wait_trainer_fraction` and the `window` of the servers.",
         ),
         Metric(
             "rollout/idle_fraction", "fraction",
-            "Share of time in which nothing was generated: no completion was in flight, or no server was ready.",
-            "near 0; in synchronous training the share of the training itself",
-            "Raise `rollout.max_head_offpolicyness`. At a restart or a lost server, read its log.",
+            "Fraction of time in which nothing was generated, because no completion was in flight or no server was ready.",
+            "near 0; in synchronous training, the fraction of time spent on training",
+            "Raise `rollout.max_head_offpolicyness`. If a server was restarted or lost, check its log.",
         ),
         Metric(
             "rollout/wait_trainer_fraction", "fraction",
-            "Share of time in which a server had room, but no prompt might start before the trainer took a "
-            "batch or sent new weights, while the trainer was busy. As far as the rollout process knows: a "
-            "server may also be slow by itself.",
+            "Fraction of time in which the trainer was busy and a server had room, but no prompt could start before the "
+            "trainer took a batch or sent new weights. This is the view of the rollout process; a slow weight transfer to "
+            "a server is counted as well.",
             "below 0.2",
             "The trainer is the bottleneck: give it more devices, or raise `rollout.max_head_offpolicyness`.",
         ),
         Metric(
             "rollout/hedged_completions", "completions",
-            "Completions of the whole run that were also asked from a second server (`rollout.hedge_seconds`).",
+            "Number of completions in the whole run that were also requested from a second server (`rollout.hedge_seconds`).",
             "few", "Raise `rollout.hedge_seconds`.",
         ),
         Metric(
-            "rollout/hedges_won", "completions", "Those of them that the second server finished first.",
-            "about half of them", "If there are none, hedging only costs: turn it off.",
+            "rollout/hedges_won", "completions", "Number of hedged completions that the second server finished first.",
+            "about half of `rollout/hedged_completions`",
+            "If it stays 0, hedging only adds load: set `rollout.hedge_seconds = 0`.",
         ),
         Metric(
             "rollout/loop_lag_p50_ms", "ms",
-            "Median delay of the rollout process's event loop over the last minute.", "below 10", "As below.",
+            "Median delay of the rollout process's event loop over the last minute.", "below 10",
+            "The process needs a CPU core: reserve one for it, or lower `reward.num_workers`.",
         ),
         Metric(
-            "rollout/loop_lag_p99_ms", "ms", "99th percentile of that delay.", "below 100",
-            "The process lacks a core: leave it one, or use fewer `reward.num_workers`.",
+            "rollout/loop_lag_p99_ms", "ms",
+            "99th percentile of the delay of the rollout process's event loop over the last minute.", "below 100",
+            "The process needs a CPU core: reserve one for it, or lower `reward.num_workers`.",
         ),
         Metric(
-            "rollout/loop_lag_max_ms", "ms", "Longest such delay since the last batch.", "below 1000",
-            "As above.",
+            "rollout/loop_lag_max_ms", "ms",
+            "Longest delay of the rollout process's event loop since the last batch.", "below 1000",
+            "The process needs a CPU core: reserve one for it, or lower `reward.num_workers`.",
         ),
     ),
 )  # fmt: skip
 
 SERVERS = Section(
     "Servers",
-    "The work of each server; `{address}` is its host and port. `running`, `waiting` and `kv_use` are what the server "
-    "itself reports, and are absent until it does.",
+    "The work of each server; `{address}` is its host and port. `running`, `waiting` and `kv_use` are reported by the "
+    "server itself, and are absent until it reports them.",
     (
         Metric(
-            "servers/{address}/inflight_rollouts", "completions", "Completions in flight on the server.",
-            "similar on equal servers", "A server with 0 is lost or not attested; read `weight_sync`.",
+            "servers/{address}/inflight_rollouts", "completions", "Number of completions in flight on the server.",
+            "similar on equal servers",
+            "A server that stays at 0 is lost or not attested; check the `weight_sync` metrics.",
         ),
         Metric(
             "servers/{address}/window", "completions",
-            "Completions that the server is given at once (`rollout.adaptive_concurrency`).",
-            "stable or rising", "It shrinks when the server is overloaded or fails; read its log.",
+            "Maximum number of completions that the server is given at once (`rollout.adaptive_concurrency`).",
+            "stable or rising", "It shrinks when the server is overloaded or fails; check the log of the server.",
         ),
         Metric(
-            "servers/{address}/running", "completions", "Completions that the server computes now.",
-            "above 0", "At 0 with `waiting` above 0 the server is stuck.",
+            "servers/{address}/running", "completions", "Number of completions that the server is computing.",
+            "above 0", "If it is 0 while `waiting` is above 0, the server is stuck.",
         ),
         Metric(
-            "servers/{address}/waiting", "completions", "Completions that wait inside the server.",
+            "servers/{address}/waiting", "completions", "Number of completions in the server's queue.",
             "near 0", "Lower `rollout.max_concurrent_rollouts`, or give the server more memory.",
         ),
         Metric(
-            "servers/{address}/kv_use", "fraction", "Used part of the server's key-value cache.",
+            "servers/{address}/kv_use", "fraction", "Fraction of the server's KV cache in use.",
             "below 0.95", "Lower `rollout.max_concurrent_rollouts`, or give the server more memory.",
         ),
     ),
@@ -272,38 +281,42 @@ SERVERS = Section(
 
 ENVIRONMENTS = Section(
     "Environments",
-    "Present with `rollout.environment`. Counts and means over the whole run.",
+    "These metrics are present with `rollout.environment`. Counts and means cover the whole run.",
     (
         Metric(
-            "environment/step_seconds", "s", "Mean time of one call of `step`.",
-            "far below the time that a turn takes to generate",
+            "environment/step_seconds", "s", "Mean duration of a call of `step`.",
+            "far below the time that it takes to generate a turn",
             "Make the environment faster, or raise `rollout.environment_workers`.",
         ),
         Metric(
-            "environment/failed_episodes", "episodes", "Episodes that raised or timed out.", "0",
+            "environment/failed_episodes", "episodes",
+            "Number of episodes that failed: the environment raised an exception, timed out, ended its process, or returned "
+            "an invalid observation.", "0",
             "`rollout_process.log` has the reason.",
         ),
         Metric(
             "environment/timeouts", "episodes",
-            "Those of them that exceeded `rollout.environment_timeout_seconds`.", "0",
+            "Number of failed episodes in which a call exceeded `rollout.environment_timeout_seconds`.", "0",
             "Raise the limit, or find the call that hangs.",
         ),
         Metric(
             "environment/replayed_turns", "turns",
-            "Turns given again to a new environment after its process ended.", "0",
-            "A worker is killed or crashes; read `rollout_process.log`.",
+            "Number of turns that were replayed in a new environment after the process of the old one ended.", "0",
+            "A worker was killed or crashed; check `rollout_process.log`.",
         ),
         Metric(
             "environment/restarted_completions", "completions",
-            "Completions begun again because their environment did not repeat its answers.", "0",
+            "Number of completions that were restarted because their environment made different observations when its "
+            "turns were replayed.", "0",
             "Make the environment deterministic, or find out why its process ends.",
         ),
         Metric(
             "environment/rewritten_contexts", "turns",
-            "Turns before which the chat template had changed earlier ones, so that they begin a training row of their own "
+            "Number of turns that start a training row of their own because the chat template had changed earlier turns "
             "(`rollout.earlier_turns`).",
-            "0, or each turn but the first if the template leaves out thinking",
-            "If it is not 0 with a template that leaves nothing out, the model writes what the template renders otherwise, such as spaces.",
+            "0, or every turn except the first if the template leaves out the thinking of earlier turns",
+            "If it is not 0 although the template leaves nothing out, the model writes text, such as spaces, that the "
+            "template renders differently.",
         ),
     ),
 )  # fmt: skip
