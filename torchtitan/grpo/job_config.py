@@ -20,9 +20,10 @@ class Job(job_config.Job):
     """``[job]``: torchtitan's table."""
 
     overwrite: bool = False
-    """Begin a new run in a ``dump_folder`` that holds an earlier one: what that run wrote, its
-    checkpoints and exports included, is removed first. Other files stay. Without it such a run is
-    refused, unless it resumes from a checkpoint in the folder."""
+    """Start a new run in a ``dump_folder`` that contains an earlier run. Everything that the
+    earlier run wrote, including its checkpoints and exports, is removed first; other files are
+    kept. Without this setting, such a run is refused unless it resumes from a checkpoint in the
+    folder."""
 
 
 @dataclass
@@ -30,13 +31,13 @@ class Checkpoint(job_config.Checkpoint):
     """``[checkpoint]``: torchtitan's table."""
 
     last_save_model_only: bool = False
-    """Save the model alone at the last step. With False, the default here, the last checkpoint is
-    whole, so that a finished run can go on with more ``training.steps``."""
+    """Save only the model at the last step. With False, the default here, the last checkpoint is
+    complete, so that a finished run can be continued with more ``training.steps``."""
 
     save_failure: Literal["warn", "stop"] = "warn"
-    """What a checkpoint does that cannot be written, because the disk is full or cannot be written
-    to. ``warn`` says so, and training goes on to the next one. ``stop`` ends the run. Earlier
-    checkpoints stay in either case, and what was written in part is removed."""
+    """What happens if a checkpoint cannot be written, because the disk is full or not writable.
+    ``warn`` logs a warning, and training continues until the next checkpoint. ``stop`` ends the
+    run. In either case, earlier checkpoints are kept and the incomplete one is removed."""
 
 
 @dataclass
@@ -50,80 +51,84 @@ class Model(job_config.Model):
     """Must stay ``directory``: the sizes are read from ``hf_assets_path``."""
 
     hf_assets_path: str = ""
-    """Hugging Face directory with config.json, tokenizer.json and safetensors files, or a model on the
-    Hub, as ``organisation/name`` or ``organisation/name@revision``. A directory of that name counts
-    first. Required."""
+    """Hugging Face directory with config.json, tokenizer.json and safetensors files, or the name of
+    a model on the Hub, as ``organization/name`` or ``organization/name@revision``. If a directory
+    of that name exists, it takes precedence. Required."""
 
 
 @dataclass
 class Optimizer(job_config.Optimizer):
     """``[optimizer]``: torchtitan's table, with defaults for post-training.
 
-    A model that has been trained already is moved by small steps. Torchtitan's own defaults are
-    those of pretraining.
+    A trained model needs small updates. Torchtitan's own defaults are meant for pretraining.
     """
 
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Optimizer. ``Muon`` trains the matrices inside of blocks with Muon, each expert's as one of its
-    own, and embedding, output layer, norms and biases with AdamW. docs/how-to/muon.md tells what it
-    costs."""
+    """Optimizer. ``Muon`` trains the matrices inside blocks with Muon, treating each expert's
+    matrices separately, and trains the embedding, the output layer, norms and biases with AdamW.
+    docs/how-to/muon.md describes its cost."""
 
     lr: Annotated[float, at_least(0)] = 1e-6
-    """Learning rate after the warm-up. 1e-6 is the value of the GRPO and DAPO papers
+    """Learning rate after the warmup. 1e-6 is the value of the GRPO and DAPO papers
     (https://arxiv.org/abs/2402.03300, https://arxiv.org/abs/2503.14476), and the default of TRL's
-    ``GRPOConfig`` and of prime-rl. Small models, and updates of few parameters, take more."""
+    ``GRPOConfig`` and of prime-rl. Small models, and training of few parameters, need a higher
+    one."""
 
     beta2: Annotated[float, at_least(0).below(1)] = 0.999
-    """Decay of AdamW's second moment, as in TRL, verl and prime-rl."""
+    """Decay rate of AdamW's second moment. The default is that of TRL, verl and prime-rl."""
 
     weight_decay: Annotated[float, at_least(0)] = 0.0
-    """AdamW's weight decay. 0 is the default of TRL and, for reinforcement learning, of prime-rl:
-    with such learning rates a decay hardly acts, and it would pull the policy away from its
-    reference for no reward. verl takes 0.01, its DAPO recipe 0.1. Muon's is the same."""
+    """Weight decay of AdamW and Muon. 0 is the default of TRL and, for reinforcement learning, of
+    prime-rl. At such low learning rates, weight decay has little effect, and it would pull the
+    policy away from its reference without any benefit to the reward. verl uses 0.01, and its DAPO
+    recipe 0.1."""
 
     muon_lr: Annotated[float, above(0).or_value(0, "optimizer.lr")] = 0.0
-    """Learning rate of Muon after the warm-up, before ``muon_adjust_lr``. ``optimizer.lr`` stays that
-    of AdamW, which ``name = "Muon"`` uses for what is no matrix. All ``muon_...`` are used with
-    ``name = "Muon"``."""
+    """Learning rate of Muon after the warmup, before ``muon_adjust_lr`` is applied.
+    ``optimizer.lr`` remains the learning rate of AdamW, which ``name = "Muon"`` uses for all
+    parameters that are not matrices. All ``muon_...`` settings require ``name = "Muon"``."""
 
     muon_momentum: Annotated[float, at_least(0).below(1)] = 0.95
-    """Decay of Muon's momentum, as in torch and in the Muon post."""
+    """Momentum coefficient of Muon. The default is that of torch and of the Muon post."""
 
     muon_nesterov: bool = True
-    """Whether Muon's update looks one step ahead of its momentum."""
+    """Whether Muon uses Nesterov momentum."""
 
     muon_ns_steps: Annotated[int, at_least(1).below(100)] = 5
-    """Iterations by which Muon makes an update orthogonal, as in torch."""
+    """Number of Newton-Schulz iterations with which Muon orthogonalizes an update. The default is
+    that of torch."""
 
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """How Muon's learning rate depends on the shape of a matrix. ``match_rms_adamw`` (Moonlight) makes
-    updates as large as AdamW's, so that AdamW's learning rate fits. ``original`` multiplies by
-    ``sqrt(max(1, rows / columns))``, and needs a ``muon_lr`` of its own: the Muon post takes 0.02 for
-    pretraining. Torch's default is ``original``."""
+    """How Muon's learning rate depends on the shape of a matrix. ``match_rms_adamw`` (Moonlight)
+    makes updates about as large as those of AdamW, so that AdamW's learning rate can be used.
+    ``original`` multiplies the learning rate by ``sqrt(max(1, rows / columns))`` and requires
+    ``muon_lr``; the Muon post uses 0.02 for pretraining. Torch's default is ``original``."""
 
     muon_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type in which Muon gathers and orthogonalises updates. With ``bfloat16``, as in torch, steps
-    under two layouts differ by about its precision, because it magnifies the last bits of gradients.
-    With ``float32`` they agree as AdamW's do; it takes twice the communication and more time."""
+    """Data type in which Muon gathers and orthogonalizes updates. With ``bfloat16``, as in torch,
+    steps under two layouts differ by about the precision of bfloat16, because orthogonalization
+    magnifies rounding errors of the gradients. With ``float32``, they agree as closely as those of
+    AdamW, at twice the communication and a longer compute time."""
 
 
 @dataclass
 class LRScheduler(job_config.LRScheduler):
     """``[lr_scheduler]``: torchtitan's table, with defaults for post-training.
 
-    The learning rate rises for ``warmup_steps``, stays, and decays over the last part of the run.
-    All of them count batches (``training.steps``), not optimizer steps.
+    The learning-rate schedule has a warmup of ``warmup_steps``, a constant phase, and a decay at
+    the end of the run. All of its lengths count batches (``training.steps``), not optimizer steps.
     """
 
     warmup_steps: Annotated[int, at_least(0)] = 10
-    """Number of steps over which the learning rate rises from 0, as in verl's DAPO recipe. The DAPO
-    paper takes 20; TRL, verl's own default and prime-rl take none."""
+    """Number of steps over which the learning rate rises from 0. The default is that of verl's DAPO
+    recipe. The DAPO paper uses 20; TRL, verl and prime-rl have no warmup by default."""
 
     decay_ratio: Annotated[float, at_least(0).at_most(1)] = 0.0  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Part of the run, at its end, over which the learning rate decays to ``min_lr_factor`` times its
-    value. 0 keeps it constant after the warm-up, as prime-rl, verl and the DAPO paper do: a run can
-    then be made longer at any time, without a jump of the learning rate. With 1 it decays from the
-    end of the warm-up on, as in TRL, whose default is a linear decay, and as torchtitan's default."""
+    """Fraction of the run, at its end, over which the learning rate decays to ``min_lr_factor``
+    times its value. 0 keeps the learning rate constant after the warmup, as in prime-rl, verl and
+    the DAPO paper; a run can then be extended at any time without a jump of the learning rate. With
+    1, it decays from the end of the warmup on, as in torchtitan's default and in TRL, whose default
+    is a linear decay."""
 
 
 @dataclass
@@ -131,20 +136,20 @@ class Training(job_config.Training):
     """``[training]``: torchtitan's table."""
 
     max_norm: Annotated[float, above(0)] = 1.0
-    """Largest norm of a gradient; a gradient with a larger one is scaled down to it. 1 is the default
-    of torchtitan, TRL, verl and prime-rl alike."""
+    """Maximum gradient norm; a gradient with a larger norm is scaled down to it (gradient
+    clipping). 1 is also the default of torchtitan, TRL, verl and prime-rl."""
 
 
 @dataclass
 class Metrics(job_config.Metrics):
     """``[metrics]``: torchtitan's table, with every step logged.
 
-    A step of reinforcement learning takes long, and a run has few of them.
+    A step of reinforcement learning takes a long time, and a run has few of them.
     """
 
     log_freq: Annotated[int, at_least(1)] = 1
-    """Number of steps between two entries in TensorBoard and wandb. ``metrics.jsonl`` has every step
-    in any case. Torchtitan's own default is 10."""
+    """Number of steps between two entries in TensorBoard and wandb. ``metrics.jsonl`` always has
+    every step. Torchtitan's default is 10."""
 
 
 @dataclass
