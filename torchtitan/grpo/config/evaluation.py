@@ -17,11 +17,11 @@ class EvaluationSet:
     """One set of held-out prompts, and how its completions are sampled and scored."""
 
     path: str | None = None
-    """Held-out prompts, in the same form as ``prompts.path``. None evaluates nothing, unless
-    ``sets`` names some."""
+    """Held-out prompts, in the same form as ``prompts.path``. With None, nothing is evaluated,
+    unless ``sets`` is set."""
 
     name: str | None = None
-    """Configuration of a Hugging Face data set that has several. Not used for files."""
+    """Configuration name of a Hugging Face data set that has several. Not used for files."""
 
     split: str = "test"
     """Split of a Hugging Face data set. Not used for files."""
@@ -33,65 +33,68 @@ class EvaluationSet:
     """Reward function, named as in ``reward.functions``, whose mean is reported as the score."""
 
     num_samples: Annotated[int, at_least(1)] = 1
-    """Completions of each prompt. The score of a prompt is their mean. Several need a
-    ``temperature`` above 0."""
+    """Number of completions for each prompt. The score of a prompt is their mean. A value above 1
+    needs a ``temperature`` above 0."""
 
     temperature: Annotated[float, at_least(0)] = 0.0
-    """Sampling temperature. 0 decodes greedily."""
+    """Sampling temperature. 0 is greedy decoding."""
 
     top_p: Annotated[float, above(0).at_most(1)] = 1.0
-    """Nucleus sampling: the smallest set of tokens with this probability is sampled from."""
+    """Nucleus sampling: tokens are sampled from the smallest set of most likely tokens whose total
+    probability is at least this value."""
 
     top_k: Annotated[int, at_least(1).or_value(-1, "all tokens")] = -1
-    """Number of most probable tokens that are sampled from."""
+    """Number of most likely tokens to sample from."""
 
     max_new_tokens: Annotated[int, at_least(1).or_value(0, "rollout.max_new_tokens")] = 0
-    """Longest completion, in tokens. Prompt and completion together have at most
-    ``training.seq_len``."""
+    """Maximum length of a completion, in tokens. A prompt and its completion together have at most
+    ``training.seq_len`` tokens."""
 
     pass_at: list[int] = field(default_factory=list)
-    """Values of k for which pass@k is estimated, each at least 1 and at most ``num_samples``: the
-    probability that at least one of k completions passes."""
+    """Values of k for which pass@k is estimated, each at least 1 and at most ``num_samples``.
+    pass@k is the probability that at least one of k completions passes."""
 
     pass_score: float = 1.0
-    """Score from which on a completion passes."""
+    """Minimum score with which a completion passes."""
 
     kept_samples: Annotated[int, at_least(0)] = 8
-    """Number of prompts of which each evaluation writes all completions into
-    ``evaluation_samples.jsonl``, counted from the beginning of the set."""
+    """Number of prompts, counted from the beginning of the set, for which each evaluation writes
+    all completions to ``evaluation_samples.jsonl``."""
 
 
 @dataclass
 class Evaluation(EvaluationSet):
-    """``[evaluation]``: held-out prompts, whose completions are sampled and scored."""
+    """``[evaluation]``: held-out prompts whose completions are sampled and scored."""
 
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several sets in place of ``path``, as tables ``[evaluation.sets.NAME]``. Each has a ``path``,
-    and may set every other key from ``path`` to ``kept_samples`` for itself; where it does not, the
-    value of ``[evaluation]`` holds."""
+    """Several sets instead of ``path``, as tables ``[evaluation.sets.NAME]``. Each table has a
+    ``path`` and may contain any other key from ``path`` to ``kept_samples``; for keys that it does
+    not contain, the value of ``[evaluation]`` is used."""
 
     interval: Annotated[int, at_least(1).or_value(0, "only at the start and the end")] = 0
-    """Number of steps between two evaluations. They run beside training and never hold it up: one
-    that is due while another one is running is left out. The run also evaluates before its first
-    step and after its last one, and waits for these two. With ``rollout.deterministic``, and with
-    ``grpo.async_weight_update = false``, it waits for each."""
+    """Number of steps between two evaluations. Evaluations run alongside training and never block
+    it: an evaluation that is due while another one is running is skipped. The run also evaluates
+    before its first step and after its last one, and waits for these two evaluations. With
+    ``rollout.deterministic``, and with ``grpo.async_weight_update = false``, it waits for every
+    evaluation."""
 
     max_concurrent: Annotated[int, at_least(1).or_value(0, "rollout.max_concurrent_rollouts")] = 0
-    """Most completions of evaluations in flight at once. Rollouts go first: evaluations take the
-    places that rollouts leave free on the servers, and at least a sixteenth of this number, so that
-    they come to an end."""
+    """Maximum number of evaluation completions in flight at once. Rollouts have priority:
+    evaluations use the capacity that rollouts leave free on the servers, but at least a sixteenth
+    of this number, so that they always make progress."""
 
     pin: bool = True
-    """During an evaluation beside training, leave one of the servers at the evaluated weights and
-    evaluate on it alone. With a single server there is none to spare: completions may then contain
-    tokens of newer weights, and ``evaluation/mixed_fraction`` tells how many do. If all other servers
-    are lost, or take no new weights for long, the pinned server takes them, and the evaluation is
-    begun again with them after the step (``evaluation/begun_again``)."""
+    """During an evaluation alongside training, keep one of the servers at the evaluated weights and
+    evaluate on this server only. With a single server, this is not possible: completions may then
+    contain tokens generated by newer weights, and ``evaluation/mixed_fraction`` shows how many do.
+    If all other servers are lost, or receive no new weights for a long time, the pinned server
+    receives them, and the evaluation is restarted with newer weights after the step
+    (``evaluation/begun_again``)."""
 
     timeout_seconds: Annotated[float, above(0)] = 3600.0
-    """Longest time for which an evaluation is waited for, where one is: before the first step, after
-    the last one, and without a run; then the command ends with an error. A pinned server takes new
-    weights again after this time."""
+    """Maximum time for which an evaluation is waited for, if it is: before the first step, after
+    the last one, and in ``torchtitan-grpo evaluate``. After this time, the command ends with an
+    error. A pinned server receives new weights again after this time."""
 
 
 def evaluation_sets(evaluation: Evaluation) -> dict[str, EvaluationSet]:

@@ -13,18 +13,19 @@ from torchtitan.grpo.config.bounds import above, at_least
 class LoRA:
     """``[lora]``: training low-rank adapters (https://arxiv.org/abs/2106.09685) instead of all weights.
 
-    Each target ``W`` becomes ``W + alpha / rank * B A``. ``W`` is frozen, as are all other weights
-    of the model; only ``A`` and ``B`` have gradients and optimizer states. docs/how-to/lora.md tells
-    how a run with adapters differs.
+    Each target ``W`` becomes ``W + alpha / rank * B A``. ``W`` and all other weights of the model
+    are frozen; only ``A`` and ``B`` have gradients and optimizer states. docs/how-to/lora.md
+    describes how a run with adapters differs from other runs.
     """
 
     rank: Annotated[int, at_least(1).or_value(0, "all weights are trained")] = 0
-    """Rank of the adapters: the number of rows of ``A`` and of columns of ``B``. With 0 there are no
-    adapters, and the other settings of this table have no effect."""
+    """Rank of the adapters: the number of rows of ``A`` and of columns of ``B``. With 0, there are
+    no adapters, and the other settings of this table have no effect."""
 
     alpha: Annotated[float, above(0)] = 32.0
-    """The product ``B A`` is scaled by ``alpha / rank``. ``A`` begins with random values and ``B`` with
-    zeros, as in PEFT, so that the run begins with the model as it is."""
+    """Scaling of the adapters: the product ``B A`` is multiplied by ``alpha / rank``. As in PEFT,
+    ``A`` is initialized with random values and ``B`` with zeros, so that the initial model is
+    unchanged."""
 
     target_modules: list[str] = field(
         default_factory=lambda: [
@@ -32,18 +33,19 @@ class LoRA:
             *("gate_proj", "up_proj", "down_proj"),
         ]
     )
-    """Linear layers that get adapters, by their last name in Hugging Face's model, as PEFT's
-    ``target_modules``. The default is all of them. In mixtures of experts only attention, and the
-    feed-forward layers of dense blocks, can have adapters."""
+    """Linear layers that get adapters, named by the last part of their name in Hugging Face's
+    model, as in PEFT's ``target_modules``. The default is all linear layers. In mixture-of-experts
+    models, only attention, and the feed-forward layers of dense blocks, can have adapters."""
 
     base_dtype: Literal["training", "bfloat16"] = "training"
-    """Dtype in which the frozen weights are kept. ``training`` is ``training.dtype``. ``bfloat16`` halves
-    their memory against float32 and loses nothing if the directory holds them in it. The forward
-    pass computes in ``training.mixed_precision_param`` in either case, and adapters, their gradients
-    and optimizer states have ``training.dtype``."""
+    """Data type in which the frozen weights are kept. ``training`` is ``training.dtype``.
+    ``bfloat16`` needs half the memory of float32, and is lossless if the model directory stores the
+    weights in bfloat16. In either case, the forward pass computes in
+    ``training.mixed_precision_param``, and adapters, their gradients and optimizer states have
+    ``training.dtype``."""
 
     push: Literal["merged", "adapters"] = "merged"
-    """What travels to the servers. ``merged`` sends all weights of the model, with the adapters added
-    to their targets, to servers of any kind. ``adapters`` sends adapters alone, to servers that
-    add them to their own base weights; they must have been started with the model of
+    """What is sent to the servers. ``merged`` sends all weights of the model, with the adapters
+    added to their targets, to servers of any kind. ``adapters`` sends only the adapters, to servers
+    that add them to their own base weights. Such servers must have been started with the model of
     ``model.hf_assets_path``, and an SGLang server must have been started by this project."""
