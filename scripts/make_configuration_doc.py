@@ -7,6 +7,8 @@ usage: python scripts/make_configuration_doc.py [--check]
 With --check nothing is written, and the exit status is 1 if the page is out of date.
 """
 
+import inspect
+import re
 import sys
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
@@ -101,9 +103,10 @@ def _of_upstream(upstream: Any, name: str) -> str:
 def section(table: Any) -> str:
     """Returns one TOML table as a section."""
     assert is_dataclass(table)
-    summary = (table.__doc__ or "").splitlines()[0]
+    summary, _, text = inspect.cleandoc(table.__doc__ or "").partition("\n\n")
     bounds, docs = bounds_of(table), field_docs(table)  # pyright: ignore[reportArgumentType]
-    lines = [f"## {in_markdown(summary)}", ""]
+    lines = [f"## {in_markdown(summary).removesuffix('.')}", ""]
+    lines += [in_markdown(text), ""] if text else []
     lines += ["| key | type | default | valid | meaning |", "|---|---|---|---|---|"]
     lines += [
         f"| `{f.name}` | `{in_markdown(type_name(f.type))}` | `{default_of(f)}` "
@@ -129,8 +132,9 @@ def default_of(field: Field) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """Returns a docstring in the form that a table of Markdown takes."""
-    return text.replace("``", "`").replace("|", "\\|")
+    """Returns a docstring in the form that a table of Markdown takes, with links to other pages."""
+    text = text.replace("``", "`").replace("|", "\\|")
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\1](\1)", text)
 
 
 def main() -> int:

@@ -11,11 +11,12 @@ from torchtitan.grpo.config.bounds import above, at_least
 
 @dataclass
 class GRPO:
-    """``[grpo]``: the algorithm. docs/losses.md has the formulas, the papers and advice.
+    """``[grpo]``: the algorithm.
 
-    A step trains on one batch. It takes ``num_minibatches * num_epochs`` optimizer steps, then
-    advances the learning-rate schedule by one, and pushes the weights to the servers as one new
-    policy version. ``training.steps`` and all intervals count these steps, not optimizer steps.
+    docs/losses.md has the formulas, the papers and advice. A step trains on one batch. It takes
+    ``num_minibatches * num_epochs`` optimizer steps, then advances the learning-rate schedule by
+    one, and pushes the weights to the servers as one new policy version. ``training.steps`` and all
+    intervals count these steps, not optimizer steps.
     """
 
     group_size: Annotated[int, at_least(1)] = 8

@@ -13,15 +13,15 @@ Action = Literal["skip", "stop", "warn", "off"]
 
 @dataclass
 class Guards:
-    """``[guards]``: what happens when a run goes wrong. docs/how-to/guards.md explains each guard.
+    """``[guards]``: what happens when a run goes wrong.
 
-    Guards judge a gradient before its optimizer step, with the same result on every rank. With
-    ``skip``, the optimizer step is skipped: weights and optimizer state do not change, whereas the
-    policy version and the learning-rate schedule advance. With ``stop``, the run ends before the
-    optimizer step with exit status 3 and, with ``checkpoint.enable``, a checkpoint. With ``warn``,
-    the step is taken and a warning is logged; the warning is repeated after 2, 4, 8, ... such steps
-    in a row. With ``off``, nothing is judged. All actions except ``off`` are counted
-    (``guards/...``).
+    docs/how-to/guards.md explains each guard. Guards judge a gradient before its optimizer step,
+    with the same result on every rank. With ``skip``, the optimizer step is skipped: weights and
+    optimizer state do not change, whereas the policy version and the learning-rate schedule
+    advance. With ``stop``, the run ends before the optimizer step with exit status 3 and, with
+    ``checkpoint.enable``, a checkpoint. With ``warn``, the step is taken and a warning is logged;
+    the warning is repeated after 2, 4, 8, ... such steps in a row. With ``off``, nothing is judged.
+    All actions except ``off`` are counted (``guards/...``).
     """
 
     nonfinite: Action = "skip"

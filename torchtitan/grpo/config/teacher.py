@@ -18,10 +18,10 @@ class Teacher:
     """``[teacher]``: a larger or better trained model that rates each token that the trained model samples.
 
     The teacher's log-probability minus the student's, times ``coef``, is added to the advantage of
-    each trained token: this is the reverse KL divergence, estimated at the sampled token. With
-    ``top_k``, the divergence over the teacher's most likely tokens is a term of the loss instead.
-    Without ``reward.functions``, the run learns only from the teacher. docs/how-to/distill.md shows
-    a run.
+    each trained token; it is an estimate of the negative reverse KL divergence from the sampled
+    token. With ``top_k``, the reverse KL divergence over the teacher's most likely tokens is a term
+    of the loss instead. Without ``reward.functions``, the run learns only from the teacher.
+    docs/how-to/distill.md shows a run.
     """
 
     urls: list[str] = field(default_factory=list)
