@@ -92,9 +92,9 @@ class Evaluation(EvaluationSet):
     (``evaluation/begun_again``)."""
 
     timeout_seconds: Annotated[float, above(0)] = 3600.0
-    """Maximum time for which an evaluation is waited for, if it is: before the first step, after
-    the last one, and in ``torchtitan-grpo evaluate``. After this time, the command ends with an
-    error. A pinned server receives new weights again after this time."""
+    """Maximum duration of an evaluation that is waited for: before the first step, after the last
+    one, or in ``torchtitan-grpo evaluate``. After this time, the command ends with an error. A
+    pinned server receives new weights again after this time."""
 
 
 def evaluation_sets(evaluation: Evaluation) -> dict[str, EvaluationSet]:

@@ -132,9 +132,9 @@ class GRPO:
     """Divisor, in tokens, of ``aggregation = "constant_length"``."""
 
     old_policy: Literal["step_start", "sampling"] = "step_start"
-    """The policy that is the denominator of the ratio. ``step_start`` (decoupled PPO) is the policy
-    before the first optimizer step of the batch; ``mismatch_correction`` then corrects for the
-    difference between this policy and the policy that sampled the tokens. ``sampling`` uses the
+    """Policy in the denominator of the ratio. ``step_start`` (decoupled PPO) is the policy before
+    the first optimizer step of the batch; ``mismatch_correction`` then corrects for the difference
+    between this policy and the policy that sampled the tokens. ``sampling`` uses the
     log-probabilities that the servers recorded, and applies no further correction."""
 
     mismatch_correction: Literal["none", "truncate", "mask"] = "truncate"
@@ -144,8 +144,9 @@ class GRPO:
     and 0 outside. ``none`` applies no weight. Used with ``old_policy = "step_start"``."""
 
     mismatch_level: Literal["token", "sequence", "geometric"] = "token"
-    """Over what the importance ratio is computed: each token alone (``token``), the product over
-    the trained tokens of the sequence (``sequence``), or their geometric mean (``geometric``)."""
+    """Level at which the importance ratio is computed: for each token alone (``token``), as the
+    product over the trained tokens of the sequence (``sequence``), or as their geometric mean
+    (``geometric``)."""
 
     importance_cap: Annotated[float, above(0)] = 2.0
     """Upper bound of the importance ratio of ``mismatch_correction``."""

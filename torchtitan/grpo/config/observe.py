@@ -18,8 +18,9 @@ class Observe:
     not written."""
 
     print_samples: Annotated[int, at_least(0)] = 0
-    """Number of these rollouts that are also printed in each step as the model saw them, with
-    special tokens, turns, trained tokens, advantage and rewards. At most ``samples_per_step``."""
+    """Number of the rollouts of ``samples.jsonl`` that are also printed in each step as the model
+    saw them, with special tokens, turns, trained tokens, advantage and rewards. At most
+    ``samples_per_step``."""
 
     equal_rewards_steps: Annotated[int, at_least(1).or_value(0, "off")] = 5
     """Number of steps in a row without two different rewards in any group after which a warning
@@ -31,18 +32,18 @@ class Observe:
     addresses are written to ``<dump_folder>/monitoring``; docs/how-to/monitor.md describes them."""
 
     monitor_host: str = "127.0.0.1"
-    """Address on which both listen. An address other than loopback needs a key in the environment
-    variable ``TORCHTITAN_GRPO_MONITOR_KEY``, which clients send as ``Authorization: Bearer
-    KEY``."""
+    """Address on which ``/healthz`` and ``/metrics`` are served. An address other than loopback
+    needs a key in the environment variable ``TORCHTITAN_GRPO_MONITOR_KEY``, which clients send as
+    ``Authorization: Bearer KEY``."""
 
     monitor_port: Annotated[int, at_least(1).at_most(65534).or_value(0, "free ports")] = 0
-    """Port of rank 0. The rollout process uses the next port."""
+    """Port of ``/healthz`` and ``/metrics`` on rank 0. The rollout process uses the next port."""
 
     stuck_seconds: Annotated[float, above(0)] = 600.0
-    """Time after which ``/healthz`` responds with 503. On rank 0, this happens if a phase takes
-    longer than this and longer than three times the longest earlier phase of the same kind. In the
-    rollout process, it happens if for this time no server could accept requests, or rank 0 has
-    waited for a batch and no completion has finished."""
+    """Time without progress after which ``/healthz`` responds with 503. On rank 0, this happens if
+    a phase takes longer than this and longer than three times the longest earlier phase of the same
+    kind. In the rollout process, it happens if for this time no server could accept requests, or
+    rank 0 has waited for a batch and no completion has finished."""
 
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """How progress is shown: a live ``bar``, a line for each step (``lines``), or nothing.

@@ -153,8 +153,8 @@ class Rollout:
 
     hedge_seconds: Annotated[float, above(0).or_value(0, "never")] = 0.0
     """If a server has not answered a request for a completion after this time, and would at its
-    usual speed already have generated the longest allowed completion, an idle server receives the
-    same request, and the first answer is used."""
+    usual speed already have generated the longest allowed completion, another server that has room
+    receives the same request, and the first answer is used."""
 
     batch_timeout_seconds: Annotated[float, above(0)] = 1800.0
     """Maximum time for which the trainer waits for a batch, or for a part of it with ``stream``.

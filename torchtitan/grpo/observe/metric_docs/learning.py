@@ -66,7 +66,7 @@ POLICY = Section(
         ),
         Metric(
             "policy/approx_kl", "nats/token",
-            "k3 estimate of the KL divergence from the policy that is the denominator of the ratio.",
+            "k3 estimate of the KL divergence from the policy in the denominator of the ratio.",
             "0 with one optimizer step per batch; otherwise below 0.05",
             "Take the same measures as for `loss/clipped_fraction`.",
         ),
