@@ -44,28 +44,28 @@ class RolloutProcessConfig:
     start_version: int
     """Policy version at the start: above 0 in a resumed run, the number of batches trained on."""
     progress: PromptProgress
-    """Prompts that a resumed run has already used, and those that it has to start with."""
+    """Prompts that a resumed run has already used, and those with which it must start."""
     workers: Workers = field(default_factory=Workers)
     teacher: Teacher = field(default_factory=Teacher)
     saved_rollouts: str | None = None
     """File with the rollouts that were finished when the checkpoint was written."""
     incarnation: int = 0
-    """Number of rollout processes that this run has had before."""
+    """Number of earlier rollout processes of this run."""
     samples_per_step: int = 0
-    """``observe.samples_per_step``: rank 0 receives the token ids of these rollouts in any case."""
+    """``observe.samples_per_step``: rank 0 always receives the token ids of these rollouts."""
     servers_beside_training: bool = False
-    """Whether training uses the GPUs in ``server_gpus``, too."""
+    """Whether training also uses the GPUs in ``server_gpus``."""
     monitor_host: str = ""
     """Address on which ``/healthz`` and ``/metrics`` are served; empty if they are not."""
     monitor_port: int = 0
-    """Their port; 0 takes a free one."""
+    """Port of ``/healthz`` and ``/metrics``; 0 uses a free port."""
     stuck_seconds: float = 600.0
     """``observe.stuck_seconds``."""
     fetch_host: str = ""
     """Address of this host for the ranks: where launched servers listen, and where ranks fetch
     rollouts with ``prompts.single_rank_load = false``."""
     fetch_secret: str = ""
-    """Token that each such fetch must present."""
+    """Token that each fetch of rollouts by a rank must present."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as plain data, for the message that carries it."""
