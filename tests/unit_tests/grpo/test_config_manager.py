@@ -199,6 +199,7 @@ def test_loss_settings_out_of_range_or_without_effect_are_refused(load, argument
     ("arguments", "message"),
     [
         (["--inference.max_restarts=-1"], r"inference\.max_restarts must be at least 0, got -1"),
+        (["--inference.max_restart_seconds=2"], r"restart_seconds \(5\), .*got 2"),
         (["--inference.restart_seconds=0"], r"inference\.restart_seconds must be above 0"),
         (["--weight_sync.push_timeout_seconds=0"], r"push_timeout_seconds must be above 0"),
         (["--weight_sync.retry_seconds=0"], r"weight_sync\.retry_seconds must be above 0"),

@@ -111,11 +111,15 @@ class Inference:
     """Maximum time until a server, launched or not, reports that it is ready."""
 
     max_restarts: Annotated[int, at_least(0)] = 3
-    """Maximum number of times that each launched server is restarted after it ended
-    unexpectedly."""
+    """Maximum number of times in a row that each launched server is restarted after it ended
+    unexpectedly. A server that has been up for ten minutes after a restart counts from 0 again."""
 
     restart_seconds: Annotated[float, above(0)] = 5.0
-    """Delay before a launched server is restarted. It doubles with each restart of that server."""
+    """Delay before a launched server is restarted. It doubles with each restart in a row of that
+    server, up to ``max_restart_seconds``."""
+
+    max_restart_seconds: Annotated[float, above(0)] = 60.0
+    """Maximum delay before a launched server is restarted, at least ``restart_seconds``."""
 
     control_timeout_seconds: Annotated[float, above(0)] = 30.0
     """Maximum duration of one control request to a server, such as pausing it or reading its

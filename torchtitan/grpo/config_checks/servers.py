@@ -66,10 +66,7 @@ def check_inference(config: JobConfig) -> None:
         f"inference.python = '{row.environment}/bin/python'.",
     )
     if inference.launch:
-        try:
-            refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        _check_launch(inference)
     running = -(-config.rollout.max_concurrent_rollouts // inference.num_servers)
     budget = inference.max_batched_tokens
     require(
@@ -81,6 +78,19 @@ def check_inference(config: JobConfig) -> None:
     require(
         python is None or os.access(python, os.X_OK),
         f"inference.python must be an executable file, got {python}.",
+    )
+
+
+def _check_launch(inference: grpo_config.Inference) -> None:
+    try:
+        refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    require(
+        inference.max_restart_seconds >= inference.restart_seconds,
+        "inference.max_restart_seconds must be at least inference.restart_seconds "
+        f"({inference.restart_seconds:g}), from which the pause grows, got "
+        f"{inference.max_restart_seconds:g}.",
     )
 
 
@@ -115,7 +125,7 @@ def _check_reachable(urls: list[str]) -> None:
 
 _LAUNCH_ONLY = (
     "num_servers", "python", "device", "dtype", "max_batched_tokens", "extra_args", "max_restarts",
-    "restart_seconds",
+    "restart_seconds", "max_restart_seconds",
 )  # fmt: skip
 """Further keys of ``[inference]`` that only servers which the run starts read. A file may hold them
 for a run that launches servers, while the command line names servers that run already."""

@@ -203,9 +203,7 @@ class HttpConnection:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # No limit: the dispatcher bounds the number of requests in flight. By default,
-            # connections are not kept: a request on one that the server is just closing is
-            # lost, and its completion would have to be sampled again.
+            # No limit: the dispatcher bounds the number of requests in flight.
             kept: dict[str, Any] = {"force_close": True}
             if self._idle_seconds:
                 kept = {"keepalive_timeout": self._idle_seconds}

@@ -14,7 +14,7 @@ from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets, se
 from torchtitan.grpo.inference.access import TEACHER_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.http import HttpConnection
-from torchtitan.grpo.inference.kinds import kind_row
+from torchtitan.grpo.inference.kinds import IDLE_SECONDS, kind_row
 from torchtitan.grpo.inference.urls import checked_urls
 from torchtitan.grpo.rewards.gold_answers import MAX_ROWS, Example
 from torchtitan.grpo.rewards.scoring_pool import RewardPool
@@ -328,6 +328,7 @@ def make_teacher_pool(
                 api_key=key,
                 admin_key=key,
                 timeout_seconds=config.inference.control_timeout_seconds,
+                idle_seconds=IDLE_SECONDS,
             ),
             row.capabilities,
             request_timeout_seconds=settings.request_timeout_seconds,

@@ -23,7 +23,7 @@ from torchtitan.grpo.attestation import (
 )
 from torchtitan.grpo.config import Inference, WeightSync
 from torchtitan.grpo.inference.client import InferenceClient
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.peft_format import AdapterNames
@@ -44,10 +44,6 @@ from torchtitan.grpo.weight_sync.slots import SlotTable, SlotVersions
 from torchtitan.grpo.weight_sync.snapshot import Snapshots
 from torchtitan.grpo.weight_sync.transports import make_transport
 from torchtitan.grpo.weight_sync.transports.interface import Sender, Transport
-
-# A push makes many requests in a row, and opening a connection takes as long as a request. Servers
-# keep idle connections open for at least 5 s (uvicorn, which vLLM and SGLang use).
-_IDLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ def client_for(inference: Inference, server: ServerInfo) -> InferenceClient:
         api_key=inference.api_key,
         admin_key=inference.admin_key,
         control_timeout_seconds=inference.control_timeout_seconds,
-        idle_seconds=_IDLE_SECONDS,
+        idle_seconds=IDLE_SECONDS,
     )
 
 

@@ -5,7 +5,7 @@
 
 import pytest
 
-from torchtitan.grpo.weight_sync.lane_state import Backoff, LaneEvent, LaneState, next_state
+from torchtitan.grpo.weight_sync.lane_state import LaneEvent, LaneState, next_state
 
 
 def _after(*events, state=LaneState.JOINING):
@@ -47,25 +47,6 @@ def test_a_removed_server_is_closed_for_good():
 def test_what_must_not_happen_is_refused_with_what_may():
     with pytest.raises(ValueError, match=r"syncing can take \['committed', 'failed', 'removed'\]"):
         next_state(LaneState.SYNCING, LaneEvent.ATTESTED)
-
-
-def test_the_pause_doubles_up_to_the_longest_and_starts_again_after_a_success():
-    backoff = Backoff(1.0, 5.0)
-    assert [backoff.seconds_after_failure() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
-    backoff.reset()
-    assert backoff.seconds_after_failure() == 1.0
-
-
-def test_the_pause_stays_finite_after_any_number_of_failures():
-    backoff = Backoff(0.5, 30.0)
-    backoff.num_failures = 10**6
-    assert backoff.seconds_after_failure() == 30.0
-
-
-@pytest.mark.parametrize("seconds", [(0.0, 1.0), (2.0, 1.0), (-1.0, 1.0)])
-def test_a_pause_that_cannot_be_is_refused(seconds):
-    with pytest.raises(ValueError, match=r"weight_sync\.retry_seconds"):
-        Backoff(*seconds)
 
 
 def _leads_to(state, event):

@@ -19,7 +19,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.join_check import WrongServer, check_server
-from torchtitan.grpo.inference.kinds import make_client
+from torchtitan.grpo.inference.kinds import IDLE_SECONDS, make_client
 from torchtitan.grpo.inference.local_servers import (
     HeldPorts,
     LaunchedServer,
@@ -291,6 +291,7 @@ class ServerFleet:
             admin_key=inference.admin_key,
             control_timeout_seconds=inference.control_timeout_seconds,
             request_timeout_seconds=self._config.rollout.request_timeout_seconds,
+            idle_seconds=IDLE_SECONDS,
         )
         # The number is higher than any number that an earlier rollout process can have reported.
         before = self._num_joined.get(client.url, self._config.incarnation * _JOINS_OF_A_PROCESS)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Restarts a launched server if it ends or no longer listens, a limited number of times.
+"""Restarts a launched server if it ends or no longer listens, a limited number of times in a row.
 
 ::
 
@@ -12,7 +12,8 @@
 
 The restarted server listens on the same port, so its URL does not change, and it loads the weights
 of its model directory. It gets requests again once the weight pusher has pushed and attested newer
-weights.
+weights. Once it has been up for ten minutes, its restarts count from 0 again: a server that ends
+once a day is restarted every day, and one that ends right after each start is soon given up.
 
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server has
 already closed its socket, and the supervisor ends it. A frozen or busy server still has its socket
@@ -28,6 +29,7 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.local_servers import LaunchedServer, start_server
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
+from torchtitan.grpo.system.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ _LOOK_SECONDS = 0.05
 _LISTEN_SECONDS = 2.0  # between two looks at a server's socket
 # This is longer than a server needs to end in the normal way after it has closed its socket.
 _DEAF_SECONDS = 10.0
+_PROVEN_SECONDS = 600.0  # a server that was up for so long has started well
 
 
 class Supervisor:
@@ -68,25 +71,30 @@ class Supervisor:
         Raises:
             ValueError: If ``inference.python`` can no longer be run.
         """
-        num_restarts, max_restarts = 0, self._inference.max_restarts
+        max_restarts = self._inference.max_restarts
+        backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
         end = await self._wait_for_end()
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")
             self.server = None
-            if num_restarts == max_restarts:
-                return f"It was restarted {num_restarts} times (inference.max_restarts). {end}"
-            seconds = self._inference.restart_seconds * 2**num_restarts
-            num_restarts += 1
+            if backoff.num_failures == max_restarts:
+                return f"It was restarted {max_restarts} times (inference.max_restarts). {end}"
+            seconds = backoff.seconds_after_failure()
             logger.error(
                 "Restart %d of at most %d (inference.max_restarts) of %s follows in %g s. %s",
-                num_restarts, max_restarts, self.client.url, seconds, end,
+                backoff.num_failures, max_restarts, self.client.url, seconds, end,
             )  # fmt: skip
             await asyncio.sleep(seconds)
             if self._is_closed:
                 return end
             self._start()
             dispatcher.set_running(self.client.url)
-            end = await self._wait_until_up() or await self._wait_for_end()
+            end = await self._wait_until_up()
+            if end is None:
+                up_since = time.monotonic()
+                end = await self._wait_for_end()
+                if time.monotonic() - up_since >= _PROVEN_SECONDS:
+                    backoff.reset()
 
     def close(self) -> LaunchedServer | None:
         """Prevents further restarts. Returns the running server, if any, for the caller to stop."""

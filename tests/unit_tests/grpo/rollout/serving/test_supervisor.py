@@ -1,10 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""A launched server that has closed its socket and does not end is ended; a frozen one is not."""
+"""When a launched server is ended, and when it is restarted."""
 
 import asyncio
+import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -73,3 +75,58 @@ def test_a_server_that_is_frozen_is_left_to_the_weight_pusher(server: LaunchedSe
     os.killpg(server.process.pid, signal.SIGSTOP)
     assert supervise(server, 2.0) is None
     assert server.process.poll() is None
+
+
+def pauses_until(
+    num_pauses: int, server: LaunchedServer, monkeypatch, caplog, inference: Inference
+) -> tuple[list[float], str | None]:
+    """Returns the pauses before restarts of a server that ends right after it is up, and its end.
+
+    The end is ``None`` if the server is not given up after ``num_pauses`` pauses.
+    """
+
+    def start(spec: ServerSpec, log_file: Path, *, keep_log: bool) -> LaunchedServer:
+        return LaunchedServer(spec, start_child([sys.executable, "-c", ""]), log_file)
+
+    async def is_up(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(supervisor, "start_server", start)
+    monkeypatch.setattr(supervisor, "wait_until_up", is_up)
+    dispatcher: Any = SimpleNamespace(
+        set_down=lambda url, reason: None, set_running=lambda url: None
+    )
+    client: Any = SimpleNamespace(url=server.url)
+    one = supervisor.Supervisor(server, client, inference)
+
+    def pauses() -> list[float]:
+        return [float(seconds) for seconds in re.findall(r"follows in (\S+) s", caplog.text)]
+
+    async def run() -> str | None:
+        work = asyncio.create_task(one.run(dispatcher))
+        async with asyncio.timeout(60):
+            while not work.done() and len(pauses()) < num_pauses:
+                await asyncio.sleep(0.01)
+        if work.done():
+            return work.result()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return None
+
+    server.stop(grace_seconds=0.0)
+    with caplog.at_level(logging.ERROR):
+        end = asyncio.run(run())
+    return pauses(), end
+
+
+def test_a_server_that_ends_after_each_start_is_given_up(server, monkeypatch, caplog):
+    inference = Inference(max_restarts=4, restart_seconds=0.01, max_restart_seconds=0.03)
+    pauses, end = pauses_until(99, server, monkeypatch, caplog, inference)
+    assert pauses == [0.01, 0.02, 0.03, 0.03]
+    assert end is not None and end.startswith("It was restarted 4 times")
+
+
+def test_a_server_that_was_up_for_long_has_all_restarts_again(server, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "_PROVEN_SECONDS", 0.0)
+    inference = Inference(max_restarts=1, restart_seconds=0.01)
+    assert pauses_until(5, server, monkeypatch, caplog, inference) == ([0.01] * 5, None)
