@@ -18,6 +18,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,9 +44,42 @@ class Check:
     holds: bool
 
 
+def read_summary(run: Path) -> dict[str, Any]:
+    """Reads ``summary.json`` of a run.
+
+    Raises:
+        ValueError: If the run has not finished, or had no servers.
+    """
+    file = run / "summary.json"
+    summary = json.loads(file.read_text()) if file.is_file() else {}
+    if "server_version" not in summary:
+        found = "there is no such file" if not summary else "it names no server_version"
+        raise ValueError(
+            f"--run must be job.dump_folder of a finished run with servers, which has written {file}, "
+            f"but {found}."
+        )
+    return summary
+
+
+def read_prompts(file: Path, number: int) -> list[str]:
+    """Returns the first prompts of a JSONL file.
+
+    Raises:
+        ValueError: If a line has no text in the column ``prompt``.
+    """
+    with file.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line, _ in zip(lines, range(number), strict=False)]
+    for line, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise ValueError(
+                f"--prompts needs a text in the column prompt, got none in {file}:{line}."
+            )
+    return [row["prompt"] for row in rows]
+
+
 def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
     """Checks the summary and the metrics that the run has written."""
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_summary(run)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     checks = [
         Check(
@@ -122,12 +156,11 @@ def compare(
 
 def check_server(options: argparse.Namespace) -> list[Check]:
     """Checks versions, logprobs and tokens of completions that the server returns now."""
-    summary = json.loads((options.run / "summary.json").read_text())
+    summary = read_summary(options.run)
     checkpoint = Path(summary["hf_checkpoint"])
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    with options.prompts.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line, _ in zip(file, range(options.num_prompts), strict=False)]
-    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
+    texts = read_prompts(options.prompts, options.num_prompts)
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     client = make_client(options.kind, options.url)
     answers = asyncio.run(greedy_completions(client, prompts, options.max_new_tokens, options.wait))
     largest, not_greedy, compared = compare(checkpoint, prompts, answers, options.tolerance)
@@ -164,7 +197,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--synchronous", action="store_true", help="no request was in flight")
     parser.add_argument("--wait", type=float, default=30.0, help="seconds until the server is up")
     options = parser.parse_args(arguments)
-    checks = check_run(options.run, want_in_flight=not options.synchronous)
+    try:
+        checks = check_run(options.run, want_in_flight=not options.synchronous)
+        read_prompts(options.prompts, options.num_prompts)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     checks += check_server(options)
     for check in checks:
         print(f"{'ok  ' if check.holds else 'FAIL'}  {check.what}: {check.found}")

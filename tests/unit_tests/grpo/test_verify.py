@@ -4,10 +4,11 @@
 """What is read from a run before its server is asked."""
 
 import json
+import re
 
 import pytest
 
-from torchtitan.grpo.verify import check_run
+from torchtitan.grpo.verify import check_run, main
 
 SUMMARY = {"steps": 2, "policy_version": 2, "server_version": 2, "weight_sync_failures": 0}
 
@@ -42,3 +43,16 @@ def test_an_idle_server_fails_with_what_to_change(write_run):
 def test_a_version_that_did_not_arrive_fails(write_run, summary):
     checks = check_run(write_run([0.5], **summary), want_in_flight=True)
     assert [check.holds for check in checks].count(False) == 1
+
+
+def test_what_cannot_be_compared_is_refused_in_one_sentence(write_run, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "1+1="}\n')
+    command = ["--kind", "vllm", "--url", "http://127.0.0.1:9", "--prompts", str(prompts), "--run"]
+    for run, message in (
+        (tmp_path / "unfinished", "finished run with servers.*there is no such file"),
+        (write_run([0.5]), r"column prompt, got none in .*prompts.jsonl:1\."),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, str(run)])
+        assert re.search(message, capsys.readouterr().err)
