@@ -67,12 +67,20 @@ def unused_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-async def healthy_server(*, is_embedded: bool = True) -> tuple[web.AppRunner, int]:
-    """A server that answers each request for its health, and what an embedded server would tell."""
+async def healthy_server(
+    *, is_embedded: bool = True, peers: list[object] | None = None
+) -> tuple[web.AppRunner, int]:
+    """A server that answers each request for its health, and what an embedded server would tell.
+
+    The address of the other end of each request's connection is appended to ``peers``.
+    """
     told = {"model_path": "", "data": [{}], "tp_size": 1, "vocab_size": 128}
     told |= {"embedded": True} if is_embedded else {}
 
     async def answer(request: web.Request) -> web.Response:
+        if peers is not None:
+            assert request.transport is not None
+            peers.append(request.transport.get_extra_info("peername"))
         return web.json_response(told)
 
     app = web.Application()
@@ -81,6 +89,27 @@ async def healthy_server(*, is_embedded: bool = True) -> tuple[web.AppRunner, in
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     return runner, runner.addresses[0][1]
+
+
+def test_the_requests_of_a_client_share_a_connection():
+    """Each connection that is closed is a cycle, which the collector of garbage finds late."""
+
+    async def main() -> None:
+        peers: list[object] = []
+        runner, port = await healthy_server(peers=peers)
+        fleet = fleet_of(f"http://127.0.0.1:{port}")
+        try:
+            await fleet.start()
+            (client,) = fleet.clients
+            for _ in range(5):
+                await client.health()
+        finally:
+            await fleet.close()
+            await runner.cleanup()
+        assert len(peers) > 5
+        assert len(set(peers)) == 1
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("down", ["first", "second"])
