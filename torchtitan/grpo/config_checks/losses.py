@@ -70,10 +70,12 @@ def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
         f"grpo.cispo_two_sided is read with grpo.policy_loss = 'cispo' only, got {loss!r}. Leave "
         "grpo.cispo_two_sided at false.",
     )
+    from torchtitan.grpo.losses.objective import metric_reductions
     from torchtitan.grpo.losses.policy_function import check_policy_function
 
     try:
         check_policy_function(grpo)
+        metric_reductions(grpo)  # refuses metrics whose names are those of every loss
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -8,6 +8,7 @@ import pytest
 from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.config_checks import ConfigError
 from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.losses.policy_terms import BUILTIN
 
 LIVE = [
     "--model.hf_assets_path=model",
@@ -16,8 +17,17 @@ LIVE = [
     "--inference.launch",
 ]
 SOURCE = """
+from torchtitan.grpo.losses.loss_metrics import TokenMetric
+from torchtitan.grpo.losses.policy_terms import PolicyTerm
+
+
 def mine(inputs, config, *, weight, floor=0.0, names=()):
     return -(weight + len(names)) * inputs.advantages * inputs.logprobs
+
+
+def named_as_another(inputs, config):
+    losses = -inputs.advantages * inputs.logprobs
+    return PolicyTerm(losses, {"loss/total": TokenMetric(losses, "mean")})
 """
 
 
@@ -26,7 +36,8 @@ def load(tmp_path: Path):
     function = tmp_path / f"loss_{abs(hash(tmp_path))}.py"
     function.write_text(SOURCE)
 
-    def made(options: str, loss: str = f"{function}:mine"):
+    def made(options: str, loss: str = "mine"):
+        loss = loss if loss in BUILTIN else f"{function}:{loss}"
         file = tmp_path / "run.toml"
         file.write_text(f'[grpo]\npolicy_loss = "{loss}"\n{options}\n')
         return load_config([f"--job.config_file={file}", *LIVE])
@@ -63,6 +74,11 @@ def test_options_that_do_not_fit_are_refused_before_the_run(load, options, messa
 def test_a_built_in_loss_has_no_options(load):
     with pytest.raises(ConfigError, match=r"'clip' has no option 'clip_high'\. It takes none"):
         load("policy_loss_options = { clip_high = 0.3 }", loss="clip")
+
+
+def test_a_metric_with_the_name_of_another_is_refused_before_the_run(load):
+    with pytest.raises(ConfigError, match=r"metric 'loss/total', which is the name of a metric of"):
+        load("", loss="named_as_another")
 
 
 def test_the_rollout_process_can_be_given_the_options(load):
