@@ -11,7 +11,7 @@ send the hidden states to the rank that computes attention, and the parts after 
 Three things are as in the paper: the partition, in which the projection of q, k and v is computed
 beside attention, with weights that are sent there; the order, which is first in, last out, in loops
 of twice as many microbatches as ranks; and the recomputation of everything but attention. Two
-things differ from the paper, in HelixPipe's favour: a rank takes whatever task is ready, in the
+things differ from the paper, in HelixPipe's favor: a rank takes whatever task is ready, in the
 best of several orders and placements, and weight gradients may be computed later. The embedding and
 the output layer are left out, as they are for the other schedules.
 """

@@ -9,7 +9,7 @@ The benchmark measures one forward and backward pass over 4,096 tokens with a vo
 151,936 and a hidden size of 1,024, with gradients of the hidden states and of the weight. Extra
 memory is everything beyond the two inputs, including the gradients. Each pass runs in a process
 of its own. The order alternates from round to round, and a ratio is the median over the rounds
-of the ratios of neighbouring passes. The claim compares `fused` with `naive`; torch's own fused
+of the ratios of neighboring passes. The claim compares `fused` with `naive`; torch's own fused
 function is measured once for comparison. The exit status is 1 if `fused` needs more memory or
 time than the claim allows or computes other numbers. With ``--json`` the last line is a JSON
 object.

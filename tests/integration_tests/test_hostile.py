@@ -229,17 +229,17 @@ import ctypes, fcntl, os, sys, time
 LOG = {log!r}
 LINE = 24
 
-def turn(behaviour_of):
+def turn(behavior_of):
     """What is done this time, and a line of it in the log, where all workers count."""
     file = os.open(LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         number = os.fstat(file).st_size // LINE
-        behaviour = behaviour_of(number)
-        os.write(file, f"{{behaviour}} {{os.getpid()}}".ljust(LINE - 1).encode() + b"\\n")
+        behavior = behavior_of(number)
+        os.write(file, f"{{behavior}} {{os.getpid()}}".ljust(LINE - 1).encode() + b"\\n")
     finally:
         os.close(file)
-    return behaviour
+    return behavior
 
 def write_on_channel():
     for file in range(3, 32):
@@ -278,11 +278,11 @@ def is_first_check(completions):
 def moody(completions, answer, **kw):
     if is_first_check(completions):
         return [0.0]
-    behaviours = [name for bad in BAD for name in (bad, GOOD[len(bad) % 2])]
-    behaviour = turn(lambda number: behaviours[number % len(behaviours)])
-    if behaviour in BAD:
-        return BAD[behaviour]()
-    if behaviour == "slow":
+    behaviors = [name for bad in BAD for name in (bad, GOOD[len(bad) % 2])]
+    behavior = turn(lambda number: behaviors[number % len(behaviors)])
+    if behavior in BAD:
+        return BAD[behavior]()
+    if behavior == "slow":
         time.sleep(0.5)
     return honest(completions, answer)
 
@@ -293,7 +293,7 @@ def always_nan(completions, **kw):
 
 @pytest.fixture
 def rewards(tmp_path: Path) -> Path:
-    """A file of reward functions; ``moody`` records its behaviour in ``calls.log`` beside it."""
+    """A file of reward functions; ``moody`` records its behavior in ``calls.log`` beside it."""
     file = tmp_path / "rewards.py"
     file.write_text(REWARDS.format(log=str(tmp_path / "calls.log")))
     return file
@@ -313,9 +313,9 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     for record in run.metrics:
         assert 0 <= record["reward/mean"] <= 1
     calls = [line.split() for line in rewards.with_name("calls.log").read_text().splitlines()]
-    behaviours = Counter(behaviour for behaviour, _ in calls)
-    num_bad = len(calls) - behaviours["good"] - behaviours["slow"]
-    assert len(behaviours) == 15, behaviours
+    behaviors = Counter(behavior for behavior, _ in calls)
+    num_bad = len(calls) - behaviors["good"] - behaviors["slow"]
+    assert len(behaviors) == 15, behaviors
     reasons = assert_each_prompt_has_one_fate(run)
     assert set(reasons) == {"unscored"}
     # All but those after the last batch.
@@ -323,7 +323,7 @@ def test_a_run_with_a_reward_that_misbehaves_ends_well(make_run, rewards):
     assert 13 <= reasons["unscored"] <= num_bad
     assert_dropped_is_told(run, "rewards that raised", "rewards that took too long")
     assert "raised KeyError: 'no such key' (at " in run.console
-    # Five of the behaviours end the worker; another one takes its place.
+    # Five of the behaviors end the worker; another one takes its place.
     workers = {int(pid) for _, pid in calls}
     assert len(workers) >= 2 + 5
     run.wait_until_processes_end()

@@ -15,7 +15,7 @@ from torchtitan.grpo.types import BatchPart, PromptProgress
 NUM_SAMPLES = (2, 0, 3)
 TOP_K = (0, 3, 2)
 PARTS = (BatchPart.FIRST, BatchPart.MIDDLE, BatchPart.LAST)
-# Neighbours in float64 and far-off ids: a table that went through float32 would lose them.
+# Neighbors in float64 and far-off ids: a table that went through float32 would lose them.
 REWARDS = np.array([1 / 3, np.nextafter(1 / 3, 1), -0.0])
 GROUP_IDS = np.array([7, 2**60 + 1, -3])
 

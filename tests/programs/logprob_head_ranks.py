@@ -49,7 +49,7 @@ def data(rows: int):
 
 def score(model: nn.Module, hidden, labels, grads):
     hidden, (labels, others) = hidden.clone().requires_grad_(), labels
-    with model.output.labelled(labels, other_ids=others):
+    with model.output.labeled(labels, other_ids=others):
         packed = model(hidden)
     (packed * grads).sum().backward()
     return packed.detach(), hidden.grad

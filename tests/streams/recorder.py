@@ -15,7 +15,7 @@ the order was guaranteed (see `clocks.py`). It reports:
     wrong stream      a background thread queues work on, or takes memory from, the training stream
     one for another   a transfer to a server is queued behind the transfer to another server
 
-The allocator is modelled as torch's is: a tensor belongs to the pool of the stream that is current
+The allocator is modeled as torch's is: a tensor belongs to the pool of the stream that is current
 when it is created, and its memory may be handed out again on that stream as soon as it is freed.
 """
 

@@ -70,7 +70,7 @@ def test_the_stall_of_the_fence_is_measured_without_a_wait(make_rig, recorder):
     assert rig.publisher.snapshots.stalled_seconds == 0, "there was no fence yet"
     push_versions(rig)
     assert rig.publisher.metrics()["weight_sync/fence_seconds"] > 0
-    assert recorder.problems == [], "the training thread must not be synchronised"
+    assert recorder.problems == [], "the training thread must not be synchronized"
 
 
 def test_a_stopped_server_stalls_neither_training_nor_another_server(make_rig, recorder):

@@ -194,7 +194,7 @@ def test_a_room_on_which_others_build_imports_few(
     assert found - {room} <= allowed
 
 
-def test_weight_synchronisation_knows_the_interface_of_servers_and_no_kind(graph: Graph) -> None:
+def test_weight_synchronization_knows_the_interface_of_servers_and_no_kind(graph: Graph) -> None:
     found = {
         target
         for module, targets in graph.items()

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures the fused log-probabilities: time, memory, synchronisations, and errors."""
+"""Measures the fused log-probabilities: time, memory, synchronizations, and errors."""
 
 import statistics
 import warnings
@@ -62,7 +62,7 @@ def _measure(case: Case, device: torch.device) -> Row:
         before = torch.cuda.memory_allocated()
         _once(case)
         figures["extra_gpu_bytes"] = float(torch.cuda.max_memory_allocated() - before)
-        figures["synchronisations"] = float(_count_synchronisations(case))
+        figures["synchronizations"] = float(_count_synchronizations(case))
     times = []
     for _ in range(_ROUNDS):
         with Stopwatch(device) as watch:
@@ -81,7 +81,7 @@ def _measure(case: Case, device: torch.device) -> Row:
     )
 
 
-def _count_synchronisations(case: Case) -> int:
+def _count_synchronizations(case: Case) -> int:
     """Returns how often torch says that the host waited for the GPU."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -33,9 +33,11 @@ def describe(config: JobConfig) -> str:
         f"  ranks: {describe_layout(config)}",
         f"  global batch: {_describe_batch(config)}, packed into rows of "
         f"{config.training.seq_len} tokens",
-        f"  staleness: at most {config.rollout.max_head_offpolicyness} steps",
-        f"  servers: {_describe_servers(config)}",
     ]
+    if config.sft.path is None:
+        staleness = config.rollout.max_head_offpolicyness
+        lines.append(f"  staleness: at most {staleness} {'step' if staleness == 1 else 'steps'}")
+    lines.append(f"  servers: {_describe_servers(config)}")
     if config.teacher.urls:
         teacher = config.teacher
         lines.append(

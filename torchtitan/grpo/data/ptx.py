@@ -3,7 +3,7 @@
 
 """The supervised mix-in (ptx): an endless, shuffled, resumable stream of examples.
 
-As in InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155), each step also minimises the
+As in InstructGPT's PPO-ptx (https://arxiv.org/abs/2203.02155), each step also minimizes the
 negative log-likelihood of some given completions.
 """
 
@@ -26,7 +26,7 @@ class _Example(msgspec.Struct):
 
 
 class PtxStream:
-    """The examples of ``grpo.ptx_path``, tokenised; each epoch has a permutation of its own.
+    """The examples of ``grpo.ptx_path``, tokenized; each epoch has a permutation of its own.
 
     The constructor reads the whole file, so that a bad example is found before training.
 
@@ -62,7 +62,7 @@ class PtxStream:
         self._samples: list[Sample] = []
         self.num_too_long = 0
         for where, example in _examples(path):
-            sample = self._tokenise(example, where)
+            sample = self._tokenize(example, where)
             if sample.num_tokens <= row_len:
                 self._samples.append(sample)
             else:
@@ -94,8 +94,8 @@ class PtxStream:
             self._order, self._epoch = rng.permutation(len(self._samples)), epoch
         return int(self._order[offset])
 
-    def _tokenise(self, example: _Example, where: str) -> Sample:
-        # Prompt and completion are tokenised separately, as they are for a rollout. Without a prompt
+    def _tokenize(self, example: _Example, where: str) -> Sample:
+        # Prompt and completion are tokenized separately, as they are for a rollout. Without a prompt
         # there is still the beginning-of-sequence token, if the tokenizer has one.
         prompt = self._codec.encode(example.prompt or "")
         completion = self._codec.encode_continuation(example.completion)

@@ -260,7 +260,7 @@ def _weighted(
     aggregation: AggregationKind,
     constant_length: int,
 ) -> list[Sample]:
-    """Returns the rollouts of one minibatch, with weights normalised over that minibatch."""
+    """Returns the rollouts of one minibatch, with weights normalized over that minibatch."""
     lengths = table.completion_lengths[indices]
     weights = token_weights(lengths, kind=aggregation, constant_length=constant_length)
     return [

@@ -3,7 +3,7 @@
 
 """The interface that every kind of inference server implements.
 
-The rollout process uses it to sample completions, and the trainer's weight synchronisation uses
+The rollout process uses it to sample completions, and the trainer's weight synchronization uses
 the rest of it. Both call it from asyncio code. A client holds one HTTP session, which belongs to
 the event loop of its first request.
 """

@@ -44,7 +44,7 @@ def compute_advantages(
     GRPO (https://arxiv.org/abs/2402.03300), Dr.GRPO (https://arxiv.org/abs/2503.20783),
     RLOO (https://arxiv.org/abs/2402.14740), REINFORCE++-baseline
     (https://arxiv.org/abs/2501.03262) and MaxRL (https://arxiv.org/abs/2602.02710), which needs
-    rewards of at least 0 and maximises the likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
+    rewards of at least 0 and maximizes the likelihood of success where they are 0 or 1. If every group has one sample, ``batch_norm``
     subtracts the mean of the batch, which is plain REINFORCE++.
 
     Args:
@@ -85,21 +85,21 @@ def _compared(
     eps: float,
 ) -> np.ndarray:
     """Returns the advantages before they are scaled by length."""
-    centred, member_of, sizes = _centred(rewards, group_ids)
-    squares = np.bincount(member_of, centred**2, len(sizes))
+    centered, member_of, sizes = _centered(rewards, group_ids)
+    squares = np.bincount(member_of, centered**2, len(sizes))
     match kind:
         case "group_norm":
-            return centred / (_deviation(squares, sizes, std)[member_of] + eps)
+            return centered / (_deviation(squares, sizes, std)[member_of] + eps)
         case "group_mean":
-            return centred
+            return centered
         case "leave_one_out":
-            return centred * (sizes / np.maximum(sizes - 1, 1))[member_of]
+            return centered * (sizes / np.maximum(sizes - 1, 1))[member_of]
         case "leave_one_out_norm":
             from_others = _compared(rewards, group_ids, "leave_one_out", std, eps)
             return from_others / (_deviation(squares, sizes, std)[member_of] + eps)
         case "batch_norm":
-            deviation = _deviation((centred**2).sum(), np.array(len(rewards)), std)
-            return centred / (deviation + eps)
+            deviation = _deviation((centered**2).sum(), np.array(len(rewards)), std)
+            return centered / (deviation + eps)
         case "max_rl":
             if rewards.min(initial=0.0) < 0:
                 raise ValueError(
@@ -108,7 +108,7 @@ def _compared(
                     "another advantage."
                 )
             means = np.bincount(member_of, rewards, len(sizes)) / sizes
-            return centred / (means[member_of] + eps)
+            return centered / (means[member_of] + eps)
         case _:
             raise ValueError(
                 "grpo.advantage must be group_norm, group_mean, leave_one_out, leave_one_out_norm, "
@@ -155,7 +155,7 @@ def num_equal_groups(rewards: np.ndarray, group_ids: np.ndarray) -> int:
     return len(groups) - len(np.unique(group_ids[informative]))
 
 
-def _centred(
+def _centered(
     rewards: np.ndarray, group_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns rewards minus the mean of their group, the group of each, and the groups' sizes."""

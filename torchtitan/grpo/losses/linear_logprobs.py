@@ -191,9 +191,9 @@ class _LinearLogprobs(torch.autograd.Function):
         sums = _sum_up(slices, ids - vocab_start, with_entropy, memory)
         if group is not None:
             sums.reduce(group)
-        logprobs, entropy, normaliser = sums.result()
+        logprobs, entropy, normalizer = sums.result()
         # Saved as other tensors are, so that activation checkpointing drops and recreates it.
-        ctx.save_for_backward(hidden, weight, ids, normaliser, entropy, memory)
+        ctx.save_for_backward(hidden, weight, ids, normalizer, entropy, memory)
         ctx.settings = (temperature, width, trains_entropy, vocab_start)
         ctx.logits_are_kept = memory is not None
         label, others = logprobs.view(shape).tensor_split((1,), dim=-1)
@@ -202,7 +202,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        hidden, weight, ids, normaliser, entropy, memory = ctx.saved_tensors
+        hidden, weight, ids, normalizer, entropy, memory = ctx.saved_tensors
         temperature, width, trains_entropy, vocab_start = ctx.settings
         # Divided by the temperature here, so that no later step has to.
         cotangents = grad.reshape(-1, grad.shape[-1]) / temperature
@@ -210,7 +210,7 @@ class _LinearLogprobs(torch.autograd.Function):
         slices = LogitSlices(hidden, weight, temperature, width)
         logit_grads = LogitGrads(
             ids=ids - vocab_start,
-            normaliser=normaliser,
+            normalizer=normalizer,
             entropy=entropy,
             logprob_grads=torch.cat((label, others), dim=1),
             entropy_grad=of_entropy[:, 0] if trains_entropy else None,

@@ -66,7 +66,7 @@ class LogitSlices:
         return range(0, vocab, max(self.width, 1))
 
     def buffer(self) -> torch.Tensor:
-        """Allocates uninitialised, flat memory for the logits of one slice."""
+        """Allocates uninitialized, flat memory for the logits of one slice."""
         return self.hidden.new_empty(len(self.hidden) * self.width, dtype=self.dtype)
 
     def part_of(self, buffer: torch.Tensor, start: int) -> torch.Tensor:

@@ -187,7 +187,7 @@ def metric_reductions(config: GRPO, teacher: Teacher | None = None) -> dict[str,
 def batch_loss_metrics(totals: MetricTotals, num_optimizer_steps: int = 1) -> dict[str, float]:
     """Returns the metrics of a batch.
 
-    ``loss/total``, ``loss/policy`` and ``loss/ptx`` are what was minimised, averaged over
+    ``loss/total``, ``loss/policy`` and ``loss/ptx`` are what was minimized, averaged over
     the batch's optimizer steps; the rest are means over trained tokens, each counting 1
     (``mismatch/vetoed_fraction``: over sequences), unless the policy loss declares another
     reduction. All are 0 without a trained token. ``policy/entropy`` is left out if no entropy

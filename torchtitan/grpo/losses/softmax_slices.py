@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 # 8 MiB of float32: small enough for the part of the last-level cache that a core has, and large
-# enough that threads, which synchronise after each operation, rarely wait on a busy machine.
+# enough that threads, which synchronize after each operation, rarely wait on a busy machine.
 _BLOCK_LOGITS_PER_THREAD = 2**21
 
 
@@ -95,7 +95,7 @@ class SoftmaxSums:
         self._exp_sum, self._weighted_sum = sums.unbind()
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities [tokens, n], and entropies or 0 and log normalisers [tokens]."""
+        """Returns log-probabilities [tokens, n], and entropies or 0 and log normalizers [tokens]."""
         log_sum = self._exp_sum.log()
         logprobs = (self._logits - self._maximum[:, None]) - log_sum[:, None]
         entropy = torch.zeros_like(log_sum)
@@ -126,7 +126,7 @@ class LogitGrads:
     Args:
         ids: [tokens, n] int, where id 0 is the first of the first slice. The first one of a token may
             be among the others, which differ from each other.
-        normaliser: [tokens] logarithm of the sum of exponentials.
+        normalizer: [tokens] logarithm of the sum of exponentials.
         entropy: [tokens], used only with ``entropy_grad``.
         logprob_grads: [tokens, n], ``g`` above.
         entropy_grad: [tokens], ``h`` above, or None for 0, which needs no second buffer.
@@ -136,14 +136,14 @@ class LogitGrads:
     def __init__(
         self,
         ids: torch.Tensor,
-        normaliser: torch.Tensor,
+        normalizer: torch.Tensor,
         entropy: torch.Tensor,
         logprob_grads: torch.Tensor,
         entropy_grad: torch.Tensor | None,
         blocks: list[slice],
     ) -> None:
         self._ids, self._blocks = ids, blocks
-        self._normaliser = normaliser[:, None]
+        self._normalizer = normalizer[:, None]
         self._at_ids = logprob_grads
         self._slope: torch.Tensor | None = None
         self._offset = -logprob_grads.sum(dim=1, keepdim=True)
@@ -160,7 +160,7 @@ class LogitGrads:
             out: [tokens, width].
         """
         for rows in self._blocks:
-            block = torch.sub(logits[rows], self._normaliser[rows], out=out[rows])
+            block = torch.sub(logits[rows], self._normalizer[rows], out=out[rows])
             if self._slope is None:
                 block.exp_().mul_(self._offset[rows])
             else:

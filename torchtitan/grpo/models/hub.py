@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Models that are named as on the Hugging Face Hub, ``organisation/name`` or ``...@revision``.
+"""Models that are named as on the Hugging Face Hub, ``organization/name`` or ``...@revision``.
 
 A folder of that name counts first. Otherwise the model is taken from huggingface_hub's cache, to
 which files that are missing are downloaded. The variables of that library apply: ``HF_HOME`` is
@@ -35,7 +35,7 @@ class HubModel:
     """A model as it is named on the Hub.
 
     Attributes:
-        repo: ``organisation/name``.
+        repo: ``organization/name``.
         revision: Branch, tag or commit; None is the main branch.
     """
 
@@ -96,7 +96,7 @@ def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str,
     if model is None:
         raise ConfigError(
             f"{setting} must be a folder with config.json, tokenizer.json and safetensors files, or a "
-            f"name on the Hugging Face Hub, organisation/name, got {text!r}: there is no such folder "
+            f"name on the Hugging Face Hub, organization/name, got {text!r}: there is no such folder "
             f"(paths are relative to {Path.cwd()})."
         )
     answer: dict[str, Any] = once_per_host(
@@ -147,7 +147,7 @@ def _reason(error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.RevisionNotFoundError):
-        return "the Hub has no such revision of the model. Write organisation/name@revision."
+        return "the Hub has no such revision of the model. Write organization/name@revision."
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             "the Hub has no such model, or not for you. If it is private or gated, log in with "

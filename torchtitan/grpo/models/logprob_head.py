@@ -22,7 +22,7 @@ class LogprobHead(nn.Linear):
     and upstream's ``ColwiseParallel`` and FSDP plans apply to it. Labels are not an input of
     the model's ``forward``; they are set around it::
 
-        with model.output.labelled(labels):
+        with model.output.labeled(labels):
             packed = model(tokens)  # [rows, seq, 2]
 
     Each token may have further ids whose log-probabilities are computed as well.
@@ -55,7 +55,7 @@ class LogprobHead(nn.Linear):
         self._other_ids: torch.Tensor | None = None
 
     @contextmanager
-    def labelled(
+    def labeled(
         self,
         labels: torch.Tensor,
         positions: torch.Tensor | None = None,
@@ -83,11 +83,11 @@ class LogprobHead(nn.Linear):
         where nothing is scored.
 
         Raises:
-            RuntimeError: If no labels are set; see :meth:`labelled`.
+            RuntimeError: If no labels are set; see :meth:`labeled`.
             ValueError: If weight or hidden states are not sharded as ``ColwiseParallel`` does.
         """
         if self._labels is None:
-            raise RuntimeError("The output layer needs labels: call it inside `labelled(labels)`.")
+            raise RuntimeError("The output layer needs labels: call it inside `labeled(labels)`.")
         if not isinstance(self.weight, DTensor):
             return self._score(hidden, self.weight, self._labels, None, 0)
         return self._score_sharded(hidden, self.weight, self._labels)

@@ -111,7 +111,7 @@ class PackedModel(nn.Module):
         where = scored.positions(lambda mask: context_part(mask, group)) if scored else None
         if other_ids is not None:
             other_ids = context_part(other_ids, group)
-        with head.labelled(context_part(labels, group), where, other_ids):
+        with head.labeled(context_part(labels, group), where, other_ids):
             return gather_sequence(super().forward(tokens, **inputs), group)  # pyright: ignore
 
 

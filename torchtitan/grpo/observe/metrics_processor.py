@@ -31,8 +31,8 @@ from torchtitan.grpo.observe.monitor import RankMonitor
 from torchtitan.grpo.observe.progress import Progress
 from torchtitan.grpo.observe.report import (
     RunOutcome,
-    summarise,
-    summarise_supervised,
+    summarize,
+    summarize_supervised,
     write_summary,
 )
 from torchtitan.grpo.observe.reward_curve import draw_reward_curve
@@ -152,7 +152,7 @@ class GRPOMetricsProcessor(MetricsProcessor):
         _warn(self._equal_rewards.end(self._is_chat))
         steps, evaluations = self.steps.read(), self.evaluations.read()
         is_supervised = self._config.sft.path is not None
-        describe = summarise_supervised if is_supervised else summarise
+        describe = summarize_supervised if is_supervised else summarize
         summary = describe(outcome, steps, evaluations)
         write_summary(self._folder, summary)
         print(json.dumps(summary, indent=2), flush=True)

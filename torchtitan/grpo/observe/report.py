@@ -28,7 +28,7 @@ class RunOutcome:
     hf_checkpoint: Path
 
 
-def summarise(
+def summarize(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the content of ``summary.json``.
@@ -62,7 +62,7 @@ def summarise(
     }
 
 
-def summarise_supervised(
+def summarize_supervised(
     outcome: RunOutcome, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the content of ``summary.json`` for a run that has no rollouts.

@@ -22,7 +22,7 @@ def predict(
     Args:
         costs: Costs of the stages, from the first layers to the last. Each schedule places these
             stages on ranks in its own way. If there are two stages for each rank, a schedule with
-            one stage on each rank joins neighbouring stages.
+            one stage on each rank joins neighboring stages.
         num_ranks: Number of ranks.
         num_microbatches: Number of microbatches.
         rows: The schedules.

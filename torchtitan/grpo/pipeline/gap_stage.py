@@ -17,7 +17,7 @@ class GapStage(LeanStage):
     """A stage of a model that runs forward passes inside the training pass of another model.
 
     The runtime identifies stages by their numbers and treats stages with successive numbers as
-    neighbours. The stages of each further model therefore have numbers of their own, and one number
+    neighbors. The stages of each further model therefore have numbers of their own, and one number
     between two models is left unused.
 
     Args:

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Measures the time to send a tensor from a pipeline rank to its neighbour."""
+"""Measures the time to send a tensor from a pipeline rank to its neighbor."""
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,10 @@ _NUM_EXCHANGES = 64
 
 
 def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
-    """Sends tensors of the size that stages exchange to the neighbouring ranks and back.
+    """Sends tensors of the size that stages exchange to the neighboring ranks and back.
 
-    The function is collective over the pipeline's ranks. Of two neighbours, the rank with the lower
-    number measures. No rank exchanges tensors with both neighbours at the same time, so that the
+    The function is collective over the pipeline's ranks. Of two neighbors, the rank with the lower
+    number measures. No rank exchanges tensors with both neighbors at the same time, so that the
     measured times are those of an idle connection.
 
     Args:
@@ -27,23 +27,23 @@ def measure_hops(stages: list[LeanStage], timer: PassTimer) -> None:
     tensor = stages[0].example_of_exchanges()
     for first in (0, 1):  # the ranks 0 and 1, 2 and 3, ..., and then 1 and 2, 3 and 4, ...
         begins = (rank - first) % 2 == 0
-        neighbour = rank + 1 if begins else rank - 1
-        if not 0 <= neighbour < num_ranks:
+        neighbor = rank + 1 if begins else rank - 1
+        if not 0 <= neighbor < num_ranks:
             continue
-        _exchange(tensor, neighbour, stages[0].group, begins=begins)  # opens the connection
+        _exchange(tensor, neighbor, stages[0].group, begins=begins)  # opens the connection
         for _ in range(_NUM_EXCHANGES):
             if begins:
                 with timer.measure_round_trip():
-                    _exchange(tensor, neighbour, stages[0].group, begins=True)
+                    _exchange(tensor, neighbor, stages[0].group, begins=True)
             else:
-                _exchange(tensor, neighbour, stages[0].group, begins=False)
+                _exchange(tensor, neighbor, stages[0].group, begins=False)
 
 
 def _exchange(
-    tensor: torch.Tensor, neighbour: int, group: dist.ProcessGroup | None, *, begins: bool
+    tensor: torch.Tensor, neighbor: int, group: dist.ProcessGroup | None, *, begins: bool
 ) -> None:
     if begins:
-        dist.send(tensor, group=group, group_dst=neighbour)
-    dist.recv(tensor, group=group, group_src=neighbour)
+        dist.send(tensor, group=group, group_dst=neighbor)
+    dist.recv(tensor, group=group, group_src=neighbor)
     if not begins:
-        dist.send(tensor, group=group, group_dst=neighbour)
+        dist.send(tensor, group=group, group_dst=neighbor)

@@ -53,7 +53,7 @@ class LeanStage(PipelineStage):
         )
 
     def receive_on_demand(self, num_microbatches: int) -> None:
-        """Drops the buffers that torch's initialisation allocated for one microbatch.
+        """Drops the buffers that torch's initialization allocated for one microbatch.
 
         Args:
             num_microbatches: Number of microbatches of the next pass.

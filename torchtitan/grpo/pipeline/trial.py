@@ -155,7 +155,7 @@ class Trial:
 def _costs_of_all(timer: PassTimer, stages_per_rank: int, num_ranks: int) -> Costs:
     """Returns the times of all stages, averaged over the ranks that hold the same stage.
 
-    The time of a hop is averaged over all neighbouring ranks. All ranks use these averages, because
+    The time of a hop is averaged over all neighboring ranks. All ranks use these averages, because
     FSDP's collectives connect the pipelines and all ranks must therefore choose the same schedule.
     """
     of_ranks: list[Any] = [None] * dist.get_world_size()

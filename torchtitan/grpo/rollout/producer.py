@@ -275,7 +275,7 @@ class Producer:
             prompt, self._context[prompt.index] = self._resumed.pop(0)
             return prompt
         while (prompt := self._order.pop()) is None:
-            # In a thread, because tokenising and skipping long prompts must not block the loop.
+            # In a thread, because tokenizing and skipping long prompts must not block the loop.
             drawn = await asyncio.to_thread(self._prompts.next)
             self._ledger.issue(drawn.index)
             self._order.push(drawn)

@@ -109,9 +109,9 @@ class LengthRanker:
 
     def _learn(self, features: np.ndarray, deviation: float) -> None:
         self._mean_features += self._mean_log.gain * (features - self._mean_features)
-        centred = features - self._mean_features
-        self._moments = _FADE * self._moments + np.outer(centred, centred)
-        self._products = _FADE * self._products + deviation * centred
+        centered = features - self._mean_features
+        self._moments = _FADE * self._moments + np.outer(centered, centered)
+        self._products = _FADE * self._products + deviation * centered
         if self.num_groups >= _FEWEST_GROUPS and self.num_groups % _SOLVE_EVERY == 0:
             ridge = _RIDGE * np.eye(_NUM_FEATURES)
             self._weights = np.linalg.solve(self._moments + ridge, self._products)

@@ -98,7 +98,7 @@ def open_prompts(
 def _examples(prompts: PromptSet) -> list[Example]:
     sample = prompts.sample()
     rows = range(min(MAX_ROWS, len(prompts)))
-    # Only the columns differ: reading every prompt would tokenise it.
+    # Only the columns differ: reading every prompt would tokenize it.
     others = [(row, replace(sample, index=row, columns=prompts.columns(row))) for row in rows]
     return [
         Example(prompts.where(sample.index), sample),

@@ -8,7 +8,7 @@ segment goes to any server that has room, with a prompt that contains all earlie
 server with a prefix cache does not compute that prefix again. A lost server or a stopped run
 then costs one segment at most, and long answers move away from busy servers. The completion is
 the same as one from a single request: tokens and logprobs are kept as the servers returned
-them, text is never tokenised again, and each token has the version that generated it.
+them, text is never tokenized again, and each token has the version that generated it.
 
 With ``rollout.environment`` an environment reads each turn, and its observation is appended to
 the completion; see `environments`. The next turn is a further segment of the same completion.

@@ -15,7 +15,7 @@ from torchtitan.grpo.losses.loss_metrics import MetricTotals
 class GradientParts:
     """Adds the gradients of parts up to the gradient of one optimizer step.
 
-    The loss weights of a part's tokens are normalised over that part alone. The gradient of
+    The loss weights of a part's tokens are normalized over that part alone. The gradient of
     the step is the mean over its parts, weighted by mass (`losses/aggregation.py`)::
 
         gradient = sum over parts of  mass / total mass * gradient of the part

@@ -5,7 +5,7 @@
 
 Every rank judges the same numbers by the same rules, and so decides the same without asking the
 others: the metrics of the loss are summed over all ranks first, and the gradient norm is that of
-rank 0. The judgement needs no further value of the device.
+rank 0. The judgment needs no further value of the device.
 
 A skipped step advances the policy version like any other, and its unchanged weights are published
 under the new version. Otherwise the servers would stay at the old version, and the staleness bound

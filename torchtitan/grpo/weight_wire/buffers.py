@@ -35,7 +35,7 @@ class BufferPool:
         self._held: list[torch.Tensor] = []
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns an uninitialised [num_bytes] uint8 buffer."""
+        """Returns an uninitialized [num_bytes] uint8 buffer."""
         with self._lock:
             for i, buffer in enumerate(self._free):
                 if buffer.numel() == num_bytes and buffer.device == device:

@@ -119,7 +119,7 @@ def test_a_body_of_unknown_length_is_a_body() -> None:
     assert status(transfer_encoding="chunked") == 415
 
 
-def test_loopback_is_recognised() -> None:
+def test_loopback_is_recognized() -> None:
     assert all(is_loopback(a) for a in ("127.0.0.1", "127.9.9.9", "::1", "localhost", None))
     assert is_loopback("::ffff:127.0.0.1")
     assert not any(is_loopback(a) for a in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""))

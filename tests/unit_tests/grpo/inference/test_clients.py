@@ -197,7 +197,7 @@ def test_tokens_from_before_the_first_push_are_older_than_any_version() -> None:
     assert UNPUSHED_VERSION < 0
 
 
-def test_neighbouring_spans_of_one_version_are_joined() -> None:
+def test_neighboring_spans_of_one_version_are_joined() -> None:
     assert version_segments([("2", 0, 1), ("2", 1, 3)], 3, "url") == (VersionSegment(2, 0, 3),)
 
 

@@ -61,7 +61,7 @@ def advantages(rewards=REWARDS, groups=GROUPS, lengths=None, **settings):
             [-2 / 2, -1.5 / (math.sqrt(2) + 1), 2 / 2, -1.5 / (math.sqrt(2) + 1),
              3 / (math.sqrt(2) + 1)],
         ),
-        # Squares of the centred rewards sum to 1 + 1 + 1 + 1 + 4 = 8: over 4, and over 5.
+        # Squares of the centered rewards sum to 1 + 1 + 1 + 1 + 4 = 8: over 4, and over 5.
         ({"kind": "batch_norm"}, np.array([-1, -1, 1, -1, 2]) / math.sqrt(2)),
         (
             {"kind": "batch_norm", "std": "population"},

@@ -123,7 +123,7 @@ def test_neither_order_nor_names_of_groups_change_an_advantage(table, settings_,
 
 @profile
 @given(table=tables(), settings_=ADVANTAGES)
-def test_groups_that_say_nothing_have_no_advantage_and_centred_ones_add_up_to_zero(
+def test_groups_that_say_nothing_have_no_advantage_and_centered_ones_add_up_to_zero(
     table, settings_
 ):
     rewards, groups, lengths = table

@@ -85,7 +85,7 @@ def test_a_folder_of_the_same_name_counts_first(snapshot):
         (f"{REPO}@v2", ["is no folder here", "HF_HUB_OFFLINE is set"]),
         (
             "none",
-            ["must be a folder with config.json", "organisation/name, got 'none'", "relative to"],
+            ["must be a folder with config.json", "organization/name, got 'none'", "relative to"],
         ),
     ],
 )

@@ -30,8 +30,8 @@ def test_it_scores_the_labels_of_its_context():
     hidden = torch.randn(2, 5, 8)
     labels, others = torch.randint(0, 31, (2, 2, 5))
     log_p = (hidden @ head.weight.T / 0.8).log_softmax(-1)
-    with head.labelled(labels):
-        with head.labelled(others):
+    with head.labeled(labels):
+        with head.labeled(others):
             inner = head(hidden)
         outer = head(hidden)
     assert outer.shape == (2, 5, 2) and outer.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_tokens_that_are_not_scored_cost_nothing_and_are_zero():
     hidden.requires_grad_()
     positions = ScoredTokens(mask, mask).positions(lambda whole: whole)
     assert positions is not None and positions.tolist() == [1, 2, 9]
-    with head.labelled(labels, positions), FlopCounterMode(display=False) as flops:
+    with head.labeled(labels, positions), FlopCounterMode(display=False) as flops:
         packed = head(hidden)
         packed.sum().backward()
     # Logits twice, because none are kept, and two gradients.
@@ -71,8 +71,8 @@ def test_further_ids_are_scored_where_their_tokens_are(picked):
     if picked:
         mask[0, 1] = mask[1, 3] = False
     positions = ScoredTokens(mask, mask).positions(lambda whole: whole)
-    with head.labelled(labels, positions, others):
-        with head.labelled(labels):
+    with head.labeled(labels, positions, others):
+        with head.labeled(labels):
             assert head(hidden).shape == (2, 5, 2)
         packed = head(hidden)
     log_p = (hidden @ head.weight.T / 0.8).log_softmax(-1)
@@ -87,7 +87,7 @@ def test_no_token_and_all_tokens_can_be_scored(count):
     positions = ScoredTokens(mask, mask).positions(lambda whole: whole)
     assert (positions is None) == (count == 10)
     hidden = torch.randn(2, 5, 8, requires_grad=True)
-    with head.labelled(torch.zeros(2, 5, dtype=torch.int64), positions):
+    with head.labeled(torch.zeros(2, 5, dtype=torch.int64), positions):
         packed = head(hidden)
     packed.sum().backward()
     assert bool(packed.any()) == bool(head.weight.grad.any()) == (count > 0)  # pyright: ignore
@@ -95,9 +95,9 @@ def test_no_token_and_all_tokens_can_be_scored(count):
 
 def test_without_labels_it_says_what_is_missing():
     head = LogprobHead(8, 31, **SETTINGS)
-    with pytest.raises(KeyError), head.labelled(torch.zeros(1, 5, dtype=torch.int64)):
+    with pytest.raises(KeyError), head.labeled(torch.zeros(1, 5, dtype=torch.int64)):
         raise KeyError
-    with pytest.raises(RuntimeError, match="labelled"):
+    with pytest.raises(RuntimeError, match="labeled"):
         head(torch.zeros(1, 5, 8))
 
 

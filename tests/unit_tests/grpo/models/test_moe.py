@@ -102,7 +102,7 @@ def test_the_number_of_experts_is_read_in_either_spelling(moe_model):
     assert read_hf_model(file.parent).model_args.moe_args.num_experts == 8  # pyright: ignore
 
 
-def test_scores_of_chosen_experts_are_normalised_only_where_the_config_says_so(moe_model):
+def test_scores_of_chosen_experts_are_normalized_only_where_the_config_says_so(moe_model):
     file = moe_model[1] / "config.json"
     config = json.loads(file.read_text())
     del config["norm_topk_prob"]  # transformers takes it for false

@@ -66,7 +66,7 @@ def test_an_input_comes_before_its_pass_and_an_output_leaves_before_the_next_pas
                 received.add((kind[-1], *key))
             elif key[1] is not None and kind != "BACKWARD_WEIGHT":
                 running = ("F" if kind == "FORWARD" else "B", *key)
-                # A first stage's F, a last stage's B, and neighbours on one rank receive nothing.
+                # A first stage's F, a last stage's B, and neighbors on one rank receive nothing.
                 received.discard(running)
             num_exchanges += kind in SENDS + RECEIVES
         assert received == set() and num_exchanges > 0

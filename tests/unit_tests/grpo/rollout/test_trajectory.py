@@ -168,7 +168,7 @@ def test_a_completion_that_no_server_can_continue_fails_and_keeps_its_tokens():
     assert isinstance(trajectory.task.exception(), ServerError)
 
 
-def test_neighbouring_segments_of_a_version_become_one():
+def test_neighboring_segments_of_a_version_become_one():
     def part(*versions: int) -> Generation:
         ends = range(1, 1 + len(versions))
         segments = tuple(VersionSegment(v, e - 1, e) for v, e in zip(versions, ends, strict=True))

@@ -29,7 +29,7 @@ class Table(ForwardRunner):
 
     @torch.no_grad()
     def forward(self, rows: Any) -> torch.Tensor:
-        with self.head.labelled(rows.labels):
+        with self.head.labeled(rows.labels):
             return self.head(self.embed(rows.tokens))
 
 

@@ -269,8 +269,8 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def advantages_of(groups: list[RolloutGroup], kl_sums: list[float]) -> torch.Tensor:
     rewards = torch.tensor([r.reward for g in groups for r in g.rollouts], dtype=torch.float64)
     by_group = (rewards - KL_COEF * torch.tensor(kl_sums)).view(len(groups), -1)
-    centred = by_group - by_group.mean(1, keepdim=True)
-    return (centred / (by_group.std(1, keepdim=True) + 1e-4)).flatten().float()
+    centered = by_group - by_group.mean(1, keepdim=True)
+    return (centered / (by_group.std(1, keepdim=True) + 1e-4)).flatten().float()
 
 
 def train_plainly(

@@ -3,7 +3,7 @@
 
 """Every interleaving of training, copy and gather threads around the snapshot slots.
 
-The decisions are those of the real :class:`Slots`; the threads around them are modelled:
+The decisions are those of the real :class:`Slots`; the threads around them are modeled:
 
     training   [leader: reserve] -> fence, optimizer step -> copy_into -> [leader: filled]
     copy       start -> finish, one copy at a time, in order

@@ -3,7 +3,7 @@
 
 """Every interleaving of one lane, its server, the dispatcher and what may go wrong.
 
-The lane's states are those of the real :func:`next_state`; around them are modelled:
+The lane's states are those of the real :func:`next_state`; around them are modeled:
 
     trainer     publishes versions, at any time
     lane        join; [pause] begin, two buckets, commit [resume]; version; and again, a READY
@@ -124,7 +124,7 @@ class Model:
         lane, server = system.lane, system.server
         is_writing = server.process == "alive" and not server.is_paused
         if is_writing and server.label is not None:
-            assert server.held == server.label, "tokens are labelled with what did not write them"
+            assert server.held == server.label, "tokens are labeled with what did not write them"
         if server.label is not None and system.believed != NOTHING:
             assert server.label >= system.believed, "work is sent for a version not served yet"
         is_settled = lane.state is LaneState.READY or lane.has_cleared_up
@@ -315,8 +315,8 @@ def test_no_interleaving_breaks_an_invariant_or_gets_stuck(
         ("nothing", "no check", "no goal is in reach"),
         ("commit", "no resume after a failure", "the server is left paused"),
         ("transfer", "no resume after a push", "the server is left paused"),
-        ("transfer", "keeps its label while it is updated", "tokens are labelled with what"),
-        ("nothing", "commits what was not opened", "tokens are labelled with what"),
+        ("transfer", "keeps its label while it is updated", "tokens are labeled with what"),
+        ("nothing", "commits what was not opened", "tokens are labeled with what"),
         ("transfer", "the loss is not told", "the dispatcher believes what the lane does not"),
     ],
 )
@@ -329,7 +329,7 @@ def test_the_exploration_finds_what_is_broken_on_purpose(kind, bug, message, exp
 @pytest.mark.parametrize(
     ("kind", "bug", "message"),
     [
-        ("nothing", "commits whatever is open", "tokens are labelled with what"),
+        ("nothing", "commits whatever is open", "tokens are labeled with what"),
         ("commit", "a pause is never looked for", "no goal is in reach"),
     ],
 )

@@ -111,7 +111,7 @@ def sample(
 
     Returns:
         Token ids [rows] long, and their logprobs [rows] float32. Logprobs are those after the
-        temperature, not renormalised over the tokens that top-p, top-k and min-p keep.
+        temperature, not renormalized over the tokens that top-p, top-k and min-p keep.
     """
     logits = logits.float()
     if batch.temperature is not None:

@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowRange:
-    """Neighbouring rows whose attention is computed together.
+    """Neighboring rows whose attention is computed together.
 
     Attributes:
         start: First row.

@@ -164,7 +164,7 @@ class _ReloadedModel:
         for layer in self._engine.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
-                # vLLM would fill the missing part with uninitialised memory.
+                # vLLM would fill the missing part with uninitialized memory.
                 info.loaded_weights.clear()
                 info.load_numel = 0
         self.finish_load()

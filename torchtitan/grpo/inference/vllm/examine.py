@@ -4,7 +4,7 @@
 """Finds out whether a vLLM server was started with the options that a run needs.
 
 ``/server_info`` would tell all of them, but it takes half a minute, because it describes the whole
-machine. Each option is therefore recognised by how a route behaves.
+machine. Each option is therefore recognized by how a route behaves.
 """
 
 import re

@@ -97,7 +97,7 @@ def interleave(
     orders = []
     for rank in range(num_ranks):
         rounds = Rounds(num_ranks, num_microbatches, stages_per_rank, rank)
-        warm_up = rounds.warm_up(steps_to_neighbour=1 if splits_backward else 2)
+        warm_up = rounds.warm_up(steps_to_neighbor=1 if splits_backward else 2)
         delay = rank if splits_backward else 0
         order = RankOrder()
         for step in range(rounds.num_steps + warm_up + delay):
@@ -151,14 +151,14 @@ class Rounds:
         rounds = math.ceil(num_microbatches / self.per_round)
         self.num_steps = rounds * self.per_round * stages_per_rank
 
-    def warm_up(self, steps_to_neighbour: int) -> int:
+    def warm_up(self, steps_to_neighbor: int) -> int:
         """Returns the number of forward passes before the first backward pass of the rank.
 
         Args:
-            steps_to_neighbour: Number of forward passes by which the next rank has fewer.
+            steps_to_neighbor: Number of forward passes by which the next rank has fewer.
         """
         ranks_below = self.num_ranks - 1 - self.rank
-        passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbour * ranks_below
+        passes = (self.stages_per_rank - 1) * self.per_round + steps_to_neighbor * ranks_below
         return min(passes, self.num_steps)
 
     def stage(self, step: int) -> int:

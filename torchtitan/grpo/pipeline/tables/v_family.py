@@ -57,7 +57,7 @@ def _v_schedule(
         num_microbatches: Number of microbatches.
         costs: Times and memories, for two stages on each rank. The times shape the table. The memory
             is counted in microbatches of one stage, because the bound applies to each rank.
-        offsets: Number of cells between neighbouring ranks in the forward passes down and up the
+        offsets: Number of cells between neighboring ranks in the forward passes down and up the
             ranks, and in the backward passes down and up the ranks.
         microbatches_held: Bound on the memory, in microbatches of both stages of a rank.
     """

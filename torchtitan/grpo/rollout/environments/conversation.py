@@ -63,7 +63,7 @@ class Conversation:
         """Adds a turn of the model and the messages after it.
 
         If the template continues the text so far, the tokens that the model wrote are kept, and only
-        the added text is tokenised. Otherwise, the whole context of the next turn is tokenised.
+        the added text is tokenized. Otherwise, the whole context of the next turn is tokenized.
 
         Args:
             turn_ids: Tokens of the turn.

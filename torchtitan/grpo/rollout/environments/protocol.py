@@ -14,7 +14,7 @@ An episode is one completion of a prompt::
 A turn ends with a stop token: one of the model's, one of ``rollout.stop_token_ids``, or one of the
 environment's own ``stop_strings``. The context of the next turn consists of the prompt, the tokens
 exactly as the model wrote them, and the tokens of the observations. Text that the model wrote is
-never tokenised again, unless ``rollout.earlier_turns`` lets the chat template rewrite it.
+never tokenized again, unless ``rollout.earlier_turns`` lets the chat template rewrite it.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Observation:
     and ``is_done`` is false, the model continues to write.
 
     Attributes:
-        text: Text that is tokenised by itself and appended to the turn. The spelling of a special
+        text: Text that is tokenized by itself and appended to the turn. The spelling of a special
             token is plain text unless ``has_special_tokens`` is set.
         token_ids: Token ids that are appended to the turn unchanged.
         messages: Chat messages with ``role`` and ``content``. The model's chat template appends

@@ -12,7 +12,7 @@ from torchtitan.grpo.inference.client import ServerError
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentFailed
-from torchtitan.grpo.rollout.evaluation.figures import summarise_set
+from torchtitan.grpo.rollout.evaluation.figures import summarize_set
 from torchtitan.grpo.rollout.evaluation.held_out import HeldOut
 from torchtitan.grpo.rollout.evaluation.spare_room import SpareRoom
 from torchtitan.grpo.rollout.results import (
@@ -200,7 +200,7 @@ class Evaluator:
         num_mixed = sum(completion.newest_version != oldest for completion in completions)
         return EvaluationResult(
             sets=tuple(
-                summarise_set(held.name, held.settings, prompts)
+                summarize_set(held.name, held.settings, prompts)
                 for held, prompts in zip(self._sets, of_sets, strict=True)
             ),
             version=oldest,

@@ -11,7 +11,7 @@ from torchtitan.grpo.rollout.evaluation.pass_at_k import pass_at_k
 from torchtitan.grpo.rollout.results import EvaluatedPrompt, SetResult
 
 
-def summarise_set(
+def summarize_set(
     name: str, settings: EvaluationSet, prompts: Sequence[EvaluatedPrompt]
 ) -> SetResult:
     """Returns the figures of one set.

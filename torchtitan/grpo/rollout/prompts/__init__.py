@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Prompt sets as one endless, shuffled and resumable stream of tokenised prompts.
+"""Prompt sets as one endless, shuffled and resumable stream of tokenized prompts.
 
 In reading order: `prompt_set` (the rows of a table as prompts), `mixture` (several sets),
 `interleaving` and `epoch_order` (which set and row each index refers to), and `prompt_stream`.

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The rows of a table as prompts. Each prompt is tokenised when it is first used."""
+"""The rows of a table as prompts. Each prompt is tokenized when it is first used."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -137,11 +137,11 @@ class PromptSet:
                 self._too_long.add(row)
                 self.too_long_reason = self.too_long_reason or (
                     f"{self._table.where(row)}: the prompt has {num_characters} characters. It is not "
-                    f"tokenised, because {self.max_tokens} tokens ({self._limits.source}) of the "
+                    f"tokenized, because {self.max_tokens} tokens ({self._limits.source}) of the "
                     f"model's longest token hold at most {most}."
                 )
                 return None
-            token_ids = self._tokenise(text, row)
+            token_ids = self._tokenize(text, row)
             if len(token_ids) > self._limits.max_tokens:
                 self._too_long.add(row)
                 self.too_long_reason = self.too_long_reason or self._describe_long(row, token_ids)
@@ -170,7 +170,7 @@ class PromptSet:
         raise self.none_fits_error()
 
     def columns(self, row: int) -> dict[str, Any]:
-        """A row's columns without its prompt, which is neither read nor tokenised.
+        """A row's columns without its prompt, which is neither read nor tokenized.
 
         Raises:
             ValueError: If the row cannot be read.
@@ -260,7 +260,7 @@ class PromptSet:
                 "{{ and }} for literal braces."
             ) from error
 
-    def _tokenise(self, text: str | list[dict[str, str]], row: int) -> np.ndarray:
+    def _tokenize(self, text: str | list[dict[str, str]], row: int) -> np.ndarray:
         if isinstance(text, str):
             token_ids = np.asarray(self._codec.encode(text), dtype=np.int32)
         else:

@@ -46,7 +46,7 @@ class TeacherNeeds:
     top_k: int = 0
 
     def probe(self) -> list[int]:
-        """Returns the fixed tokens by which a teacher is recognised."""
+        """Returns the fixed tokens by which a teacher is recognized."""
         generator = random.Random(20)
         length = max(2, min(_PROBE_LENGTH, self.num_tokens))
         return [generator.randrange(self.vocab_size) for _ in range(length)]

@@ -245,7 +245,7 @@ class TeacherPool:
                 if not (teacher.is_lost or self._is_idle(teacher)):
                     return teacher
                 # One request asks, and the others go on looking.
-                if not self._checking.locked() and await self._is_recognised(teacher):
+                if not self._checking.locked() and await self._is_recognized(teacher):
                     return teacher
             silent = time.monotonic() - max(self._last_answer_at, asked_at)
             if silent > self._settings.wait_seconds:
@@ -262,7 +262,7 @@ class TeacherPool:
         is_asked = bool(teacher.jobs) and teacher is not self._in_question
         return silent > _IDLE_SECONDS and not is_asked
 
-    async def _is_recognised(self, teacher: Server) -> bool:
+    async def _is_recognized(self, teacher: Server) -> bool:
         """Returns whether a teacher that was lost, or idle, answers and is the one that it was."""
         async with self._checking:
             job, self._in_question = teacher.begin_job(0), teacher
@@ -270,7 +270,7 @@ class TeacherPool:
                 if teacher.is_lost:
                     await self._check(teacher.client)
                 else:
-                    await self._recognise(teacher.client)
+                    await self._recognize(teacher.client)
             except ServerError as error:
                 teacher.fail(job, is_news=True)
                 self._note_failure(teacher, error)
@@ -283,7 +283,7 @@ class TeacherPool:
             teacher.is_lost, teacher.failures_in_a_row = False, 0
             return True
 
-    async def _recognise(self, client: InferenceClient) -> None:
+    async def _recognize(self, client: InferenceClient) -> None:
         assert self._probe is not None, "teachers are checked before they are asked"
         now = await rate_probe(client, self._needs, self._probe.num_top)
         check_same_model(client.url, self._probe, now)

@@ -47,7 +47,7 @@ def test_samples_follow_the_softmax_and_its_temperature() -> None:
         ({"top_p": 0.95, "top_k": 3}, {0, 1, 2}),
     ],
 )
-def test_filters_leave_out_tokens_but_do_not_renormalise_logprobs(
+def test_filters_leave_out_tokens_but_do_not_renormalize_logprobs(
     filters: dict[str, Any], allowed: set[int]
 ) -> None:
     probs = torch.tensor([0.5, 0.3, 0.12, 0.08])

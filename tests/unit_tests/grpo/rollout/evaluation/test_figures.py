@@ -12,7 +12,7 @@ from torchtitan.grpo.observe.evaluation_records import (
     sample_records,
 )
 from torchtitan.grpo.observe.metric_docs import undescribed
-from torchtitan.grpo.rollout.evaluation.figures import summarise_set
+from torchtitan.grpo.rollout.evaluation.figures import summarize_set
 from torchtitan.grpo.rollout.results import (
     EvaluatedCompletion,
     EvaluatedPrompt,
@@ -49,7 +49,7 @@ PROMPTS = [
 
 
 def test_prompts_count_alike_and_prompts_with_too_few_completions_not_at_all():
-    found = summarise_set("digits", SETTINGS, PROMPTS)
+    found = summarize_set("digits", SETTINGS, PROMPTS)
     assert found.score == pytest.approx((1.9 / 4 + 0 + 1) / 3)
     assert (found.num_prompts, found.num_completions) == (3, 10)
     assert found.pass_at[1] == pytest.approx((1 / 2 + 0 + 1) / 3)
@@ -61,12 +61,12 @@ def test_prompts_count_alike_and_prompts_with_too_few_completions_not_at_all():
 
 
 def test_a_figure_that_no_prompt_has_enough_completions_for_is_left_out():
-    assert summarise_set("digits", SETTINGS, PROMPTS[2:]).pass_at == {1: 1.0, 2: 1.0}
+    assert summarize_set("digits", SETTINGS, PROMPTS[2:]).pass_at == {1: 1.0, 2: 1.0}
 
 
 def test_all_that_is_reported_is_described_and_the_sets_score_is_their_mean():
     results = tuple(
-        summarise_set(name, SETTINGS, [p]) for name, p in zip("ab", PROMPTS, strict=False)
+        summarize_set(name, SETTINGS, [p]) for name, p in zip("ab", PROMPTS, strict=False)
     )
     result = EvaluationResult(results, version=3, newest_version=4, mixed_fraction=1.0, seconds=2.0)
     metrics = evaluation_metrics(result)

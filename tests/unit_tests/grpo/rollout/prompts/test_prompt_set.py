@@ -226,14 +226,14 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path: Path):
         TextCodec(str(tmp_path), [])
 
 
-def test_a_prompt_of_too_many_characters_is_not_tokenised(codec: TextCodec, write, monkeypatch):
+def test_a_prompt_of_too_many_characters_is_not_tokenized(codec: TextCodec, write, monkeypatch):
     path = write([{"prompt": "a" * 101}, {"prompt": "abc"}])
     prompts = prompt_set(path, codec, max_tokens=100)
     encoded = []
     encode = codec.encode
     monkeypatch.setattr(codec, "encode", lambda text: encoded.append(text) or encode(text))
     assert prompts.prompt(0, 0) is None
-    assert encoded == [], "its tokenisation would take hundreds of bytes for each character"
+    assert encoded == [], "its tokenization would take hundreds of bytes for each character"
     assert "1: the prompt has 101 characters" in prompts.too_long_reason
     assert "100 tokens" in prompts.too_long_reason and "at most 100." in prompts.too_long_reason
     assert prompts.prompt(1, 1) is not None and encoded == ["abc"]

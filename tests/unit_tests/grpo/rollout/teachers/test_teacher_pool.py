@@ -57,7 +57,7 @@ def lost(url: str = "http://t") -> RouteError:
 
 
 class LocalTeacher(InferenceClient):
-    """Rates a token by its number; ``answer`` replaces it for other behaviour."""
+    """Rates a token by its number; ``answer`` replaces it for other behavior."""
 
     def __init__(self, url: str, facts: ServerFacts) -> None:
         self.url, self.facts = url, facts
