@@ -21,7 +21,7 @@ from torchtitan.grpo.inference.client import Capabilities, InferenceClient
 from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
 
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 3.0
 """How long a client of a run keeps an idle connection. Servers keep idle connections for at least
 5 s (uvicorn, which vLLM and SGLang use), so a request never meets one that is just being closed."""
 
