@@ -92,6 +92,7 @@ class KilledRun:
             "inference.python": fork_server().launcher(),
             "inference.max_restarts": 1000,
             "inference.restart_seconds": 0.1,
+            "inference.max_restart_seconds": 1,
             "evaluation.num_prompts": 1,
             "checkpoint.interval": 2,
             "checkpoint.keep_latest_k": 2,

@@ -90,6 +90,7 @@ class SoakedRun(KilledRun):
             "inference.python": python,
             "inference.max_restarts": 10000,
             "inference.restart_seconds": 0.5,
+            "inference.max_restart_seconds": 5,
             "inference.control_timeout_seconds": 10,
             "weight_sync.timeout_seconds": 15,
             "checkpoint.interval": 10,
