@@ -82,6 +82,7 @@ def check_inference(config: JobConfig) -> None:
 
 
 def _check_launch(inference: grpo_config.Inference) -> None:
+    """Refuses settings with which the run cannot start, or restart, servers of its own."""
     try:
         refuse_keys(inference.kind, inference.extra_args, "inference.extra_args")
     except ValueError as error:

@@ -22,8 +22,9 @@ from torchtitan.grpo.inference.server_spec import LaunchCommand, ServerSpec
 from torchtitan.grpo.types import ServerKind
 
 IDLE_SECONDS = 3.0
-"""How long a client of a run keeps an idle connection. Servers keep idle connections for at least
-5 s (uvicorn, which vLLM and SGLang use), so a request never meets one that is just being closed."""
+"""How long a client of a run keeps an idle connection. It is shorter than the time after which
+servers close one (5 s for uvicorn, which vLLM and SGLang use), because a request on a connection
+that the server is just closing is lost, and its completion is sampled again."""
 
 
 @dataclass(frozen=True)

@@ -308,8 +308,8 @@ def spare_collections() -> None:
     A full collection visits every object while nothing else runs. The objects that exist now stay
     until the end (modules, prompts), so they are excluded. With a thousand completions in flight
     about 150 objects remain for each, so full collections are also made ten times rarer than by
-    default, about one in two minutes. Cycles must be rare for this, or much memory waits: asyncio
-    makes one of each connection that is closed, which is why clients keep theirs (`IDLE_SECONDS`).
+    default, about one in two minutes. Little memory waits for them as long as reference cycles are
+    rare. Each connection that asyncio has closed is one, so clients reuse theirs (`IDLE_SECONDS`).
     """
     gc.collect()
     gc.freeze()

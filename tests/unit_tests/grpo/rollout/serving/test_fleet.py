@@ -92,7 +92,7 @@ async def healthy_server(
 
 
 def test_the_requests_of_a_client_share_a_connection():
-    """Each connection that is closed is a cycle, which the collector of garbage finds late."""
+    """A closed connection is a reference cycle, which the garbage collector frees late."""
 
     async def main() -> None:
         peers: list[object] = []
