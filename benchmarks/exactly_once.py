@@ -369,6 +369,8 @@ def main() -> int:
         help="leave out the run without kills",
     )
     options = parser.parse_args()
+    # SIGTERM acts as Ctrl-C does: everything that was started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.kills = options.kills or (50 if options.all else 15)
     with tempfile.TemporaryDirectory(prefix="exactly-once-") as temporary:
         folder = options.keep or Path(temporary)

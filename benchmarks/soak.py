@@ -427,6 +427,8 @@ def main() -> int:
         "--keep", type=Path, help="folder in which the run and its console are kept"
     )
     options = parser.parse_args()
+    # SIGTERM acts as Ctrl-C does: everything that was started is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.keep or Path(temporary)
         figures, holds = measure(folder, options.kind, options.seconds, options.seed)

@@ -67,7 +67,10 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument(
-        "--max-model-len", type=int, default=0, help="0 is the model's own, from its config.json"
+        "--max-model-len",
+        type=int,
+        default=0,
+        help="0 is the model's own, from its config.json; in the embedded server, at most 4096",
     )
     parser.add_argument("--max-running-requests", type=int, default=64)
     options, extra = parser.parse_known_args(arguments)

@@ -40,6 +40,7 @@ async def _ask(server: Server) -> None:
             load = await server.client.load()
     except (ServerError, TimeoutError) as error:
         if server.reported is not None:
-            logger.info("The load of %s is unknown: %s", server.url, error or "no answer")
+            reason = str(error) or f"no answer within {_TIMEOUT_SECONDS:.0f} s"
+            logger.info("The load of %s is unknown: %s", server.url, reason)
         load = None
     server.report(load)

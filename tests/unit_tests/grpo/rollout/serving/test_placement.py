@@ -183,7 +183,9 @@ def test_many_that_fail_on_the_only_server_are_tried_again_though_its_window_has
     asyncio.run(run())
 
 
-def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known():
+def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known(caplog):
+    caplog.set_level("INFO", "torchtitan.grpo.rollout.serving.load_watch")
+
     async def run() -> None:
         told, silent, wrong = (LocalServer(f"http://{name}:1") for name in ("t", "s", "w"))
         asked = asyncio.Event()
@@ -213,6 +215,7 @@ def test_loads_are_asked_for_and_those_that_are_not_told_are_not_known():
         servers = dispatcher.servers
         assert servers["http://t:1"].reported == ServerLoad(3, 9, 0.5)
         assert servers["http://s:1"].reported is None
+        assert "The load of http://s:1 is unknown: no answer within 2 s" in caplog.messages
         assert servers["http://w:1"].reported is None
         assert not servers["http://w:1"].failures_in_a_row
         assert dispatcher.metrics() == {
