@@ -14,7 +14,6 @@ keeps what there is, and waits for rank 0's stop message, at most ``grpo.stop_ti
 """
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -36,6 +35,7 @@ from torchtitan.grpo.rollout.monitor import RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.system.loop_memory import map_large_blocks, spare_collections
 from torchtitan.grpo.types import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -302,21 +302,6 @@ class RolloutProcess:
         return socket
 
 
-def spare_collections() -> None:
-    """Makes the garbage collector block the event loop more rarely and for a shorter time.
-
-    A full collection visits every object while nothing else runs. The objects that exist now stay
-    until the end (modules, prompts), so they are excluded. With a thousand completions in flight
-    about 150 objects remain for each, so full collections are also made ten times rarer than by
-    default, about one in two minutes. Little memory waits for them as long as reference cycles are
-    rare. Each connection that asyncio has closed is one, so clients reuse theirs (`IDLE_SECONDS`).
-    """
-    gc.collect()
-    gc.freeze()
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, 10 * old)
-
-
 def first_cause(error: BaseException) -> BaseException:
     """Returns the first real error in the exception group of a task group."""
     while isinstance(error, BaseExceptionGroup):
@@ -346,6 +331,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    map_large_blocks()
     asyncio.run(serve(Path(sys.argv[1])))
 
 
