@@ -14,6 +14,9 @@ import pytest
 
 from torchtitan.grpo.system.rank_status import Status, StatusBoard, read_status
 
+# No rank is silent for so long in a test, even on a busy machine.
+LONG_SECONDS = 300.0
+
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
 import torch.distributed as dist
@@ -30,7 +33,7 @@ def lost(what):
     (folder / f"lost-{rank}.tmp").write_text(json.dumps(found))
     (folder / f"lost-{rank}.tmp").rename(folder / f"lost-{rank}")
 
-watch = RankWatch(2.0, lost)
+watch = RankWatch(float(sys.argv[3]), lost)
 watch.start()
 for step in range(1, 4):
     watch.board.enter("forward")
@@ -54,11 +57,11 @@ def ranks(fork_server, tmp_path):
     """Starts three ranks; returns their process ids once all are in the phase `waiting`."""
     runs = []
 
-    def start(ending: dict[str, str]) -> dict[int, int]:
+    def start(ending: dict[str, str], silent_seconds: float = 2.0) -> dict[int, int]:
         script = tmp_path / "program.py"
         script.write_text(PROGRAM)
         with (tmp_path / "out").open("w") as output:
-            arguments = [str(tmp_path), json.dumps(ending)]
+            arguments = [str(tmp_path), json.dumps(ending), str(silent_seconds)]
             runs.append(fork_server.start(script, arguments, num_ranks=3, output=output))
         wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 3, tmp_path)
         names = [path.name.split("-") for path in tmp_path.glob("ready-*")]
@@ -84,7 +87,7 @@ def found(folder: Path, *ranks: int) -> list:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_is_known_to_all_with_its_phase_and_step(ranks, tmp_path, victim):
-    os.kill(ranks({})[victim], signal.SIGKILL)
+    os.kill(ranks({}, LONG_SECONDS)[victim], signal.SIGKILL)
     others = sorted({0, 1, 2} - {victim})
     assert found(tmp_path, *others) == [[victim, "waiting", 3, False, False]] * 2
 
@@ -98,7 +101,7 @@ def test_a_rank_that_is_frozen_is_lost_after_the_bound(ranks, tmp_path):
 
 @pytest.mark.parametrize(("how", "is_loss"), [("fails", True), ("ends", False)])
 def test_a_rank_that_ends_in_order_is_no_loss_but_one_that_fails_is(ranks, tmp_path, how, is_loss):
-    ranks({"1": how})
+    ranks({"1": how}, LONG_SECONDS if is_loss else 2.0)
     (tmp_path / "go").touch()
     if is_loss:
         assert found(tmp_path, 0, 2) == [[1, "waiting", 3, False, True]] * 2
