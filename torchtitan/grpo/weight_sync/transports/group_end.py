@@ -12,6 +12,7 @@ waits.
 import asyncio
 import functools
 import logging
+import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,8 @@ class GroupEnd:
         self._group: dist.ProcessGroup | None = None
         self._on_device: DeviceBroadcast | None = None
         self._is_left = False
+        # Held while `_group` or `_is_left` changes, because the group's thread sets the group.
+        self._lock = threading.Lock()
         self._num_queued = self._num_sent = 0
         self._url = server_url
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-push-{server_url}")
@@ -97,9 +100,9 @@ class GroupEnd:
 
     async def join(self) -> None:
         """Joins the group, and returns when the server's workers have joined too."""
-        self._group = await self._on_thread(self._create)
+        await self._on_thread(self._create)
 
-    def _create(self) -> dist.ProcessGroup:
+    def _create(self) -> None:
         info, settings = self.info, self._settings
         if info.backend == "nccl":
             self._on_device = DeviceBroadcast(
@@ -115,10 +118,14 @@ class GroupEnd:
             info.timeout_seconds,
             store=self._store,
         )
-        if self._is_left:  # leave() was called while this thread waited for the server
-            destroy_weight_group(group)
-            raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
-        return group
+        # Kept here and not by join(), which may have been cancelled in the meantime.
+        with self._lock:
+            if not self._is_left:
+                self._group = group
+                return
+        # leave() was called while this thread waited for the server.
+        destroy_weight_group(group)
+        raise RuntimeError(f"Group {info.group_name} was left before it was joined.")
 
     async def send(self, read: Callable[[Callable[[torch.Tensor], None]], None]) -> None:
         """Broadcasts one payload to the server's workers.
@@ -155,10 +162,11 @@ class GroupEnd:
 
         This method is idempotent.
         """
-        if self._is_left:
-            return
-        self._is_left = True
-        group, self._group = self._group, None
+        with self._lock:
+            if self._is_left:
+                return
+            self._is_left = True
+            group, self._group = self._group, None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
         # the group's timeout. This method waits for it, and for NCCL's abort, at most for the

@@ -18,6 +18,7 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torchtitan.grpo.system.groups import route_address
 from torchtitan.grpo.weight_sync.transports import group_end
@@ -100,6 +101,26 @@ def test_a_peer_that_stays_away_ends_the_join_at_the_timeout():
         with pytest.raises(dist.DistError):
             await end.join()
         await end.leave()
+
+    asyncio.run(body())
+
+
+def test_a_join_that_is_cancelled_just_when_the_peer_has_joined_leaves_no_group_behind():
+    async def body() -> None:
+        before = set(distributed_c10d._world.pg_map)
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
+        joining = asyncio.create_task(end.join())
+        await asyncio.sleep(0)
+        with peer(end.info):
+            # The event loop is blocked until the group's thread has joined, so that the
+            # cancellation comes before the loop learns of it.
+            end._thread.submit(lambda: None).result(60.0)
+            assert len(distributed_c10d._world.pg_map) == len(before) + 1
+            joining.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await joining
+            await end.leave()
+            assert set(distributed_c10d._world.pg_map) == before
 
     asyncio.run(body())
 
