@@ -78,7 +78,8 @@ class GroupEnd:
     ) -> None:
         self._settings = settings
         address = route_address(settings.master_address, server_url)
-        self._store = listening_store(address, world_size, settings.timeout_seconds)
+        store = listening_store(address, world_size, settings.timeout_seconds)
+        self._store: dist.TCPStore | None = store
         self._group: dist.ProcessGroup | None = None
         self._on_device: DeviceBroadcast | None = None
         self._is_left = False
@@ -89,7 +90,7 @@ class GroupEnd:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"weight-push-{server_url}")
         self.info = WeightGroupInfo(
             master_address=address,
-            master_port=self._store.port,
+            master_port=store.port,
             rank_offset=1,
             world_size=world_size,
             group_name=f"torchtitan_grpo_{uuid.uuid4().hex}",
@@ -103,7 +104,9 @@ class GroupEnd:
         await self._on_thread(self._create)
 
     def _create(self) -> None:
-        info, settings = self.info, self._settings
+        info, settings, store = self.info, self._settings, self._store
+        if store is None:
+            raise RuntimeError(f"Group {self.info.group_name} was left before it was joined.")
         if info.backend == "nccl":
             self._on_device = DeviceBroadcast(
                 settings.device, settings.largest_bucket, settings.timeout_seconds
@@ -116,7 +119,7 @@ class GroupEnd:
             info.group_name,
             info.backend,
             info.timeout_seconds,
-            store=self._store,
+            store=store,
         )
         # Kept here and not by join(), which may have been cancelled in the meantime.
         with self._lock:
@@ -167,6 +170,9 @@ class GroupEnd:
                 return
             self._is_left = True
             group, self._group = self._group, None
+            # Its sockets and its thread must not outlive the group because an error's traceback
+            # still refers to this object. Training ranks collect reference cycles rarely.
+            self._store = None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
         # the group's timeout. This method waits for it, and for NCCL's abort, at most for the

@@ -363,9 +363,9 @@ class GroupConnection(Connection):
         that has refused the request. Each part ends by its own timeout: that of the group, or that
         of the control request.
         """
-        tasks = own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
+        own, other = asyncio.ensure_future(ours), asyncio.ensure_future(theirs)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait((own, other), return_when=asyncio.FIRST_EXCEPTION)
             if own.done() and own.exception() is not None and not other.done():
                 # The server's own error explains more, if it arrives soon.
                 await asyncio.wait({other}, timeout=_GRACE_SECONDS)
@@ -373,14 +373,20 @@ class GroupConnection(Connection):
                 other.result()
             own.result()
         finally:
-            for task in tasks:
-                task.cancel()
-                task.add_done_callback(_retrieve)
+            _give_up(own)
+            _give_up(other)
+            # Otherwise the raised error and this frame would keep each other alive.
+            del own, other
 
     async def _take_down(self) -> None:
         """Leaves the groups on this side. Does nothing if there are no groups."""
         self._group_of.clear()
         await asyncio.gather(*(sender.leave(self.client.url) for sender in self._senders))
+
+
+def _give_up(task: asyncio.Future) -> None:
+    task.cancel()
+    task.add_done_callback(_retrieve)
 
 
 def _retrieve(task: asyncio.Future) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,6 +122,20 @@ def test_a_join_that_is_cancelled_just_when_the_peer_has_joined_leaves_no_group_
                 await joining
             await end.leave()
             assert set(distributed_c10d._world.pg_map) == before
+
+    asyncio.run(body())
+
+
+def test_the_store_ends_with_the_group_even_if_something_still_refers_to_the_end():
+    async def body() -> None:
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
+        address = end.info.master_address, end.info.master_port
+        socket.create_connection(address, timeout=10.0).close()
+        await end.leave()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=10.0).close()
+        with pytest.raises(RuntimeError):
+            await end.join()
 
     asyncio.run(body())
 
