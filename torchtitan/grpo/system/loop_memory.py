@@ -21,8 +21,8 @@ def map_large_blocks() -> None:
     asyncio receives into a block of 256 KiB and then shrinks it to the bytes that arrived. If such
     blocks lie in the heap, small blocks that live longer are soon scattered over the freed rest, no
     room for the next large block is left, and the heap is extended. At first glibc maps blocks of
-    128 KiB or more separately, and the kernel takes them back whole. But whenever a larger mapping
-    is freed, glibc raises this threshold to its size, unless the program has set the threshold.
+    128 KiB or more separately, and returns each to the kernel when it is freed. But whenever a
+    larger mapping is freed, glibc raises this threshold to its size, unless a program has set it.
 
     Blocks of 256 KiB or more then cost a system call and page faults, so a process that computes
     with large arrays should not call this. Child processes do not inherit the setting. Nothing

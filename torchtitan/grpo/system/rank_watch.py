@@ -50,7 +50,7 @@ class RankWatch:
     def __init__(self, silence_seconds: float, on_lost: Callable[[LostRank], None]) -> None:
         self._silence_seconds, self._on_lost = silence_seconds, on_lost
         self.lost: LostRank | None = None
-        self._lost_event = threading.Event()
+        self._lost_event = threading.Event()  # set when the loss has been reported
         self._wake, self._wake_write = socket.socketpair()
         for end in (self._wake, self._wake_write):
             end.setblocking(False)
@@ -89,10 +89,12 @@ class RankWatch:
             raise RankLost(f"Training rank {self.lost.status.rank} is lost.")
 
     def wait_lost(self, timeout_seconds: float) -> bool:
-        """Waits until a rank is lost, at most ``timeout_seconds``; returns whether one is."""
-        if self._thread is not None:
-            self._lost_event.wait(timeout_seconds)
-        return self.lost is not None
+        """Waits until the loss of a rank has been reported, at most ``timeout_seconds``.
+
+        Returns:
+            Whether it has. The caller may then end the process, because ``on_lost`` has returned.
+        """
+        return self._thread is not None and self._lost_event.wait(timeout_seconds)
 
     def close(self, *, failed: bool = False) -> None:
         """Says farewell to the other ranks and ends the thread. Further calls do nothing.

@@ -79,11 +79,10 @@ class GroupEnd:
         self._settings = settings
         address = route_address(settings.master_address, server_url)
         store = listening_store(address, world_size, settings.timeout_seconds)
-        self._store: dist.TCPStore | None = store
+        self._store: dist.TCPStore | None = store  # None once the group is left
         self._group: dist.ProcessGroup | None = None
         self._on_device: DeviceBroadcast | None = None
-        self._is_left = False
-        # Held while `_group` or `_is_left` changes, because the group's thread sets the group.
+        # Held while `_group` or `_store` changes, because the group's thread sets the group.
         self._lock = threading.Lock()
         self._num_queued = self._num_sent = 0
         self._url = server_url
@@ -98,6 +97,10 @@ class GroupEnd:
             timeout_seconds=settings.timeout_seconds,
             deltas=settings.deltas,
         )
+
+    @property
+    def _is_left(self) -> bool:
+        return self._store is None
 
     async def join(self) -> None:
         """Joins the group, and returns when the server's workers have joined too."""
@@ -168,10 +171,9 @@ class GroupEnd:
         with self._lock:
             if self._is_left:
                 return
-            self._is_left = True
             group, self._group = self._group, None
-            # Its sockets and its thread must not outlive the group because an error's traceback
-            # still refers to this object. Training ranks collect reference cycles rarely.
+            # The store's sockets and its thread must end now, even if an error's traceback still
+            # refers to this object. Training ranks collect reference cycles rarely.
             self._store = None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
