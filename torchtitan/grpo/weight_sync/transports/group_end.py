@@ -13,6 +13,7 @@ import asyncio
 import functools
 import logging
 import threading
+import traceback
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -173,7 +174,7 @@ class GroupEnd:
                 return
             group, self._group = self._group, None
             # The store's sockets and its thread must end now, even if an error's traceback still
-            # refers to this object. Training ranks collect reference cycles rarely.
+            # refers to this object.
             self._store = None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
@@ -192,4 +193,16 @@ class GroupEnd:
                 logger.warning("Leaving the group with %s failed: %s", self._url, error)
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _run, call)
+
+
+def _run(call: Callable[[], T]) -> T:
+    """Calls a function, whose error keeps neither the group nor its store nor a payload alive.
+
+    An error may live on in a reference cycle, and training ranks collect cycles rarely.
+    """
+    try:
+        return call()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise

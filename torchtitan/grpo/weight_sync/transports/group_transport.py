@@ -19,7 +19,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -287,9 +287,7 @@ class GroupConnection(Connection):
         try:
             return sum(await asyncio.gather(*sending))
         finally:
-            for task in sending:
-                task.cancel()
-            await asyncio.gather(*sending, return_exceptions=True)
+            await _end_all(sending)
 
     async def _send_chain(
         self,
@@ -319,9 +317,7 @@ class GroupConnection(Connection):
             while under_way:
                 await under_way.popleft()
         finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await _end_all(under_way)
         return num_bytes
 
     async def _exchange(
@@ -382,6 +378,15 @@ class GroupConnection(Connection):
         """Leaves the groups on this side. Does nothing if there are no groups."""
         self._group_of.clear()
         await asyncio.gather(*(sender.leave(self.client.url) for sender in self._senders))
+
+
+async def _end_all(tasks: MutableSequence[asyncio.Task]) -> None:
+    """Cancels tasks, waits until they have ended, and removes them from their sequence."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    # Otherwise an error that is raised and the frame that holds the tasks would keep each other alive.
+    tasks.clear()
 
 
 def _give_up(task: asyncio.Future) -> None:

@@ -4,6 +4,8 @@
 """What a server is asked for in a push, and when it is left."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -196,3 +198,47 @@ def test_a_source_that_fails_ends_the_push_of_all():
         await connection.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+class RefusedError(Exception): ...
+
+
+class Refusing(Taking):
+    """A server that refuses requests of one kind."""
+
+    def __init__(self, refused: str) -> None:
+        super().__init__("nothing")
+        self.refused = refused
+
+    async def join_weight_group(self, info: WeightGroupInfo) -> None:
+        if self.refused == "join":
+            raise RefusedError
+
+    async def receive_bucket(self, bucket: BucketSpec, **options: Any) -> None:
+        if self.refused == "push":
+            raise RefusedError
+
+
+@pytest.mark.parametrize("refused", ["join", "push"])
+def test_an_error_is_part_of_no_cycle(refused):
+    """Its traceback refers to connections and buckets, and training ranks collect cycles rarely."""
+
+    async def body() -> weakref.ref[RefusedError]:
+        server: Any = Refusing(refused)
+        sources: Any = [Source(0)]
+        connection = GroupConnection(server, sources, {0: 3}, "all", 20.0, "host")
+        kept = None
+        try:
+            await connection.join()
+            await connection.push(7, None)
+        except RefusedError as error:
+            kept = weakref.ref(error)
+        assert kept is not None
+        await connection.close()
+        return kept
+
+    gc.disable()
+    try:
+        assert asyncio.run(asyncio.wait_for(body(), 60))() is None
+    finally:
+        gc.enable()

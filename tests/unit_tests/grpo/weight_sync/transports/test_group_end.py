@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -136,6 +137,24 @@ def test_the_store_ends_with_the_group_even_if_something_still_refers_to_the_end
             socket.create_connection(address, timeout=10.0).close()
         with pytest.raises(RuntimeError):
             await end.join()
+
+    asyncio.run(body())
+
+
+def test_the_error_of_a_broadcast_keeps_no_group_alive():
+    """A gloo group has sockets and threads until nothing refers to it."""
+
+    async def body() -> None:
+        end = GroupEnd(URL, 2, "gloo", settings(60.0))
+        with peer(end.info) as process:
+            await end.join()
+            group = weakref.ref(end._group)
+            process.kill()
+            with pytest.raises(RuntimeError) as raised:
+                await send(end, torch.zeros(64 * 1024**2, dtype=torch.uint8))
+            await end.leave()
+            assert raised.value.__traceback__ is not None
+            assert group() is None
 
     asyncio.run(body())
 
