@@ -1,6 +1,8 @@
 """The leader's calls to another rank's agent, over the channel that a run makes."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import msgspec
@@ -82,12 +84,13 @@ class SomeAgent:
 
 
 async def lead(channel: LeaderChannel) -> dict[str, Any]:
+    gc.disable()  # so that an error that is part of a cycle is seen
     listening = asyncio.create_task(channel.listen())
     agent = remote(SomeAgent, channel, 1)
     # The first call comes before the rank has announced itself.
     gathering = asyncio.create_task(agent.gather(1, 7, True))
     await asyncio.sleep(0)  # called first, and so to arrive first
-    results = {
+    results: dict[str, Any] = {
         "prepared": await agent.prepare(7, 0, 6) == SPEC,
         "facts": await agent.group_facts() == FACTS,
         "opened": await agent.open("http://server", 3, "gloo") == INFO,
@@ -97,6 +100,7 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
     await agent.wait_copied(0, 8)
     await agent.drop(5)
     await gathering
+    failed = None
     for name, call in (
         ("join", lambda: agent.join("http://server")),
         ("write", lambda: agent.write(7, "/full")),
@@ -105,6 +109,9 @@ async def lead(channel: LeaderChannel) -> dict[str, Any]:
             await call()
         except (CallFailed, OSError) as error:
             results[name] = [type(error).__name__, str(error)]
+            if isinstance(error, CallFailed):
+                failed = weakref.ref(error)
+    results["error_is_freed"] = failed is not None and failed() is None
     try:
         async with asyncio.timeout(0.5):
             await agent.send("http://server", 7, 0, None)

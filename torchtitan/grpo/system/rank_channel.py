@@ -183,6 +183,7 @@ class LeaderChannel:
             ) from error
         finally:
             self._waiting.pop(number, None)
+            del future  # otherwise its error and this frame would keep each other alive
 
     def close(self) -> None:
         """Closes the socket."""

@@ -20,6 +20,7 @@ def test_calls_and_their_failures_cross_ranks_and_strangers_are_not_heard(run_ra
     assert leader["opened"]
     assert leader["gathering_waits"]
     assert leader["join"] == ["CallFailed", "rank 1: RuntimeError: http://server did not come"]
+    assert leader["error_is_freed"]
     kind, message = leader["write"]
     assert kind == "OSError"
     assert message.startswith("rank 1: OSError: [Errno 28] No space left on device")

@@ -83,7 +83,7 @@ class GroupEnd:
         self._store: dist.TCPStore | None = store  # None once the group is left
         self._group: dist.ProcessGroup | None = None
         self._on_device: DeviceBroadcast | None = None
-        # Held while `_group` or `_store` changes, because the group's thread sets the group.
+        # Held while the three are set by the group's thread or unset by leave().
         self._lock = threading.Lock()
         self._num_queued = self._num_sent = 0
         self._url = server_url
@@ -111,8 +111,9 @@ class GroupEnd:
         info, settings, store = self.info, self._settings, self._store
         if store is None:
             raise RuntimeError(f"Group {self.info.group_name} was left before it was joined.")
+        on_device = None
         if info.backend == "nccl":
-            self._on_device = DeviceBroadcast(
+            on_device = DeviceBroadcast(
                 settings.device, settings.largest_bucket, settings.timeout_seconds
             )
         group = create_weight_group(
@@ -128,7 +129,7 @@ class GroupEnd:
         # Kept here and not by join(), which may have been cancelled in the meantime.
         with self._lock:
             if not self._is_left:
-                self._group = group
+                self._group, self._on_device = group, on_device
                 return
         # leave() was called while this thread waited for the server.
         destroy_weight_group(group)
@@ -157,12 +158,14 @@ class GroupEnd:
         self._num_sent += 1
 
     def _broadcast(self, payload: torch.Tensor) -> None:
-        if self._group is None:
+        with self._lock:
+            group, on_device = self._group, self._on_device
+        if group is None:  # which dist.broadcast would take for the default group
             raise RuntimeError(f"Group {self.info.group_name} has not been joined, or was left.")
-        if self._on_device is not None:
-            self._on_device.send(payload, self._group, lambda: self._is_left)
+        if on_device is not None:
+            on_device.send(payload, group, lambda: self._is_left)
         else:
-            dist.broadcast(payload, src=0, group=self._group)
+            dist.broadcast(payload, src=0, group=group)
 
     async def leave(self) -> None:
         """Takes the group down within a few seconds, whatever the server does.
@@ -173,9 +176,9 @@ class GroupEnd:
             if self._is_left:
                 return
             group, self._group = self._group, None
-            # The store's sockets and its thread must end now, even if an error's traceback still
-            # refers to this object.
-            self._store = None
+            # The store's sockets and its thread must end now, and the buffer on the device must be
+            # freed, even if an error's traceback still refers to this object.
+            self._store = self._on_device = None
         leaving = ThreadPoolExecutor(1, thread_name_prefix=f"weight-leave-{self._url}")
         # A gloo broadcast cannot be interrupted: it ends when the server's sockets close, or at
         # the group's timeout. This method waits for it, and for NCCL's abort, at most for the
@@ -197,9 +200,10 @@ class GroupEnd:
 
 
 def _run(call: Callable[[], T]) -> T:
-    """Calls a function, whose error keeps neither the group nor its store nor a payload alive.
+    """Calls a function and returns its result.
 
-    An error may live on in a reference cycle, and training ranks collect cycles rarely.
+    If the function fails, its error keeps no group, store or payload alive: an error may live on
+    in a reference cycle, and training ranks collect cycles rarely.
     """
     try:
         return call()

@@ -384,9 +384,11 @@ async def _end_all(tasks: MutableSequence[asyncio.Task]) -> None:
     """Cancels tasks, waits until they have ended, and removes them from their sequence."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    # Otherwise an error that is raised and the frame that holds the tasks would keep each other alive.
-    tasks.clear()
+    try:
+        await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        # A task's error and a frame that holds the task could otherwise keep each other alive.
+        tasks.clear()
 
 
 def _give_up(task: asyncio.Future) -> None:
