@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,8 @@ from exactly_once import REPOSITORY, KilledRun, check_ledger, command_of
 DISK_MIB = 256
 FULL_SECONDS = 20.0
 SAMPLE_SECONDS = 5.0
+# A file descriptor that has been open for so long counts. Requests take less.
+STANDING_SECONDS = 120.0
 START_SECONDS = 900.0
 # Time between two faults of servers, in which a server can join again.
 FAULT_SECONDS = (20.0, 60.0)
@@ -165,12 +167,35 @@ def name_of(process: psutil.Process) -> str:
     return f"server ({process.name()})"
 
 
+def open_files(process: psutil.Process) -> frozenset[tuple[str, str]]:
+    """Returns the number and the target of each file descriptor. Those of sockets are unique."""
+    found = set()
+    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add((entry.name, os.readlink(entry)))
+    return frozenset(found)
+
+
 @dataclass
 class Life:
-    """Measurements of one process: time, unshared MiB, file descriptors, and threads."""
+    """Measurements of one process.
+
+    Attributes:
+        name: What the process does.
+        samples: Time, unshared MiB, standing file descriptors, and threads.
+        recent: The file descriptors that were open at the last samples.
+    """
 
     name: str
     samples: list[tuple[float, float, int, int]] = field(default_factory=list)
+    recent: deque[frozenset[tuple[str, str]]] = field(
+        default_factory=lambda: deque(maxlen=1 + round(STANDING_SECONDS / SAMPLE_SECONDS))
+    )
+
+    @property
+    def num_standing(self) -> int:
+        """Number of the file descriptors that have been open since the oldest of the last samples."""
+        return len(self.recent[0] & self.recent[-1])
 
     def quarters(self, column: int) -> tuple[list[float], list[float]]:
         """Returns the values of a column in the first and in the last quarter."""
@@ -320,12 +345,15 @@ class Soak:
         num_lost = self._run.num_lost_servers
         with self._run.samples.open("a") as file:
             for name, process in self._run.watched():
-                with contextlib.suppress(psutil.Error):
+                with contextlib.suppress(psutil.Error, FileNotFoundError):
                     memory = process.memory_full_info().uss / 2**20
+                    files = open_files(process)
+                    num_threads = process.num_threads()
                     life = self.lives[process.pid, process.create_time()]
                     life.name = life.name or name
-                    life.samples.append((now, memory, process.num_fds(), process.num_threads()))
-                    row = [process.pid, life.name, *life.samples[-1], num_lost]
+                    life.recent.append(files)
+                    life.samples.append((now, memory, life.num_standing, num_threads))
+                    row = [process.pid, life.name, *life.samples[-1], num_lost, len(files)]
                     file.write(json.dumps(row) + "\n")
 
 

@@ -4,15 +4,18 @@
 """`benchmarks/soak.py` for an hour with each real server, and its findings in measures that grow."""
 
 import importlib.util
+import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/soak.py"
@@ -90,3 +93,27 @@ def test_what_grows_is_found(soak: ModuleType, change: dict[str, float], problem
     problems = measured(soak, **change)
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
+
+
+def test_a_descriptor_counts_once_it_stands(soak: ModuleType) -> None:
+    """The connections of requests come and go, and their number follows the load."""
+    life = soak.Life("server")
+    numbers = itertools.count()
+
+    def sample(*standing: str) -> int:
+        request = f"socket:[{next(numbers)}]"
+        life.recent.append(frozenset((name, name) for name in (request, *standing)))
+        return life.num_standing
+
+    size = life.recent.maxlen
+    assert [sample("log") for _ in range(size + 5)] == [2] + [1] * (size + 4)
+    assert [sample("log", "leaked") for _ in range(size)] == [1] * (size - 1) + [2]
+
+
+def test_all_descriptors_of_a_process_are_found(soak: ModuleType) -> None:
+    process = psutil.Process()
+    before = soak.open_files(process)
+    with socket.socket() as opened:
+        new = soak.open_files(process) - before
+        assert [name for name, _ in new] == [str(opened.fileno())]
+    assert soak.open_files(process) == before
