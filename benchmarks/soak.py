@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +46,6 @@ from exactly_once import REPOSITORY, KilledRun, check_ledger, command_of
 DISK_MIB = 256
 FULL_SECONDS = 20.0
 SAMPLE_SECONDS = 5.0
-# A file descriptor that has been open for so long counts. Requests take less.
-STANDING_SECONDS = 120.0
 START_SECONDS = 900.0
 # Time between two faults of servers, in which a server can join again.
 FAULT_SECONDS = (20.0, 60.0)
@@ -125,20 +123,22 @@ class SoakedRun(KilledRun):
         """Whether torchrun has ended."""
         return self._process is None or self._process.poll() is not None
 
-    def servers(self) -> list[psutil.Process]:
-        """Returns the main processes of the launched servers, in the order of their ports."""
-        file = self.folder / "monitoring/servers.json"
+    def http_ports(self) -> list[int]:
+        """Returns the ports of the launched servers."""
         try:
-            (entry,) = json.loads(file.read_text())
+            (entry,) = json.loads((self.folder / "monitoring/servers.json").read_text())
         except (OSError, ValueError):
             return []
-        ports = sorted(int(target.rpartition(":")[2]) for target in entry["targets"])
+        return sorted(int(target.rpartition(":")[2]) for target in entry["targets"])
+
+    def servers(self) -> list[psutil.Process]:
+        """Returns the main processes of the launched servers, in the order of their ports."""
         owner = {
             c.laddr[1]: c.pid
             for c in psutil.net_connections("tcp")
             if c.status == psutil.CONN_LISTEN and c.pid is not None and c.laddr
         }
-        return [psutil.Process(owner[port]) for port in ports if port in owner]
+        return [psutil.Process(owner[port]) for port in self.http_ports() if port in owner]
 
     def ranks(self) -> list[psutil.Process]:
         return [
@@ -167,35 +167,30 @@ def name_of(process: psutil.Process) -> str:
     return f"server ({process.name()})"
 
 
-def open_files(process: psutil.Process) -> frozenset[tuple[str, str]]:
-    """Returns the number and the target of each file descriptor. Those of sockets are unique."""
-    found = set()
-    for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.add((entry.name, os.readlink(entry)))
-    return frozenset(found)
+def descriptors(process: psutil.Process, http_ports: set[int]) -> tuple[int, int]:
+    """Returns the number of a process's file descriptors, and of its connections of requests.
+
+    Args:
+        process: The process.
+        http_ports: An established connection with one of these ports is counted as a connection
+            of requests, and not among the file descriptors.
+    """
+    # Listed before the descriptors, so that one that is closed meanwhile is missing from both.
+    requests = {
+        str(c.fd)
+        for c in process.net_connections("tcp")
+        if c.status == psutil.CONN_ESTABLISHED and http_ports & {c.laddr[1], c.raddr[1]}
+    }
+    found = set(os.listdir(f"/proc/{process.pid}/fd"))
+    return len(found - requests), len(found & requests)
 
 
 @dataclass
 class Life:
-    """Measurements of one process.
-
-    Attributes:
-        name: What the process does.
-        samples: Time, unshared MiB, standing file descriptors, and threads.
-        recent: The file descriptors that were open at the last samples.
-    """
+    """Measurements of one process: time, unshared MiB, file descriptors, and threads."""
 
     name: str
     samples: list[tuple[float, float, int, int]] = field(default_factory=list)
-    recent: deque[frozenset[tuple[str, str]]] = field(
-        default_factory=lambda: deque(maxlen=1 + round(STANDING_SECONDS / SAMPLE_SECONDS))
-    )
-
-    @property
-    def num_standing(self) -> int:
-        """Number of the file descriptors that have been open since the oldest of the last samples."""
-        return len(self.recent[0] & self.recent[-1])
 
     def quarters(self, column: int) -> tuple[list[float], list[float]]:
         """Returns the values of a column in the first and in the last quarter."""
@@ -342,18 +337,17 @@ class Soak:
         self._at(self._now + FULL_SECONDS, filler.unlink)
 
     def _sample(self, now: float) -> None:
-        num_lost = self._run.num_lost_servers
+        num_lost, http_ports = self._run.num_lost_servers, set(self._run.http_ports())
         with self._run.samples.open("a") as file:
             for name, process in self._run.watched():
                 with contextlib.suppress(psutil.Error, FileNotFoundError):
                     memory = process.memory_full_info().uss / 2**20
-                    files = open_files(process)
+                    num_files, num_requests = descriptors(process, http_ports)
                     num_threads = process.num_threads()
                     life = self.lives[process.pid, process.create_time()]
                     life.name = life.name or name
-                    life.recent.append(files)
-                    life.samples.append((now, memory, life.num_standing, num_threads))
-                    row = [process.pid, life.name, *life.samples[-1], num_lost, len(files)]
+                    life.samples.append((now, memory, num_files, num_threads))
+                    row = [process.pid, life.name, *life.samples[-1], num_lost, num_requests]
                     file.write(json.dumps(row) + "\n")
 
 

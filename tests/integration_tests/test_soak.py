@@ -4,7 +4,6 @@
 """`benchmarks/soak.py` for an hour with each real server, and its findings in measures that grow."""
 
 import importlib.util
-import itertools
 import json
 import os
 import random
@@ -95,25 +94,18 @@ def test_what_grows_is_found(soak: ModuleType, change: dict[str, float], problem
     assert problem is None or problem in problems[0]
 
 
-def test_a_descriptor_counts_once_it_stands(soak: ModuleType) -> None:
-    """The connections of requests come and go, and their number follows the load."""
-    life = soak.Life("server")
-    numbers = itertools.count()
-
-    def sample(*standing: str) -> int:
-        request = f"socket:[{next(numbers)}]"
-        life.recent.append(frozenset((name, name) for name in (request, *standing)))
-        return life.num_standing
-
-    size = life.recent.maxlen
-    assert [sample("log") for _ in range(size + 5)] == [2] + [1] * (size + 4)
-    assert [sample("log", "leaked") for _ in range(size)] == [1] * (size - 1) + [2]
-
-
-def test_all_descriptors_of_a_process_are_found(soak: ModuleType) -> None:
+def test_connections_of_requests_count_until_one_side_closes_them(soak: ModuleType) -> None:
     process = psutil.Process()
-    before = soak.open_files(process)
-    with socket.socket() as opened:
-        new = soak.open_files(process) - before
-        assert [name for name, _ in new] == [str(opened.fileno())]
-    assert soak.open_files(process) == before
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        before, none = soak.descriptors(process, {port})
+        assert none == 0
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            served, _ = listener.accept()
+            assert soak.descriptors(process, {port}) == (before, 2)
+            assert soak.descriptors(process, set()) == (before + 2, 0)
+            client.close()
+            with served:  # kept, although its other side is closed
+                assert served.recv(1) == b""
+                assert soak.descriptors(process, {port}) == (before + 1, 0)
+        assert soak.descriptors(process, {port}) == (before, 0)
