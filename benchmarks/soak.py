@@ -168,7 +168,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 def descriptors(process: psutil.Process, http_ports: set[int]) -> tuple[int, int]:
-    """Returns the number of a process's file descriptors, and of its connections of requests.
+    """Returns the number of a process's file descriptors, and that of its connections of requests.
 
     Args:
         process: The process.

@@ -94,7 +94,7 @@ def test_what_grows_is_found(soak: ModuleType, change: dict[str, float], problem
     assert problem is None or problem in problems[0]
 
 
-def test_connections_of_requests_count_until_one_side_closes_them(soak: ModuleType) -> None:
+def test_a_connection_counts_as_a_request_until_one_side_closes_it(soak: ModuleType) -> None:
     process = psutil.Process()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -92,7 +92,8 @@ class RankWatch:
         """Waits until the loss of a rank has been reported, at most ``timeout_seconds``.
 
         Returns:
-            Whether it has. The caller may then end the process, because ``on_lost`` has returned.
+            Whether the loss of a rank has been reported. If so, ``on_lost`` has returned, and the
+            caller may end the process.
         """
         return self._thread is not None and self._lost_event.wait(timeout_seconds)
 

@@ -83,7 +83,7 @@ class GroupEnd:
         self._store: dist.TCPStore | None = store  # None once the group is left
         self._group: dist.ProcessGroup | None = None
         self._on_device: DeviceBroadcast | None = None
-        # Held while the three are set by the group's thread or unset by leave().
+        # Held while these three are set on the group's thread, read there, or unset by leave().
         self._lock = threading.Lock()
         self._num_queued = self._num_sent = 0
         self._url = server_url

@@ -221,7 +221,7 @@ class Refusing(Taking):
 
 @pytest.mark.parametrize("refused", ["join", "push"])
 def test_an_error_is_part_of_no_cycle(refused):
-    """Its traceback refers to connections and buckets, and training ranks collect cycles rarely."""
+    """Its traceback refers to connections and buckets, which a cycle would keep for a long time."""
 
     async def body() -> weakref.ref[RefusedError]:
         server: Any = Refusing(refused)
