@@ -37,6 +37,7 @@ from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.memory_plan import describe_placement, predict_memory
+from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
 
 _OUTPUT_FILE = "output.log"
 _SHOWN_OUTPUT_LINES = 20
@@ -79,10 +80,14 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
         if report.error is not None:
             raise ConfigError(report.error)
         yield from _push_memory(config, model)
-    if "snapshots" in model.path.parts and not any(model.path.glob("*.safetensors")):
+    try:
+        num_tensors, notes = check_weights(config, model)
+    except WeightsAbsent:
+        if "snapshots" not in model.path.parts:
+            raise
         yield "  weights: not downloaded yet; the run will compare them with config.json"
         return
-    num_tensors = check_weights(config, model)
+    yield from (f"warning: {note}" for note in notes)
     yield f"  weights: {num_tensors} tensors in {model.path} with the names and shapes of the model"
 
 

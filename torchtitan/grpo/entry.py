@@ -41,6 +41,7 @@ from torchtitan.grpo.monitoring.serving import MonitorError
 from torchtitan.grpo.observe.console import init_console
 from torchtitan.grpo.resume.resumption import (
     CheckpointError,
+    Start,
     describe_finished,
     describe_start,
     is_finished,
@@ -56,6 +57,7 @@ from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
 from torchtitan.grpo.training.guards import GuardStopped
+from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.weight_sync.publisher import PublisherFailed
 
 # Longer than rank 0 takes to report an error and to close.
@@ -118,6 +120,8 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         if config.grpo.kl_coef > 0:
             check_reference(config)
         start = plan_start(config, hf_model)
+        if not (is_dry or is_finished(config, start)):
+            notes += _about_weights(config, hf_model, start)
     except (CheckpointError, ConfigError, ModelError, TimeoutError) as error:
         return _report(is_rank_zero, error, 2)
     if is_rank_zero:
@@ -137,6 +141,13 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         except OSError as error:
             return _report(is_rank_zero, CheckpointError(_not_removed(config, error)), 1)
     return _train(make_trainer, config, hf_model, is_rank_zero)
+
+
+def _about_weights(config: JobConfig, model: HFModel, start: Start) -> list[str]:
+    """Refuses weights that cannot be trained, before anything of an earlier run is removed."""
+    if start.folder is not None and not config.lora.rank:
+        return []  # a checkpoint brings them
+    return [f"warning: {note}" for note in check_weights(config, model)[1]]
 
 
 def _not_removed(config: JobConfig, error: OSError) -> str:

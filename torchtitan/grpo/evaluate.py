@@ -36,6 +36,7 @@ from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.types import PromptProgress
 
 FOLDER = "evaluate"
@@ -181,7 +182,14 @@ def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
         config.model.hf_assets_path = given.model
     for note in locate_models(config):
         print(note, file=sys.stderr)
-    model = read_hf_model(config.model.hf_assets_path)
+    # Servers of other kinds can serve quantised weights, and nothing else reads them here.
+    reads_itself = config.inference.launch and config.inference.kind == "embedded"
+    model = read_hf_model(
+        config.model.hf_assets_path, may_be_quantised=not (reads_itself or given.checkpoint)
+    )
+    if reads_itself and not given.checkpoint:
+        for note in check_weights(config, model)[1]:
+            print(f"warning: {note}", file=sys.stderr)
     if given.checkpoint:
         folder = find_checkpoint(config, given.checkpoint)
         target = Path(config.job.dump_folder) / FOLDER / folder.name / "model"

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from torchtitan.grpo.inference.client import InferenceClient
+from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.types import GenerateRequest, Generation
@@ -140,7 +141,7 @@ def compare(
         The largest difference of a token's logprob, the number of tokens that transformers
         would not have chosen greedily, and the number of tokens compared.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = load_model(str(checkpoint), "cpu", "float32").eval()
     largest, not_greedy, compared = 0.0, 0, 0
     for ids, answer in zip(prompts, answers, strict=True):
         completion = torch.from_numpy(answer.token_ids.astype("int64"))

@@ -43,7 +43,7 @@ def check_layout(config: JobConfig) -> None:
 
 
 def check_model(config: JobConfig, model: "HFModel") -> None:
-    """Refuses sequences longer than the model's maximum, and layouts that do not fit the model.
+    """Refuses sequences longer than the model's maximum or its window, and layouts that do not fit it.
 
     Raises:
         ConfigError: If the model cannot be used. The message names the keys to change.
@@ -57,6 +57,15 @@ def check_model(config: JobConfig, model: "HFModel") -> None:
         f"Sequences must be at most {limit} tokens long (max_position_embeddings of "
         f"{model.path}), got {needed}. Lower training.seq_len; or, to pack short sequences into "
         "longer rows, set prompts.max_prompt_tokens and inference.max_model_len.",
+    )
+    if config.grpo.ptx_path is not None:
+        needed = max(needed, config.training.seq_len)
+    require(
+        model.window is None or needed <= model.window,
+        f"Sequences must be at most {model.window} tokens long (sliding_window in "
+        f"{model.path / 'config.json'}), because attention over all tokens is trained, got {needed}. Lower "
+        "training.seq_len and inference.max_model_len; or, to pack short sequences into longer rows, "
+        "set prompts.max_prompt_tokens and inference.max_model_len.",
     )
     for problem in (*model_layout_problems(config, model), *model_lora_problems(config, model)):
         raise ConfigError(problem)

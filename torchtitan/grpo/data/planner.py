@@ -187,7 +187,7 @@ def open_sample_log(config: JobConfig, model: HFModel, start_version: int) -> Sa
 def _sequence_cost(config: JobConfig, model: HFModel) -> SequenceCost:
     if config.prompts.balance_cost == "tokens":
         return token_cost
-    return flops_cost(json.loads((model.path / "config.json").read_text()))
+    return flops_cost(json.loads((model.path / "config.json").read_bytes()))
 
 
 def _open_ptx(config: JobConfig, model: HFModel) -> PtxStream | None:

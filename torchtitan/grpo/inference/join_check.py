@@ -179,7 +179,7 @@ def config_json(model_path: str | None) -> dict[str, Any]:
     if model_path is None:
         return {}
     try:
-        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(model_path) / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

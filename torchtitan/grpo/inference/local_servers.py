@@ -215,8 +215,8 @@ def _max_running(config: "RolloutProcessConfig", num_servers: int) -> int:
 
 def _num_heads(model_path: str) -> int | None:
     """Returns the number of attention heads in a model's config.json, which has been read before."""
-    text = (Path(model_path) / "config.json").read_text(encoding="utf-8")
-    return json.loads(text).get("num_attention_heads")
+    content = (Path(model_path) / "config.json").read_bytes()
+    return json.loads(content).get("num_attention_heads")
 
 
 def start_servers(config: "RolloutProcessConfig", ports: Sequence[int]) -> list[LaunchedServer]:

@@ -14,7 +14,6 @@ can be found wrong before the server loads ends it at once, with one line.
 """
 
 import argparse
-import json
 import os
 import shlex
 import socket
@@ -36,6 +35,7 @@ from torchtitan.grpo.inference.registry import Registration
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.system.interfaces import address_of, default_address
 from torchtitan.grpo.types import ServerKind
+from torchtitan.grpo.weight_wire.model_folder import read_json, refuse_quantised
 from torchtitan.grpo.weight_wire.routes import source_address
 
 _PORT = 8000
@@ -77,6 +77,8 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
     try:
         config = model_config(options.model_path)
         check_length(options.max_model_len, config, options.model_path)
+        if options.kind == "embedded":
+            refuse_quantised(config, Path(options.model_path, "config.json"), "MODEL_DIR")
         host = options.host or choose_host(options.register, options.interface)
         check_register(options.register, host)
         require_keys(host, os.environ)
@@ -182,17 +184,12 @@ def model_config(model_path: str) -> dict[str, Any]:
         ValueError: If there is none, or it cannot be read.
     """
     folder = Path(model_path)
-    wanted = "MODEL_DIR must be a Hugging Face directory with a config.json"
     if not folder.is_dir():
         raise ValueError(
-            f"{wanted}, but there is no directory {folder}. Fetch the model with `hf download NAME "
-            "--local-dir DIR`, or correct the path."
+            "MODEL_DIR must be a Hugging Face directory with a config.json, but there is no directory "
+            f"{folder}. Fetch the model with `hf download NAME --local-dir DIR`, or correct the path."
         )
-    file = folder / "config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{wanted}, but {file} cannot be read: {error}.") from error
+    return read_json(folder / "config.json", "MODEL_DIR")
 
 
 def check_length(max_model_len: int, config: dict[str, Any], model_path: str) -> None:

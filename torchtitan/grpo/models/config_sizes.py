@@ -35,6 +35,12 @@ def wrong_size(config: dict[str, Any]) -> str | None:
     epsilon = config.get("rms_norm_eps")
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
         return f"rms_norm_eps must be a number between 0 and 1, got {_shown(epsilon)}"
+    if type(tied := config.get("tie_word_embeddings", False)) is not bool:
+        return (
+            f"tie_word_embeddings must be true or false, got {'null' if tied is None else tied!r}"
+        )
+    if not isinstance(config.get("layer_types"), list | None):
+        return f"layer_types must be a list or null, got {_shown(config['layer_types'])}"
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key), dict | None):
             return f"{key} must be an object or null, got {_shown(config[key])}"

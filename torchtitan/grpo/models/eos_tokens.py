@@ -56,7 +56,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return json.loads(file.read_bytes()) if file.exists() else {}
 
 
 def _absence(file: Path) -> str:

@@ -8,7 +8,7 @@ computed by upstream's Qwen3 model with some of its parts switched on or off (se
 add a family, see `docs/how-to/add-a-model-family.md`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.moe import MoEArgs
@@ -21,7 +21,6 @@ _REFUSED_OTHERWISE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
 }
 
 
@@ -33,36 +32,29 @@ class Family:
         qk_norm: Whether queries and keys are normalized.
         qkv_bias: Whether the projections of queries, keys and values have biases.
         has_experts: Whether layers may be mixtures of experts.
-        needs: Further keys of ``config.json`` and the values that are computed. Another value is
-            refused.
     """
 
     qk_norm: bool = False
     qkv_bias: bool = False
     has_experts: bool = False
-    needs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(needs={"sliding_window": (None,)}),
+    "MistralForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_norm=True),
     "Qwen3MoeForCausalLM": Family(qk_norm=True, has_experts=True),
 }
 
 
-def refusals(family: Family, config: dict[str, Any]) -> list[str]:
-    """Returns what in a ``config.json`` this family's model does not compute, in sentences."""
-    found = [
+def refusals(config: dict[str, Any]) -> list[str]:
+    """Returns what in a ``config.json`` no family's model computes, in sentences."""
+    return [
         f"{key} = {config[key]!r} is not supported, only {key} = {allowed[0]!r} is."
-        for key, allowed in (_REFUSED_OTHERWISE | family.needs).items()
+        for key, allowed in _REFUSED_OTHERWISE.items()
         if key in config and config[key] not in allowed
     ]
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        found.append(f"layer_types must be 'full_attention' alone, got {sorted(kinds)}.")
-    return found
 
 
 def decoder_args(family: Family, config: dict[str, Any]) -> DecoderArgs:

@@ -9,7 +9,6 @@ computes something else than the server does would show only as a mismatch betwe
 trainer's and the sampling-time logprobs.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from torchtitan.grpo.models.config_sizes import wrong_size
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
 from torchtitan.grpo.models.families import FAMILIES, Family, decoder_args, refusals
+from torchtitan.grpo.weight_wire.model_folder import ModelError, read_json, refuse_quantised
+from torchtitan.grpo.weight_wire.sliding_window import attention_window
 
-
-class ModelError(ValueError):
-    """A model directory cannot be used; the message gives the reason."""
+__all__ = ["HFModel", "ModelError", "read_hf_model"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class HFModel:
         vocab_size: Number of rows of the embedding.
         eos_token_ids: Ids of the tokens that end a completion.
         max_position_embeddings: Length of the longest sequence that the model was trained for.
+        window: Number of tokens that attention reaches in the layers with the shortest reach; None
+            if all layers reach all tokens.
     """
 
     path: Path
@@ -43,21 +44,28 @@ class HFModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_position_embeddings: int
+    window: int | None = None
 
 
-def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") -> HFModel:
+def read_hf_model(
+    path: str | Path, *, setting: str = "model.hf_assets_path", may_be_quantised: bool = False
+) -> HFModel:
     """Reads a Hugging Face directory.
 
     Args:
         path: The directory.
         setting: TOML key that names the directory, for error messages.
+        may_be_quantised: Whether the weights may be quantised, because servers that can do so are
+            alone in reading them.
 
     Raises:
         ModelError: If ``path`` is not such a directory, its architecture is not supported, it
             uses a variant that upstream's model lacks, or it names no end-of-sequence token.
     """
     path = Path(path)
-    config = _read_json(path / "config.json", setting)
+    config = read_json(path / "config.json", setting)
+    if not may_be_quantised:
+        refuse_quantised(config, path / "config.json", setting)
     architecture = _architecture(config)
     if architecture not in FAMILIES:
         raise ModelError(
@@ -73,26 +81,11 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
         path=path,
         architecture=architecture,
         model_args=_model_args(FAMILIES[architecture], config, path),
+        window=_window(config, architecture, path),
         vocab_size=config["vocab_size"],
         eos_token_ids=_eos_token_ids(path, setting),
         max_position_embeddings=config.get("max_position_embeddings", 0),
     )
-
-
-def _read_json(file: Path, setting: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{setting} must be a readable Hugging Face model directory; reading {file} failed: "
-            f"{error}"
-        ) from error
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{setting} must be a readable Hugging Face model directory, but {file} holds a "
-            f"{type(content).__name__} where an object must be. Download the model again."
-        )
-    return content
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -103,7 +96,7 @@ def _architecture(config: dict[str, Any]) -> str:
 
 def _model_args(family: Family, config: dict[str, Any], path: Path) -> DecoderArgs:
     file = path / "config.json"
-    if found := refusals(family, config):
+    if found := refusals(config):
         raise ModelError(f"{file}: {' '.join(found)}")
     try:
         return decoder_args(family, config)
@@ -111,6 +104,13 @@ def _model_args(family: Family, config: dict[str, Any], path: Path) -> DecoderAr
         raise ModelError(f"{file} must have the key {error}, and lacks it.") from error
     except ValueError as error:
         raise ModelError(f"{file}: {error}") from error
+
+
+def _window(config: dict[str, Any], architecture: str, path: Path) -> int | None:
+    try:
+        return attention_window(config, architecture)
+    except ValueError as error:
+        raise ModelError(f"{path / 'config.json'}: {error}") from error
 
 
 def _eos_token_ids(path: Path, setting: str) -> tuple[int, ...]:

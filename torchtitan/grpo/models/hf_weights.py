@@ -15,19 +15,21 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
-from torchtitan.grpo.models.hf_config import ModelError
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
+from torchtitan.grpo.models.tied_embeddings import is_tied
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
+from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, OUTPUT, WeightFiles
+from torchtitan.grpo.weight_wire.model_folder import ModelError, read_json
 
-INDEX_FILE = "model.safetensors.index.json"
 # Files of the source directory, other than weights, that are copied into an export.
 _ASSETS = ("*.json", "*.txt", "*.model", "*.jinja")
+# Descriptions of other weights than those that are exported.
+_NOT_COPIED = (".index.json", "adapter_config.json")
 # Size of the buckets of whole parameters that an export collects.
 _EXPORT_BUCKET_BYTES = 256 * 1024**2
 
@@ -76,8 +78,8 @@ def _from_hf(adapter: BaseStateDictAdapter, name: str, hf: dict[str, torch.Tenso
     model_args = getattr(adapter, "model_args", None)
     if getattr(model_args, "enable_weight_tying", False):
         # With tied embeddings the adapter expects both names of the shared weight in each call.
-        hf.setdefault("lm_head.weight", torch.empty(0))
-        hf.setdefault("model.embed_tokens.weight", torch.empty(0))
+        hf.setdefault(OUTPUT, torch.empty(0))
+        hf.setdefault(EMBEDDING, torch.empty(0))
     return adapter.from_hf(hf)[name]
 
 
@@ -97,18 +99,21 @@ def load_hf_weights(
         setting: TOML key that names the directory, for error messages.
 
     Raises:
-        ModelError: If the directory has no readable safetensors file, a tensor is missing, or
-            the shape of a tensor contradicts ``config.json``.
+        ModelError: If the directory has no readable safetensors file; if a tensor is missing or
+            ambiguous, is no plain weight, or has a shape that contradicts ``config.json``; or if its
+            values cannot be those of a model.
     """
-    reader = _SafetensorsReader(Path(path), setting)
+    files = WeightFiles(Path(path), setting)
     with torch.no_grad():
         for name, parameter in named_parameters(model_parts):
             if is_adapter(name):
                 continue  # the directory holds the base model
             hf = {
-                key: reader.read(key, meta.shape)
+                key: files.read(key, meta.shape)
                 for key, meta in hf_meta(adapter, name, parameter.shape).items()
             }
+            for key, tensor in hf.items():
+                _refuse_values(key, tensor, f"{files.stored(key).file} ({setting})")
             # Each rank has read the whole tensor itself, so that nothing needs to be sent.
             whole = _from_hf(adapter, name, hf)
             local = local_tensor(parameter)
@@ -116,10 +121,26 @@ def load_hf_weights(
                 local.copy_(local_block(parameter).of(whole))
 
 
+def _refuse_values(name: str, tensor: torch.Tensor, place: str) -> None:
+    """Refuses values that damage or a failed conversion leaves, and that no training mends."""
+    # The sum of finite values of 16 bits may overflow.
+    if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+        wrong = int((~torch.isfinite(tensor)).sum())
+        found = f"{wrong} of {tensor.numel()} that are NaN or infinite"
+    elif (name.endswith("norm.weight") or name == EMBEDDING) and not tensor.any():
+        found = "zeros alone, as in a file that was not downloaded to its end"
+    else:
+        return
+    raise ModelError(
+        f"{name} in {place} must hold the values of a trained model, got {found}. Download or export the "
+        "model again."
+    )
+
+
 def check_hf_weights(
     model: nn.Module, adapter: BaseStateDictAdapter, path: Path, *, setting: str
-) -> int:
-    """Compares the names and shapes of a directory's tensors with those that a model needs.
+) -> tuple[int, list[str]]:
+    """Compares a directory's tensors with those that a model needs, without loading them.
 
     Args:
         model: The whole model; it may be on the meta device.
@@ -128,62 +149,17 @@ def check_hf_weights(
         setting: TOML key that names the directory, for error messages.
 
     Returns:
-        Number of tensors that the model needs.
+        Number of tensors that the model needs, and what the user should know about the others.
 
     Raises:
-        ModelError: As of :func:`load_hf_weights`.
+        ModelError: As of :meth:`WeightFiles.check`.
     """
-    reader = _SafetensorsReader(path, setting)
-    needed = {}
+    needed: dict[str, tuple[int, ...]] = {}
     for name, parameter in named_parameters([model]):
-        needed |= hf_meta(adapter, name, parameter.shape)
-    for key, meta in needed.items():
-        reader.check(key, meta.shape)
-    return len(needed)
-
-
-class _SafetensorsReader:
-    """Reads single tensors from one or several safetensors files."""
-
-    def __init__(self, path: Path, setting: str) -> None:
-        self.path, self.setting = path, setting
-        self.file_of: dict[str, Path] = {}
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise ModelError(
-                f"{setting} ({path}) must hold *.safetensors files, found none. Convert the "
-                "weights to safetensors, or name another directory."
-            )
-        for file in files:
-            try:
-                with safe_open(file, framework="pt") as handle:
-                    self.file_of |= dict.fromkeys(handle.keys(), file)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"{setting} must hold complete safetensors files; reading {file} "
-                    f"failed: {error}. Copy or download the model again."
-                ) from error
-
-    def check(self, key: str, shape: torch.Size) -> None:
-        """Refuses a tensor that is missing or has another shape. Only headers are read."""
-        if key not in self.file_of:
-            raise ModelError(
-                f"The weights in {self.setting} ({self.path}) lack the tensor {key}, which the "
-                "config.json beside them requires. Check that no safetensors file is missing."
-            )
-        with safe_open(self.file_of[key], framework="pt") as handle:
-            found = list(handle.get_slice(key).get_shape())
-        if found != list(shape):
-            raise ModelError(
-                f"{key} in {self.file_of[key]} ({self.setting}) must have shape {list(shape)} "
-                f"according to config.json, got {found}. Check that config.json and the weights "
-                "belong to the same model."
-            )
-
-    def read(self, key: str, shape: torch.Size) -> torch.Tensor:
-        self.check(key, shape)
-        with safe_open(self.file_of[key], framework="pt") as handle:
-            return handle.get_tensor(key)
+        meta = hf_meta(adapter, name, parameter.shape)
+        needed |= {key: tuple(tensor.shape) for key, tensor in meta.items()}
+    files = WeightFiles(path, setting)
+    return len(needed), files.check(needed, is_tied=is_tied(model))
 
 
 def export_hf(
@@ -312,9 +288,9 @@ class _ShardWriter:
 def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
     for pattern in _ASSETS:
         for file in source.glob(pattern):
-            if file.name != INDEX_FILE:
+            if not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, target / file.name)  # without the source's permissions
-    config = json.loads((target / "config.json").read_text())
+    config = read_json(target / "config.json", "model.hf_assets_path")
     # transformers 5 writes `dtype`; version 4 wrote `torch_dtype`. A loader reads either.
     for key in ("dtype", "torch_dtype"):
         if key in config:

@@ -66,6 +66,8 @@ def _differences(policy: HFModel, reference: HFModel) -> Iterator[str]:
         # The arguments of two model families cannot be compared one by one.
         yield f"architecture {reference.architecture} instead of {policy.architecture}"
         return
+    if policy.window != reference.window:
+        yield f"sliding_window {reference.window} instead of {policy.window}"
     wanted, found = _arguments(policy.model_args), _arguments(reference.model_args)
     for name, value in wanted.items():
         if found[name] != value:

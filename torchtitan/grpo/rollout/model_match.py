@@ -84,5 +84,5 @@ def _eos_of_tokenizer(folder: Path) -> str | None:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
-    token: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    token: Any = json.loads(file.read_bytes()).get("eos_token")
     return token.get("content") if isinstance(token, dict) else token

@@ -3,6 +3,7 @@
 
 """Compares the weights of a Hugging Face directory with its config.json, without loading them."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,28 +17,30 @@ from torchtitan.grpo.models.hf_weights import check_hf_weights
 from torchtitan.grpo.training.model_spec import hf_train_spec
 
 
-def check_weights(config: JobConfig, model: HFModel) -> int:
-    """Builds the model without memory and compares names and shapes with the safetensors files.
+def check_weights(config: JobConfig, model: HFModel) -> tuple[int, list[str]]:
+    """Builds the model without memory and compares it with the safetensors files.
 
     The weights of the reference model are compared as well.
 
     Args:
         config: Configuration of the run.
-        model: The model. Building it changes its arguments.
+        model: The model.
 
     Returns:
-        Number of tensors of the model.
+        Number of tensors of the model, and what the user should know about tensors that are not read.
 
     Raises:
-        ModelError: If a tensor is missing or has another shape.
+        ModelError: If a tensor is missing, quantised or of another shape, if it is not clear which file
+            holds it, or if a tied model has another output layer.
     """
-    built, adapter_of = build_without_memory(config, model)
-    reference = config.grpo.ref_model_path
+    built, adapter_of = build_without_memory(config, copy.deepcopy(model))
+    reference, notes = config.grpo.ref_model_path, []
     if config.grpo.kl_coef > 0 and reference is not None:
         adapter = adapter_of(reference)
-        check_hf_weights(built, adapter, Path(reference), setting="grpo.ref_model_path")
+        _, notes = check_hf_weights(built, adapter, Path(reference), setting="grpo.ref_model_path")
     adapter = adapter_of(str(model.path))
-    return check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
+    number, own = check_hf_weights(built, adapter, model.path, setting="model.hf_assets_path")
+    return number, own + notes
 
 
 def build_without_memory(

@@ -149,8 +149,8 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
     max_model_len = arguments.max_model_len or min(own_length, _DEFAULT_MAX_MODEL_LEN)
     if max_model_len > own_length:
         raise ValueError(
-            f"--max-model-len must be at most the model's max_position_embeddings, {own_length}, "
-            f"got {max_model_len}."
+            f"--max-model-len must be at most {own_length}, the model's max_position_embeddings or "
+            f"sliding_window, got {max_model_len}."
         )
     runner = ModelRunner(model, arguments.max_running_requests, max_model_len)
     table = WeightTable(model)

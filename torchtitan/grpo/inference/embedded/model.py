@@ -8,10 +8,11 @@ import logging
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.attention import ATTENTION
@@ -24,10 +25,17 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     WholePart,
     split_rows,
 )
+from torchtitan.grpo.inference.model_cards import first_architecture
 from torchtitan.grpo.types import TopTokens
+from torchtitan.grpo.weight_wire.model_files import WeightFiles
+from torchtitan.grpo.weight_wire.model_folder import ModelError, read_json, refuse_quantised
+from torchtitan.grpo.weight_wire.sliding_window import attention_window
 
 logger = logging.getLogger(__name__)
 
+_SETTING = "--model-path"
+# Families whose windows are left out, because no sequence is longer.
+_WINDOWED = ("mistral", "qwen2", "qwen3", "qwen3_moe")
 # Bytes of keys and values that attention reads in the time that one more call of it takes.
 _CALL_BYTES = {"cpu": 128 * 1024, "cuda": 16 * 1024 * 1024}
 # Number of positions whose logits over the vocabulary are in memory at once.
@@ -204,8 +212,30 @@ def _check_attention(model: PreTrainedModel) -> None:
         )
 
 
+def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
+    """Returns the configuration of a model with full attention, and up to which length it is the model's.
+
+    Raises:
+        ValueError: If config.json cannot be read, or describes quantised weights.
+    """
+    file = Path(path) / "config.json"
+    content, window = read_json(file, _SETTING), None
+    refuse_quantised(content, file, _SETTING)
+    if "model_type" not in content:
+        raise ModelError(
+            f"{_SETTING} must have the key model_type in its config.json, and lacks it."
+        )
+    if content["model_type"] in _WINDOWED:
+        window = attention_window(content, first_architecture(content) or "")
+        content |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+    return AutoConfig.for_model(**content), window
+
+
 def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     """Loads the model of a Hugging Face directory, without downloading anything.
+
+    Attention is full in each layer. The ``max_position_embeddings`` of a model with sliding windows is at
+    most the window's length, up to which this makes no difference.
 
     Args:
         path: Directory with config.json and safetensors files.
@@ -214,23 +244,30 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
             on CUDA.
 
     Raises:
-        ValueError: If the directory has no config.json.
+        ValueError: If the directory has no config.json, or its weights are not the model's plain ones.
     """
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(
-            f"--model-path must be a Hugging Face directory with a config.json, got {path}."
-        )
+    (config, window), files = read_config(path), WeightFiles(Path(path), _SETTING)
+    weights = {n: files.stored(n).shape for n in files.names if n.endswith(".weight")}
+    for note in files.check(weights, is_tied=config.tie_word_embeddings):
+        logger.warning(note)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=AutoConfig.from_pretrained(path, local_files_only=True),
+    # Given as tensors, the weights are those of the files that count for the trainer.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=files.slices(),
         dtype=getattr(torch, dtype),
         attn_implementation="sdpa",
-        local_files_only=True,
+        output_loading_info=True,
     )
+    model, info = loaded
+    for name in sorted(info["missing_keys"]):
+        files.refuse_missing(name)
+    if window is not None:
+        model.config.max_position_embeddings = min(window, model.config.max_position_embeddings)
     # pyright does not understand how transformers decorates `to`.
     return model.to(device=torch.device(device))  # pyright: ignore[reportCallIssue]
 
@@ -250,6 +287,6 @@ def read_eos_ids(path: str) -> frozenset[int]:
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name
         if file.is_file():
-            eos = json.loads(file.read_text()).get("eos_token_id")
+            eos = json.loads(file.read_bytes()).get("eos_token_id")
             found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return frozenset(found)

@@ -1,0 +1,125 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""What a folder that is named as a model holds, as far as its JSON files and its file names tell.
+
+Trainer and servers share it. It does not import torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_LFS_POINTER = b"version https://git-lfs"
+_CONVERT = "Convert the weights to safetensors, or name another directory"
+_IN_TRANSFORMERS = f"{_CONVERT}: in transformers, from_pretrained and then save_pretrained."
+# Files by which folders that are no whole model in safetensors are known, the most telling first.
+_SIGNS = (
+    ("model_index.json", "It is a pipeline of diffusers. Name the folder of a language model."),
+    ("*.gguf", f"It holds GGUF files, which this project does not read. {_IN_TRANSFORMERS}"),
+    ("*.distcp", "It is a checkpoint of torchtitan. Set checkpoint.initial_load_path to it, and name "
+     "the Hugging Face directory from which its run began."),
+    ("pytorch_model*.bin", f"It holds PyTorch files (.bin) alone. {_IN_TRANSFORMERS}"),
+    ("consolidated*", "It holds weights in the format of their author (consolidated). Name the model's "
+     "release for transformers."),
+    ("*.pt*", f"It holds PyTorch files alone. {_IN_TRANSFORMERS}"),
+    ("modules.json", "It is a model of sentence-transformers. Name the folder of a language model."),
+)  # fmt: skip
+
+
+class ModelError(ValueError):
+    """A model directory cannot be used; the message gives the reason."""
+
+
+class WeightsAbsent(ModelError):
+    """Files of a model's weights are not there."""
+
+
+def read_json(file: Path, setting: str) -> dict[str, Any]:
+    """Reads a JSON file of a model: UTF-8 or UTF-16, with or without a byte-order mark.
+
+    Args:
+        file: The file.
+        setting: TOML key that names the folder, for error messages.
+
+    Raises:
+        ModelError: If the file cannot be read, or does not hold an object.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        hint = about_pointer(file) or ("" if file.exists() else f" {about_folder(file.parent)}")
+        raise ModelError(
+            f"{setting} must be a readable Hugging Face model directory; reading {file} failed: "
+            f"{error}.{hint}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{setting} must be a readable Hugging Face model directory, but {file} holds a "
+            f"{type(content).__name__} where an object must be. Download the model again."
+        )
+    return content
+
+
+def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:
+    """Refuses a ``config.json`` that describes quantised weights.
+
+    Raises:
+        ModelError: If it does.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if found := config.get(key):
+            method = found.get("quant_method") if isinstance(found, dict) else None
+            raise ModelError(
+                f"{setting} must be a model with plain weights, but {file} has {key} "
+                f"({method or f'{found!r:.80}'}). {REMEDY} If the weights beside it are plain already, "
+                f"remove {key} from the file."
+            )
+
+
+REMEDY = (
+    "Name the model's release in bfloat16, usually the one whose name lacks FP8, INT8, AWQ, GPTQ or "
+    "4bit; or a copy that was dequantised, in transformers with dequantize() and save_pretrained."
+)
+"""What to do about quantised weights."""
+
+
+def about_pointer(file: Path) -> str:
+    """Returns a sentence about a file that Git LFS has not fetched; nothing if it is another file."""
+    try:
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return ""
+    return " It is a pointer of Git LFS and not the file itself: run git lfs pull." * is_pointer
+
+
+def about_folder(path: Path) -> str:
+    """Returns what a folder is that lacks a model's config.json or its weights, and the remedy."""
+    if not path.is_dir():
+        return f"{path} is a file: name the folder." if path.exists() else f"There is no {path}."
+    if (path / "adapter_config.json").is_file():
+        return _about_adapter(path)
+    for link in path.iterdir():
+        if link.is_symlink() and not link.exists():
+            return f"{link.name} is a link to a file that is absent. Download the model again."
+    for pattern, sentence in _SIGNS:
+        if any(path.glob(pattern)):
+            return sentence
+    for inner in (*path.glob("*/config.json"), *path.glob("*/*/config.json")):
+        return f"There is a config.json in {inner.parent}: name that folder."
+    if not any(path.iterdir()):
+        return f"The folder is empty. {_CONVERT.partition(', or ')[2].capitalize()}."
+    return f"{_CONVERT}."
+
+
+def _about_adapter(path: Path) -> str:
+    try:
+        base = json.loads((path / "adapter_config.json").read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    return (
+        "It is a folder of PEFT with adapters alone (adapter_config.json), made for the base model "
+        f"{base or '<not named>'}. Merge them, in PEFT with merge_and_unload() and save_pretrained, and "
+        "name the merged folder; or name the base model."
+    )
