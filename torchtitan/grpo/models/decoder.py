@@ -84,7 +84,9 @@ class DecoderAdapter(Qwen3StateDictAdapter):
     """Upstream's adapter between native and Hugging Face names, with the names of biases."""
 
     def __init__(self, model_args: DecoderArgs, hf_assets_path: str | None) -> None:
-        super().__init__(model_args, hf_assets_path)
+        # Upstream would read the directory's index, and fails if that names no numbered files.
+        super().__init__(model_args, None)
+        self.hf_assets_path = hf_assets_path
         for native, hf in _QKV:
             hf_name = f"model.layers.{{}}.self_attn.{hf}.bias"
             self.from_hf_map[hf_name] = f"layers.{{}}.attention.{native}.bias"

@@ -16,6 +16,7 @@ from typing import Any
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.once_per_host import once_per_host
+from torchtitan.grpo.weight_wire.model_folder import about_folder
 
 # Time in which the first rank of a host downloads a model while the others wait.
 _DOWNLOAD_TIMEOUT_SECONDS = 4 * 3600.0
@@ -93,6 +94,8 @@ def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str,
     model = HubModel.parse(text)
     if Path(text).is_dir():
         return text, _about_folder(text, setting, model)
+    if Path(text).exists():
+        raise ConfigError(f"{setting} must be the folder of a model, but {about_folder(Path(text))}")
     if model is None:
         raise ConfigError(
             f"{setting} must be a folder with config.json, tokenizer.json and safetensors files, or a "

@@ -8,9 +8,9 @@ import warnings
 
 from torchtitan.tools.logging import init_logger, logger
 
-# Harmless messages that every rank of every run on a CPU would print.
+# Harmless messages that every run would print, some of them on every rank or on a CPU.
 _NOISE = (
-    "model.safetensors.index.json not found",  # a model of a single file has no index
+    "with {\n",  # all arguments of the model, one in a line
     "Error running lspci",
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # set by torchrun, overridden by upstream
     "Pipeline Parallel loss is not visible",  # it is: sums reach rank 0 from every stage

@@ -119,10 +119,10 @@ class WeightFiles:
                 f"{about_pointer(file) or ' Copy or download the model again.'}"
             ) from error
 
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors in the files that count."""
-        return list(self._found)
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of all weights and biases, for a model that is not built yet."""
+        names = [name for name in self._found if name.endswith((".weight", ".bias"))]
+        return {name: self.stored(name).shape for name in names}
 
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
         """Returns where a tensor is.

@@ -74,7 +74,7 @@ def test_a_directory_that_does_not_exist_is_named(capsys) -> None:
 
 
 def test_a_directory_without_a_configuration_is_named(tmp_path: Path, capsys) -> None:
-    assert "config.json cannot be read" in error_of(capsys, "vllm", str(tmp_path))
+    assert "config.json failed" in error_of(capsys, "vllm", str(tmp_path))
 
 
 def test_a_port_that_is_taken_is_named(model: str, capsys) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.attention import ATTENTION
@@ -227,7 +227,8 @@ def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
         )
     if content["model_type"] in _WINDOWED:
         window = attention_window(content, first_architecture(content) or "")
-        content |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+        content.pop("layer_types", None)
+        content |= {"use_sliding_window": False, "sliding_window": None}
     return AutoConfig.for_model(**content), window
 
 
@@ -247,15 +248,19 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
         ValueError: If the directory has no config.json, or its weights are not the model's plain ones.
     """
     (config, window), files = read_config(path), WeightFiles(Path(path), _SETTING)
-    weights = {n: files.stored(n).shape for n in files.names if n.endswith(".weight")}
-    for note in files.check(weights, is_tied=config.tie_word_embeddings):
+    for note in files.check(files.own_shapes(), is_tied=config.tie_word_embeddings):
         logger.warning(note)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
+    made_of: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if made_of is None:
+        raise ValueError(
+            f"{_SETTING} must be a causal language model, got {config.model_type} in {path}."
+        )
     # Given as tensors, the weights are those of the files that count for the trainer.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    model, info = made_of.from_pretrained(
         None,
         config=config,
         state_dict=files.slices(),
@@ -263,7 +268,6 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
         attn_implementation="sdpa",
         output_loading_info=True,
     )
-    model, info = loaded
     for name in sorted(info["missing_keys"]):
         files.refuse_missing(name)
     if window is not None:
