@@ -36,9 +36,7 @@ def wrong_size(config: dict[str, Any]) -> str | None:
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
         return f"rms_norm_eps must be a number between 0 and 1, got {_shown(epsilon)}"
     if type(tied := config.get("tie_word_embeddings", False)) is not bool:
-        return (
-            f"tie_word_embeddings must be true or false, got {'null' if tied is None else tied!r}"
-        )
+        return f"tie_word_embeddings must be true or false, got {_shown(tied)}"
     if not isinstance(config.get("layer_types"), list | None):
         return f"layer_types must be a list or null, got {_shown(config['layer_types'])}"
     for key in ("rope_parameters", "rope_scaling"):

@@ -291,6 +291,7 @@ def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
             if not file.name.endswith(_NOT_COPIED):
                 shutil.copyfile(file, target / file.name)  # without the source's permissions
     config = read_json(target / "config.json", "model.hf_assets_path")
+    config.pop("quantization_config", None)  # an empty one, which transformers cannot read
     # transformers 5 writes `dtype`; version 4 wrote `torch_dtype`. A loader reads either.
     for key in ("dtype", "torch_dtype"):
         if key in config:

@@ -95,7 +95,9 @@ def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str,
     if Path(text).is_dir():
         return text, _about_folder(text, setting, model)
     if Path(text).exists():
-        raise ConfigError(f"{setting} must be the folder of a model, but {about_folder(Path(text))}")
+        raise ConfigError(
+            f"{setting} must be the folder of a model, but {about_folder(Path(text))}"
+        )
     if model is None:
         raise ConfigError(
             f"{setting} must be a folder with config.json, tokenizer.json and safetensors files, or a "

@@ -122,7 +122,12 @@ class WeightFiles:
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of all weights and biases, for a model that is not built yet."""
         names = [name for name in self._found if name.endswith((".weight", ".bias"))]
-        return {name: self.stored(name).shape for name in names}
+        modules = {name.rpartition(".")[0] for name in names}
+        return {
+            name: self.stored(name).shape
+            for name in names
+            if modules.isdisjoint(list(_modules_around(name))[1:])
+        }
 
     def stored(self, name: str, shape: Sequence[int] | None = None) -> Stored:
         """Returns where a tensor is.
@@ -226,11 +231,8 @@ class WeightFiles:
         modules = {name.rpartition(".")[0] for name in needed}
         for name in self._found:
             if name not in needed and not name.endswith(".bias"):
-                module = name
-                while module := module.rpartition(".")[0]:
-                    if module in modules:
-                        yield f"{name} stands beside the weight of {module}"
-                        break
+                beside = modules.intersection(_modules_around(name))
+                yield from (f"{name} stands beside the weight of {module}" for module in beside)
 
     def _refuse_parts(self, parts: Sequence[str]) -> NoReturn:
         more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
@@ -274,3 +276,9 @@ class WeightFiles:
                 )
         if (self.path / "adapter_config.json").is_file():
             yield f"{place}: adapters lie beside the weights (adapter_config.json) and are not read."
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yields the module of a tensor, and those around it, from within."""
+    while name := name.rpartition(".")[0]:
+        yield name

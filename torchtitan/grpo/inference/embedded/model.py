@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from torchtitan.grpo.inference.client import PromptRating
 from torchtitan.grpo.inference.embedded.attention import ATTENTION
@@ -221,6 +221,7 @@ def read_config(path: str) -> tuple[PreTrainedConfig, int | None]:
     file = Path(path) / "config.json"
     content, window = read_json(file, _SETTING), None
     refuse_quantised(content, file, _SETTING)
+    content.pop("quantization_config", None)  # an empty one, which transformers cannot read
     if "model_type" not in content:
         raise ModelError(
             f"{_SETTING} must have the key model_type in its config.json, and lacks it."
