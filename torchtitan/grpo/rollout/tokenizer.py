@@ -52,7 +52,8 @@ class TextCodec:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
+            hint = about_pointer(file)
+            raise ValueError(f"{file} is not a readable tokenizer: {error}.{hint}") from error
         # A saved tokenizer may contain truncation and padding settings of its training run.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -68,6 +68,20 @@ def test_a_length_above_the_models_own_is_refused(model: str, capsys) -> None:
     assert "--max-model-len must be at most 256" in line
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_quantised_weights_are_for_servers_that_can_serve_them(
+    model: str, key: str, encoding: str, capsys
+) -> None:
+    content = json.dumps({key: {"quant_method": "fp8"}, "max_position_embeddings": 9})
+    Path(model, "config.json").write_text(content, encoding=encoding)
+    line = error_of(capsys, "embedded", model)
+    assert (
+        f"MODEL_DIR must be a model with plain weights, but {model}/config.json has {key}" in line
+    )
+    assert spec_of("vllm", model).kind == "vllm"
+
+
 def test_a_directory_that_does_not_exist_is_named(capsys) -> None:
     line = error_of(capsys, "vllm", "no/such/model")
     assert "no directory no/such/model" in line and "hf download" in line

@@ -1,6 +1,8 @@
 """What a model directory says is read; what upstream does not compute is refused."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +124,43 @@ def test_a_broken_config_is_refused_by_name(tmp_path, repository, content, messa
     broken = sound | content if isinstance(content, dict) else content
     (tmp_path / "config.json").write_text(json.dumps(broken))
     with pytest.raises(ModelError, match=message):
+        read_hf_model(tmp_path)
+
+
+def _files(**contents: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        for name, content in contents.items():
+            file = folder / name.replace("__", "/").replace("_json", ".json").replace(
+                "_gguf", ".gguf"
+            )
+            file.parent.mkdir(exist_ok=True, parents=True)
+            file.write_text(content)
+
+    return prepare
+
+
+BASE = '{"base_model_name_or_path": "lab/base"}'
+ODD_FOLDERS = {
+    "empty": (_files(), "The folder is empty"),
+    "adapters": (_files(adapter_config_json=BASE), "adapters alone .*base model lab/base. Merge them"),
+    "adapters without a base": (_files(adapter_config_json="{}"), "base model <not named>"),
+    "damaged adapters": (_files(adapter_config_json="{"), "adapters alone"),
+    "diffusers": (_files(model_index_json="{}", unet__config_json="{}"), "pipeline of diffusers"),
+    "gguf": (_files(model_gguf="GGUF"), "GGUF files"),
+    "sentence-transformers": (_files(modules_json="[]"), "sentence-transformers"),
+    "one folder further": (_files(main__config_json="{}"), r"a config.json in .*/main: name that"),
+    "cache of the Hub": (_files(snapshots__abc__config_json="{}"), "config.json in .*snapshots/abc"),
+    "checkpoint": (_files(**{"0_0.distcp": ""}), "checkpoint.initial_load_path"),
+    "author's format": (_files(**{"consolidated.safetensors": ""}), "release for transformers"),
+    "pointer": (_files(config_json="version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_FOLDERS)
+def test_a_folder_that_is_no_model_is_told_as_what_it_is(case, tmp_path):
+    prepare, message = ODD_FOLDERS[case]
+    prepare(tmp_path)
+    with pytest.raises(ModelError, match=rf"model\.hf_assets_path must be .*{message}"):
         read_hf_model(tmp_path)
 
 

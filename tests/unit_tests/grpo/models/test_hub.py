@@ -96,6 +96,15 @@ def test_a_model_that_cannot_be_had_is_refused_with_what_to_do(snapshot, name, p
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "lab/model.safetensors", "/tmp/x.json"])
+def test_a_file_is_no_folder_and_no_name_on_the_hub(snapshot, name):
+    file = Path.cwd() / name.lstrip("/")
+    file.parent.mkdir(exist_ok=True, parents=True)
+    file.touch()
+    with pytest.raises(ConfigError, match=r"folder of a model, but .* is a file: name the folder"):
+        locate_model(str(file) if name.startswith("/") else name, SETTING)
+
+
 RANKS = """
 import json, os, sys
 from pathlib import Path
