@@ -16,6 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from torchtitan.grpo.weight_wire.model_folder import about_pointer
+
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
 
@@ -151,7 +153,7 @@ class TextCodec:
         if (self._path / "chat_template.jinja").is_file():
             return True
         file = self._path / "tokenizer_config.json"
-        return file.is_file() and bool(json.loads(file.read_text()).get("chat_template"))
+        return file.is_file() and bool(json.loads(file.read_bytes()).get("chat_template"))
 
     def end_of_turn(self) -> str | None:
         """Returns the special token that the chat template writes after an assistant's message."""
