@@ -3,6 +3,7 @@
 
 """A model is named as on the Hub, and taken from the cache."""
 
+import json
 import os
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hub_cache import REVISION, fill_cache
 
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config_manager import load_config
+from torchtitan.grpo.dry_run import dry_run
 from torchtitan.grpo.models.hf_config import read_hf_model
 from torchtitan.grpo.models.hub import HubModel, is_hub_name, locate_model, locate_models
 
@@ -103,6 +106,29 @@ def test_a_file_is_no_folder_and_no_name_on_the_hub(snapshot, name):
     file.touch()
     with pytest.raises(ConfigError, match=r"folder of a model, but .* is a file: name the folder"):
         locate_model(str(file) if name.startswith("/") else name, SETTING)
+
+
+@pytest.mark.parametrize("present", [[], ["model-1.safetensors"], ["model-2.safetensors"]])
+@pytest.mark.parametrize("has_index", [True, False])
+def test_weights_that_are_downloaded_in_part_are_no_mistake(
+    present, has_index, snapshot, repository, monkeypatch
+):
+    monkeypatch.chdir(repository)
+    whole = (snapshot / "model.safetensors").read_bytes()
+    (snapshot / "model.safetensors").unlink()
+    if has_index:
+        both = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+        (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": both}))
+    elif present:
+        (snapshot / "model.safetensors").symlink_to("absent")
+    for name in present if has_index else ():
+        (snapshot / name).write_bytes(whole)
+    config = load_config(
+        [f"--{SETTING}={snapshot}", "--sft.path=assets/reverse_digits/train.jsonl",
+         "--sft.completion_column=answer", "--training.seq_len=64"]
+    )  # fmt: skip
+    *_, last = dry_run(config, read_hf_model(snapshot), [])
+    assert "weights: not downloaded yet" in last
 
 
 RANKS = """
