@@ -22,6 +22,7 @@ from torchtitan.grpo.weight_wire.adapter_names import (
     factor_of,
     served_weight_of,
 )
+from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
 
@@ -54,16 +55,11 @@ def base_digest(folder: str) -> str:
     Training changes every weight, so that the first and the last row of each tell models apart. How
     the weights are divided among files does not matter.
     """
-    digest, parts = hashlib.sha256(), {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                tensor = opened.get_slice(name)
-                ends = torch.cat([tensor[:1].flatten(), tensor[-1:].flatten()])
-                text = f"{name} {tensor.get_dtype()} {tensor.get_shape()} "
-                parts[name] = text.encode() + ends.view(torch.uint8).numpy().tobytes()
-    for name in sorted(parts):
-        digest.update(parts[name])
+    digest = hashlib.sha256()
+    for name, tensor in sorted(WeightFiles(Path(folder), "base weights").slices().items()):
+        ends = torch.cat([tensor[:1].flatten(), tensor[-1:].flatten()])
+        digest.update(f"{name} {tensor.get_dtype()} {tensor.get_shape()} ".encode())
+        digest.update(ends.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -76,10 +72,7 @@ class BaseWeights:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._file_of: dict[str, Path] = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            with safe_open(str(file), framework="pt") as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), file)
+        self._stored = WeightFiles(Path(folder), "base weights").headers()
 
     @cached_property
     def _digest(self) -> str:
@@ -100,13 +93,12 @@ class BaseWeights:
             )
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             target = served_weight_of(name)
-            if target not in self._file_of:
+            if target not in self._stored:
                 raise ValueError(
                     f"{name} must belong to a weight of the server's model, and {self._folder} has no "
                     f"{target}. Start the server with the directory of model.hf_assets_path."
                 )
-            with safe_open(str(self._file_of[target]), framework="pt") as opened:
-                size_out, size_in = opened.get_slice(target).get_shape()
+            size_out, size_in = self._stored[target].shape
             # A is [rank, in] and B is [out, rank].
             fits = (1, size_in) if factor_of(name) == FACTORS[0] else (0, size_out)
             if len(shape) != 2 or shape[fits[0]] != fits[1]:
@@ -146,13 +138,13 @@ class BaseWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all weights of the directory, those that have adapters as :meth:`adapted` does."""
         targets = {served_weight_of(name) for name in factors}
-        for name in self._file_of:
+        for name in self._stored:
             if name not in targets:
                 yield name, self._read(name)
         yield from self.adapted(factors, scale)
 
     def _read(self, name: str) -> torch.Tensor:
-        with safe_open(str(self._file_of[name]), framework="pt") as opened:
+        with safe_open(self._stored[name].file, framework="pt") as opened:
             return opened.get_tensor(name)
 
 

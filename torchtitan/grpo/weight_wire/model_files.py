@@ -119,6 +119,10 @@ class WeightFiles:
                 f"{about_pointer(file) or ' Copy or download the model again.'}"
             ) from error
 
+    def headers(self) -> dict[str, Stored]:
+        """Returns where each tensor is."""
+        return {name: found[-1] for name, found in self._found.items()}
+
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of all weights and biases, for a model that is not built yet."""
         names = [name for name in self._found if name.endswith((".weight", ".bias"))]

@@ -3,10 +3,13 @@
 
 """A server adds adapters that arrive alone to the weights of its directory."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from torchtitan.grpo.inference.vllm.updates import checkpoint_headers
 from torchtitan.grpo.models.adapter_merge import with_adapters
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, base_digest, is_of_adapters
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -44,6 +47,23 @@ def test_a_server_computes_the_bits_that_the_trainer_computes(base, tmp_path, dt
     by_hand = base._read(W).double() + 0.5 * both[B].double() @ both[A].double()
     torch.testing.assert_close(found.double(), by_hand, atol=0.05, rtol=0.02)
     assert torch.equal(native[0][1], base._read(W).to(dtype)), "what is trained must not change"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.fp16.safetensors", "zz.safetensors", "adapter_model.safetensors"]
+)
+@pytest.mark.parametrize("has_index", [True, False])
+def test_adapters_are_added_to_the_weights_of_the_files_that_count(base, tmp_path, name, has_index):
+    digest, weight = base_digest(str(tmp_path)), base._read(W)
+    if has_index:
+        (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+        index = {"weight_map": dict.fromkeys([W, NORM], "part.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({W: torch.zeros(7, 4)}, tmp_path / name)
+    again = BaseWeights(str(tmp_path))
+    assert torch.equal(again._read(W), weight)
+    assert base_digest(str(tmp_path)) == digest
+    assert checkpoint_headers(tmp_path)[W] == ("BF16", (6, 4))
 
 
 def test_weights_without_adapters_come_as_they_are(base):

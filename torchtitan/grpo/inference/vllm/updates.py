@@ -26,9 +26,7 @@ to the first load of the next.
 This module needs torch and `weight_wire/`; `engine.py` connects it to vLLM.
 """
 
-import json
 import logging
-import struct
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -47,6 +45,8 @@ from torchtitan.grpo.weight_wire.buckets import (
     split_bucket,
 )
 from torchtitan.grpo.weight_wire.buffers import BufferPool
+from torchtitan.grpo.weight_wire.model_files import WeightFiles
+from torchtitan.grpo.weight_wire.model_folder import WeightsAbsent
 from torchtitan.grpo.weight_wire.receiving import WeightGroup
 from torchtitan.grpo.weight_wire.staging import Staging, StagingPlace
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec, WeightGroupInfo
@@ -418,13 +418,9 @@ def room_to_stage(parameter_bytes: Iterable[int], num_parts: int) -> int:
 
 
 def checkpoint_headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of each tensor in a directory's safetensors files."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(header_bytes))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                found[name] = entry["dtype"], tuple(entry["shape"])
-    return found
+    """Returns dtype and shape of each tensor in a directory's safetensors files; nothing without any."""
+    try:
+        stored = WeightFiles(directory, "model").headers()
+    except WeightsAbsent:
+        return {}
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
