@@ -3,18 +3,19 @@
 
 """Converts prompts to token IDs and completions to text, without torch.
 
-The fast tokenizer alone reads `tokenizer.json`. transformers is imported only if a
-conversational prompt needs the model's chat template.
+The fast tokenizer alone reads `tokenizer.json`. If a conversational prompt needs the model's chat
+template, another process renders it; see `template_process.py`.
 """
 
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from torchtitan.grpo.rollout.chat_template import ChatTemplate
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
 _TURN = "THETURNOFTHEASSISTANT"
@@ -27,6 +28,7 @@ class TextCodec:
         hf_assets_path: Directory that contains ``tokenizer.json``.
         eos_token_ids: Tokens that are removed from the end of a completion before decoding.
         chat_template_kwargs: Variables for the chat template (``prompts.chat_template_kwargs``).
+        date: What the chat template takes for now, in ISO format; empty is the time of its first use.
 
     Raises:
         ValueError: If there is no readable ``tokenizer.json``.
@@ -37,11 +39,12 @@ class TextCodec:
         hf_assets_path: str,
         eos_token_ids: Sequence[int],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        date: str = "",
     ) -> None:
         self._path = Path(hf_assets_path)
         self._chat_kwargs = dict(chat_template_kwargs or {})
         self._eos = frozenset(eos_token_ids)
-        self._chat: Any = None
+        self._date = date
         self._plain: Tokenizer | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
@@ -63,8 +66,27 @@ class TextCodec:
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token IDs of a plain prompt, including the beginning of sequence if any."""
-        return self._tokenizer.encode(text).ids
+        """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
+
+        The tokenizer may put special tokens before and after a text. Those before it are kept, unless
+        the text begins with them. Those after it are not: nothing would follow an end of sequence.
+        """
+        before, own, _ = self._parts(text)
+        return own if own[: len(before)] == before else before + own
+
+    def _parts(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        """Returns the text's own tokens, between those that the tokenizer puts around them."""
+        encoding = self._tokenizer.encode(text)
+        ids, is_added = encoding.ids, encoding.special_tokens_mask
+        if 0 not in is_added:
+            return [], [], ids
+        begin, end = is_added.index(0), len(ids) - is_added[::-1].index(0)
+        return ids[:begin], ids[begin:end], ids[end:]
+
+    def left_out(self) -> list[str]:
+        """Returns the special tokens that the tokenizer puts after a text, and :meth:`encode` does not."""
+        text = max(self.vocabulary(), key=len, default="")
+        return [self.token_text(token) or str(token) for token in self._parts(text)[2]]
 
     def encode_continuation(self, text: str) -> list[int]:
         """Returns the token IDs of text that follows other text, without added special tokens."""
@@ -73,7 +95,7 @@ class TextCodec:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token IDs of a conversation and of the start of the assistant's turn."""
         # The template writes the special tokens itself.
-        return self.encode_continuation(self._render(messages))
+        return self.encode_continuation(self._template.render(messages))
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Returns the text of a conversation and of the start of the assistant's turn.
@@ -81,7 +103,7 @@ class TextCodec:
         Raises:
             ValueError: If the template cannot render the messages.
         """
-        return self._render(messages)
+        return self._template.render(messages)
 
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
@@ -101,7 +123,7 @@ class TextCodec:
             ValueError: If the template cannot render the messages.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        _, mark, reply = self._render([*before, *messages]).rpartition(_TURN)
+        _, mark, reply = self._template.render([*before, *messages]).rpartition(_TURN)
         if not mark:
             raise ValueError(
                 "The model's chat template must render an assistant message unchanged, but it "
@@ -155,7 +177,7 @@ class TextCodec:
     def end_of_turn(self) -> str | None:
         """Returns the special token that the chat template writes after an assistant's message."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rest = self._render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
+        rest = self._template.render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
         ids = self.encode_continuation(rest)
         text = self._tokenizer.id_to_token(ids[0]) if ids else None
         # Only a special token is spelled in one piece and left out when text is decoded.
@@ -163,18 +185,32 @@ class TextCodec:
             text if text and not self._tokenizer.decode(ids[:1], skip_special_tokens=True) else None
         )
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, opens_turn: bool = True) -> str:
-        if self._chat is None:
-            self._chat = _load_chat_tokenizer(self._path)
-            _check_variables(self._chat, self._chat_kwargs, self._path)
-        try:
-            return self._chat.apply_chat_template(
-                messages, add_generation_prompt=opens_turn, tokenize=False, **self._chat_kwargs
-            )
-        except Exception as error:  # a template may raise anything
+    def prompt_end(self) -> str | None:
+        """Returns the token at the end of chat prompts, if it is one that ends a completion."""
+        text = self._template.render([{"role": "user", "content": "?"}])
+        return self._end_of(text)
+
+    def _end_of(self, text: str) -> str | None:
+        ids = self.encode_continuation(text.rstrip())
+        return self.token_text(ids[-1]) if ids and ids[-1] in self._eos else None
+
+    def chat_date(self) -> str:
+        """Returns the day that the chat template prints as today's; empty if it prints none."""
+        return self._template.date
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        template = ChatTemplate(self._path, self._chat_kwargs, self._date)
+        question = [{"role": "user", "content": "?"}]
+        opened = template.render(question)
+        end = self._end_of(opened)
+        if end is not None and opened != template.render(question, opens_turn=False):
             raise ValueError(
-                f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
-            ) from error
+                f"The chat template of {self._path} must open the assistant's turn, but what it adds "
+                f"for add_generation_prompt ends with {end!r}, which ends a completion. Correct the "
+                "template."
+            )
+        return template
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Returns the text of a completion, without special tokens and end of sequence."""
@@ -186,28 +222,3 @@ class TextCodec:
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-
-def _load_chat_tokenizer(path: Path) -> Any:
-    # Imported here, because transformers takes seconds to import and plain prompts do not need it.
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"The prompts are chat messages, but the tokenizer in {path} has no chat template. Use "
-            "string prompts (prompts.template), or a model directory with a chat template."
-        )
-    return tokenizer
-
-
-def _check_variables(tokenizer: Any, variables: Mapping[str, Any], path: Path) -> None:
-    """Refuses variables that the template never mentions: Jinja would ignore them."""
-    templates = tokenizer.chat_template
-    text = "\n".join(templates.values()) if isinstance(templates, dict) else templates
-    for name in variables:
-        if not re.search(rf"\b{re.escape(name)}\b", text):
-            raise ValueError(
-                f"prompts.chat_template_kwargs sets {name!r}, which the chat template of {path} does "
-                "not read. Remove it, or check its spelling against the template."
-            )
