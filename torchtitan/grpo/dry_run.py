@@ -97,6 +97,7 @@ def _examples(config: JobConfig, model: HFModel) -> Iterator[str]:
             f"sft.{key}: {path}, {len(stream)} examples; one of them has {len(first.prompt_ids)} "
             f"tokens of a prompt and {len(first.completion_ids)} of a completion"
         )
+        yield from (f"warning: {note}" for note in stream.notes())
         stream.close()
 
 

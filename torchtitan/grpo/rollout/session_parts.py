@@ -69,7 +69,7 @@ class Inputs:
 def make_codec(config: RolloutProcessConfig) -> TextCodec:
     """Opens the model's tokenizer."""
     variables = config.prompts.chat_template_kwargs
-    return TextCodec(config.hf_assets_path, config.eos_token_ids, variables)
+    return TextCodec(config.hf_assets_path, config.eos_token_ids, variables, config.date)
 
 
 def open_prompts(
