@@ -31,7 +31,7 @@ def model_warnings(
         What the user should know, with a remedy.
 
     Raises:
-        ValueError: If the model does not have the token that ends a completion.
+        ValueError: If chat prompts cannot be rendered.
     """
     yield from _vocabulary_warnings(codec, config)
     yield from prompt_notes(codec, is_chat=is_chat)
@@ -41,12 +41,6 @@ def model_warnings(
         return
     path = config.hf_assets_path
     for token in config.eos_token_ids:
-        if token >= config.vocab_size:
-            raise ValueError(
-                f"The end-of-sequence token of {path} must be below the model's vocab_size "
-                f"({config.vocab_size}), got {token}: no completion could end. Correct eos_token_id in "
-                "generation_config.json or config.json."
-            )
         if codec.token_text(token) is None:
             yield (
                 f"The end-of-sequence token {token} of {path} is not in its tokenizer.json. Check that "

@@ -245,11 +245,14 @@ def load_tokenizer(path: str) -> Tokenizer | None:
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """Returns the end-of-sequence ids of config.json and generation_config.json together."""
+    """Returns the end-of-sequence ids of config.json and generation_config.json together.
+
+    The trainer refuses a directory in which they are something else than ids.
+    """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name
         if file.is_file():
             eos = json.loads(file.read_text()).get("eos_token_id")
-            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+            found.update(t for t in (eos if isinstance(eos, list) else [eos]) if type(t) is int)
     return frozenset(found)
