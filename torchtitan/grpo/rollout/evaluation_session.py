@@ -19,8 +19,8 @@ from torchtitan.grpo.rollout.answer_checks import check_held_out
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
-from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.model_match import prompt_notes
+from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
 from torchtitan.grpo.rollout.session_parts import (

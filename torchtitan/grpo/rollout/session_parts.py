@@ -205,6 +205,8 @@ def make_writer(
         environments: The environments; ``None`` without ``rollout.environment``.
     """
     rollout = config.rollout
+    ends = [*config.eos_token_ids, *rollout.stop_token_ids]
+    sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
     episodes = None
     if environments is not None:
         sampling = with_turn_ends(sampling, environments.stop_strings, codec)

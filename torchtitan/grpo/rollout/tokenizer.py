@@ -163,6 +163,14 @@ class TextCodec:
         """The largest id of the tokenizer's tokens, added ones included."""
         return max(self._tokenizer.get_vocab().values(), default=-1)
 
+    def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
+        """Returns the ids below ``vocab_size`` that are no token, apart from those of ``known``.
+
+        Models have more rows than tokens, because rows are rounded up to a multiple.
+        """
+        ids = {*self.vocabulary().values(), *known}
+        return tuple(token for token in range(vocab_size) if token not in ids)
+
     def token_text(self, token_id: int) -> str | None:
         """Returns the spelling of a token, or ``None`` if the tokenizer does not have it."""
         return self._tokenizer.id_to_token(token_id)

@@ -5,6 +5,7 @@
 
 import json
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -43,15 +44,26 @@ class ModelRunner:
         model: Model on its device, in its dtype.
         max_slots: Maximum number of rows.
         max_length: Maximum length of a sequence, prompt and completion together.
+        known_ids: Ids that may be sampled, in any order; ``None`` allows all.
     """
 
-    def __init__(self, model: PreTrainedModel, max_slots: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_slots: int,
+        max_length: int,
+        known_ids: Collection[int] | None = None,
+    ) -> None:
         _check_attention(model)
         model.config._attn_implementation = ATTENTION
         self.model = model.eval().requires_grad_(False)
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = model.config.vocab_size
+        self.excluded = None
+        if unknown := set(range(self.vocab_size)) - set(known_ids or range(self.vocab_size)):
+            self.excluded = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+            self.excluded[sorted(unknown)] = True
         self.max_slots = max_slots
         self.max_length = max_length
         self.cache = SlotCache(max_slots, max_length)
