@@ -174,7 +174,7 @@ class ExampleStream:
         return len(self._set)
 
     def notes(self) -> list[str]:
-        """Returns what the tokens of prompts are that a reader of the examples would not expect.
+        """Returns what a reader of the examples would not expect of their prompts' tokens.
 
         Raises:
             DataError: If a row is invalid, or all examples are too long.

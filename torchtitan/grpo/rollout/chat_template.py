@@ -15,7 +15,6 @@ from torchtitan.grpo.rollout.template_process import LimitReached, template_proc
 _numbers = itertools.count()
 _PROBE_WORDS = 400
 _PROBE = re.compile(r"qzv(\d+)k(\d+)q")
-_QUESTION = [{"role": "user", "content": "?"}]
 
 Messages = Sequence[dict[str, Any]]
 
@@ -38,8 +37,7 @@ class ChatTemplate:
             changes, so that a conversation is rendered alike before and after midnight.
 
     Raises:
-        ValueError: If there is no template, it does not read a variable, or it prints the same
-            messages differently each time.
+        ValueError: If there is no template, or it does not read a variable.
     """
 
     def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
@@ -49,11 +47,6 @@ class ChatTemplate:
         self._known: set[tuple[Any, ...]] = set()
         self._source = self._template()
         self._check_variables()
-        if self._render(_QUESTION) != self._render(_QUESTION):
-            raise ValueError(
-                f"The chat template of {path} must render the same messages to the same text, but it "
-                "prints something else each time. Remove random choices from it."
-            )
 
     @property
     def date(self) -> str:
@@ -69,11 +62,17 @@ class ChatTemplate:
 
         Raises:
             LeftOut: If the template leaves out what a message says.
-            ValueError: If the template cannot render the messages, or reaches a limit.
+            ValueError: If the template cannot render the messages, renders them differently each
+                time, or reaches a limit.
         """
         text = self._render(messages, opens_turn=opens_turn)
         shape = tuple(map(_shape, messages))
         if shape not in self._known:
+            if self._render(messages, opens_turn=opens_turn) != text:
+                raise ValueError(
+                    f"The chat template of {self._path} must render the same messages to the same text, "
+                    "but it prints something else each time. Remove random choices from it."
+                )
             self._check_roles(messages)
             self._known.add(shape)
         return text
@@ -139,12 +138,13 @@ class ChatTemplate:
         for position, probe in enumerate(probes):
             words = set(_PROBE.findall(str(probe)))
             if missing := words - printed:
-                what = "" if missing == words else "part of "
+                calls = set(_PROBE.findall(str(probe.get("tool_calls"))))
+                what = "the tool_calls of" if missing <= calls else "what is said by"
                 raise LeftOut(
                     f"The chat template of {self._path} must print every message, but it leaves out "
-                    f"{what}what the role {probe['role']!r} says in message {position + 1} of "
-                    f"{len(probes)}. Say it in a role that the template prints, remove it "
-                    "(prompts.system_prompt is the role 'system'), or correct the template."
+                    f"{'part of ' if missing < words else ''}{what} the role {probe['role']!r} in "
+                    f"message {position + 1} of {len(probes)}. Say it in a role that the template prints, "
+                    "remove it (prompts.system_prompt is the role 'system'), or correct the template."
                 )
 
 

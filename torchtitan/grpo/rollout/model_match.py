@@ -50,7 +50,9 @@ def model_warnings(
 
 
 def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
-    """Yields what the tokens of prompts are that a reader of the prompts would not expect.
+    """Yields what a reader of the prompts would not expect of their tokens.
+
+    A prompt must have been tokenized before.
 
     Args:
         codec: The model's tokenizer.
@@ -67,7 +69,7 @@ def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
                 "is to continue them."
             )
         return
-    if end := codec.prompt_end():
+    if end := codec.prompt_end:
         yield (
             f"A chat prompt ends with {end!r}, which ends a completion: the chat template does not open "
             "the assistant's turn (add_generation_prompt). Check that the model is trained to answer "

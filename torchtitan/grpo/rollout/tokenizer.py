@@ -30,6 +30,10 @@ class TextCodec:
         chat_template_kwargs: Variables for the chat template (``prompts.chat_template_kwargs``).
         date: What the chat template takes for now, in ISO format; empty is the time of its first use.
 
+    Attributes:
+        prompt_end: The token at the end of chat prompts, if it is one that ends a completion, and
+            empty if it is another one. ``None`` before the first chat prompt.
+
     Raises:
         ValueError: If there is no readable ``tokenizer.json``.
     """
@@ -45,6 +49,7 @@ class TextCodec:
         self._chat_kwargs = dict(chat_template_kwargs or {})
         self._eos = frozenset(eos_token_ids)
         self._date = date
+        self.prompt_end: str | None = None
         self._plain: Tokenizer | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
@@ -71,22 +76,22 @@ class TextCodec:
         The tokenizer may put special tokens before and after a text. Those before it are kept, unless
         the text begins with them. Those after it are not: nothing would follow an end of sequence.
         """
-        before, own, _ = self._parts(text)
+        (before, _), own = self._around, self.encode_continuation(text)
         return own if own[: len(before)] == before else before + own
 
-    def _parts(self, text: str) -> tuple[list[int], list[int], list[int]]:
-        """Returns the text's own tokens, between those that the tokenizer puts around them."""
-        encoding = self._tokenizer.encode(text)
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after each text."""
+        # A spelling of the vocabulary, because any other text may have no token.
+        encoding = self._tokenizer.encode(max(self.vocabulary(), key=len, default=""))
         ids, is_added = encoding.ids, encoding.special_tokens_mask
         if 0 not in is_added:
-            return [], [], ids
-        begin, end = is_added.index(0), len(ids) - is_added[::-1].index(0)
-        return ids[:begin], ids[begin:end], ids[end:]
+            return [], []
+        return ids[: is_added.index(0)], ids[len(ids) - is_added[::-1].index(0) :]
 
     def left_out(self) -> list[str]:
         """Returns the special tokens that the tokenizer puts after a text, and :meth:`encode` does not."""
-        text = max(self.vocabulary(), key=len, default="")
-        return [self.token_text(token) or str(token) for token in self._parts(text)[2]]
+        return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
         """Returns the token IDs of text that follows other text, without added special tokens."""
@@ -94,8 +99,22 @@ class TextCodec:
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token IDs of a conversation and of the start of the assistant's turn."""
+        text = self._template.render(messages)
+        if self.prompt_end is None:
+            self.prompt_end = self._checked_end(messages, text)
         # The template writes the special tokens itself.
-        return self.encode_continuation(self._template.render(messages))
+        return self.encode_continuation(text)
+
+    def _checked_end(self, messages: list[dict[str, str]], text: str) -> str:
+        ids = self.encode_continuation(text.rstrip())
+        end = self.token_text(ids[-1]) if ids and ids[-1] in self._eos else None
+        if end is not None and text != self._template.render(messages, opens_turn=False):
+            raise ValueError(
+                f"The chat template of {self._path} must open the assistant's turn, but what it adds "
+                f"for add_generation_prompt ends with {end!r}, which ends a completion. Correct the "
+                "template."
+            )
+        return end or ""
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Returns the text of a conversation and of the start of the assistant's turn.
@@ -193,32 +212,13 @@ class TextCodec:
             text if text and not self._tokenizer.decode(ids[:1], skip_special_tokens=True) else None
         )
 
-    def prompt_end(self) -> str | None:
-        """Returns the token at the end of chat prompts, if it is one that ends a completion."""
-        text = self._template.render([{"role": "user", "content": "?"}])
-        return self._end_of(text)
-
-    def _end_of(self, text: str) -> str | None:
-        ids = self.encode_continuation(text.rstrip())
-        return self.token_text(ids[-1]) if ids and ids[-1] in self._eos else None
-
     def chat_date(self) -> str:
         """Returns the day that the chat template prints as today's; empty if it prints none."""
         return self._template.date
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        template = ChatTemplate(self._path, self._chat_kwargs, self._date)
-        question = [{"role": "user", "content": "?"}]
-        opened = template.render(question)
-        end = self._end_of(opened)
-        if end is not None and opened != template.render(question, opens_turn=False):
-            raise ValueError(
-                f"The chat template of {self._path} must open the assistant's turn, but what it adds "
-                f"for add_generation_prompt ends with {end!r}, which ends a completion. Correct the "
-                "template."
-            )
-        return template
+        return ChatTemplate(self._path, self._chat_kwargs, self._date)
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Returns the text of a completion, without special tokens and end of sequence."""
