@@ -112,7 +112,9 @@ def test_what_is_no_token_id_is_refused_with_its_file(folder, file, value):
 @pytest.mark.parametrize("value", [1, 1.5, True, ["</s>"], {"content": 1}, {"content": ["w7"]}])
 def test_an_end_token_that_is_no_text_is_refused_with_its_file(folder, value):
     change(folder / TOKENIZER, eos_token=value)
-    with pytest.raises(ModelError, match=rf"eos_token in .*{TOKENIZER} must be the text of a token"):
+    with pytest.raises(
+        ModelError, match=rf"eos_token in .*{TOKENIZER} must be the text of a token"
+    ):
         read_hf_model(folder)
 
 

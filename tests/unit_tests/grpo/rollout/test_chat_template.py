@@ -116,7 +116,8 @@ DATES = {
     "plain": DATED,
     "in a macro": "{% macro d() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ d() }}" + ALL,
     "in a variable": "{% set now = strftime_now('%d %b %Y') %}" + ALL + "{{ now }}",
-    "in a condition": "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + ALL,
+    "in a condition": "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+    + ALL,
     "in each turn": "{% for m in messages %}{{ strftime_now('%d %b %Y') + m.content }}{% endfor %}",
     "behind the turns": ALL + "{{ strftime_now('%d %b %Y') }}",
 }
@@ -172,7 +173,7 @@ def test_a_template_is_ended_at_a_limit_and_the_next_one_is_rendered(make, name,
 
 def test_macros_without_end_are_refused(make):
     template = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
-    with pytest.raises(ValueError, match="cannot render .*recursion"):
+    with pytest.raises(ValueError, match=r"cannot render .*recursion"):
         make(ALL + template).encode_chat([USER])
 
 
