@@ -317,6 +317,7 @@ class GRPOTrainer(Trainer):
             self.hf_model,
             start_version=self.step,
             progress=self.progress,
+            date=self.begins.record.date,
             should_stop=self._should_stop,
             on_hangup=self.stop.on_hangup,
             uses_kept_rollouts=not self.begins.unusable_because,

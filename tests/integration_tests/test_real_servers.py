@@ -94,6 +94,21 @@ def test_sampled_logprobs_are_those_of_the_tempered_distribution(server: Running
     run(test)
 
 
+def test_ids_that_are_no_token_are_not_sampled(server: RunningServer) -> None:
+    if server.kind == "embedded":
+        pytest.skip("it reads from its tokenizer which ids are tokens")
+
+    async def test() -> None:
+        async with joined(server) as (client, trainer):
+            await trainer.push(make_buckets(make_model(19), 2), next(_versions))
+            unknown = tuple(token for token in range(VOCAB_SIZE) if token % 4)
+            request = replace(sampled("tokens", [11, 12, 13], 64), unknown_ids=unknown)
+            generation = await client.generate(request)
+            assert not set(generation.token_ids.tolist()) & set(unknown)
+
+    run(test)
+
+
 def test_requests_in_flight_cross_two_pushes_and_end_on_the_new_weights(
     server: RunningServer,
 ) -> None:

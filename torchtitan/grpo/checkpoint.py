@@ -9,6 +9,7 @@
 import math
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,12 @@ def find_start(config: JobConfig, model: HFModel) -> Start:
         damaged[start.step] = problem
     if rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         remove_incomplete(Path(config.job.dump_folder) / config.checkpoint.folder)
-    dist.barrier()  # the folder must be settled before any rank looks for checkpoints in it
-    return start
+    # The clocks of hosts differ. The folder must also be settled before any rank looks for
+    # checkpoints in it.
+    date = [start.record.date]
+    dist.broadcast_object_list(date, src=0)
+    dist.barrier()
+    return replace(start, record=msgspec.structs.replace(start.record, date=date[0]))
 
 
 class AdapterState(ModelWrapper):

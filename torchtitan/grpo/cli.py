@@ -102,13 +102,14 @@ def _check_config(arguments: list[str]) -> int:
             check_reference(config)
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    refused = False
+    refused, date = False, ""
     try:
-        start = list(describe_start(config, plan_start(config, model)))
+        begins = plan_start(config, model)
+        start, date = list(describe_start(config, begins)), begins.record.date
     except CheckpointError as error:  # the configuration is right, but not for this folder
         start, refused = [f"would be refused: {error}"], True
     print("\n".join(notes), end="\n" if notes else "", flush=True)
-    status = print_dry_run(config, model, start)
+    status = print_dry_run(config, model, start, date)
     return 2 if refused else status
 
 

@@ -48,6 +48,7 @@ def open_step_source(
     *,
     start_version: int,
     progress: PromptProgress,
+    date: str,
     should_stop: Callable[[], bool],
     on_hangup: Callable[[Callable[[], None]], None],
     uses_kept_rollouts: bool = True,
@@ -59,6 +60,7 @@ def open_step_source(
         model: The model that is trained.
         start_version: Number of batches that the run has been trained on so far.
         progress: Progress through the prompts so far.
+        date: What chat templates take for now.
         should_stop: Polled during every wait; the wait ends once it returns True.
         on_hangup: Registers what SIGHUP calls. With ``inference.urls_file`` it reads that file
             again.
@@ -74,11 +76,11 @@ def open_step_source(
         "should_stop": should_stop,
     }
     if config.sft.path is not None:
-        return SupervisedSource(config, model, **arguments)
+        return SupervisedSource(config, model, **arguments, date=date)
     if config.rollout.replay is not None:
         return ReplaySource(config, model, **arguments)
     controller = RolloutController(
-        config, model, **arguments, uses_kept_rollouts=uses_kept_rollouts
+        config, model, **arguments, date=date, uses_kept_rollouts=uses_kept_rollouts
     )
     if config.inference.urls_file:
         on_hangup(controller.link.reread_urls)
@@ -93,6 +95,7 @@ class RolloutController(StepSource):
         model: The model that is trained.
         start_version: Number of batches that the run has been trained on so far.
         progress: Progress through the prompts so far.
+        date: What chat templates take for now.
         should_stop: Polled during every wait; the wait ends once it returns True.
         uses_kept_rollouts: Whether the run goes on with the rollouts beside its checkpoint.
 
@@ -114,6 +117,7 @@ class RolloutController(StepSource):
         *,
         start_version: int,
         progress: PromptProgress,
+        date: str,
         should_stop: Callable[[], bool],
         uses_kept_rollouts: bool = True,
     ) -> None:
@@ -131,7 +135,7 @@ class RolloutController(StepSource):
         self._ledger = RunLog(Path(config.job.dump_folder) / LEDGER_FILE, start_version)
         # Rollouts saved with later checkpoints belong to steps that this run takes again.
         discard_after(config.job.dump_folder, start_version)
-        self._model, self._start_version = model, start_version
+        self._model, self._start_version, self._date = model, start_version, date
         self._is_ready = self._is_closed = False
         self._fetch_secret = secrets.token_hex(16)
         set_random_keys(config.inference, os.environ)
@@ -238,7 +242,7 @@ class RolloutController(StepSource):
     def _process_config(self, version: int) -> RolloutProcessConfig:
         """Returns the configuration of a rollout process that starts after ``version`` batches."""
         config = process_config(
-            self.config, self._model, version, self.progress, self._fetch_secret
+            self.config, self._model, version, self.progress, self._fetch_secret, self._date
         )
         return replace(config, saved_rollouts=None) if version == self._unused_version else config
 
@@ -316,6 +320,7 @@ def process_config(
     start_version: int,
     progress: PromptProgress,
     fetch_secret: str,
+    date: str = "",
 ) -> RolloutProcessConfig:
     """Returns the configuration of a rollout process that starts after ``start_version`` batches."""
     saved = file_of(config.job.dump_folder, start_version)
@@ -342,6 +347,7 @@ def process_config(
         servers_beside_training=are_gpus_shared(),
         start_version=start_version,
         progress=progress,
+        date=date,
         # Deterministic completions come out the same when they are generated again; those of a
         # file would have been written by other members of their group than in a run without a stop.
         saved_rollouts=(

@@ -43,13 +43,16 @@ _OUTPUT_FILE = "output.log"
 _SHOWN_OUTPUT_LINES = 20
 
 
-def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator[str]:
+def dry_run(
+    config: JobConfig, model: HFModel, start: Sequence[str], date: str = ""
+) -> Iterator[str]:
     """Yields the resolved configuration, then what the run would read, as it is found.
 
     Args:
         config: Checked configuration of the run.
         model: The model that would be trained. Its arguments may be changed.
         start: Where the run would begin, in lines.
+        date: What chat templates would take for now; empty is this moment.
 
     Raises:
         ConfigError: If a prompt set, a column, a reward function or an environment is unusable.
@@ -64,14 +67,14 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
     yield "Inputs"
     StepPlanner(config, model)  # opens grpo.ptx_path
     if config.sft.path is not None:
-        yield from (f"  {line}" for line in _examples(config, model))
+        yield from (f"  {line}" for line in _examples(config, model, date))
     elif config.rollout.replay is not None:
         path, temperature = config.rollout.replay, config.rollout.temperature
         reader = RecordReader(path, model.vocab_size, temperature, "rollout.replay")
         yield f"  rollout.replay: {path}, {sum(1 for _ in reader)} batches"
     else:
         report = check_inputs(
-            process_config(config, model, 0, PromptProgress(), ""),
+            process_config(config, model, 0, PromptProgress(), "", date),
             config.inference.startup_timeout_seconds,
         )
         yield from (f"  {line}" for line in report.lines)
@@ -91,17 +94,18 @@ def dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> Iterator
     yield f"  weights: {num_tensors} tensors in {model.path} with the names and shapes of the model"
 
 
-def _examples(config: JobConfig, model: HFModel) -> Iterator[str]:
+def _examples(config: JobConfig, model: HFModel, date: str) -> Iterator[str]:
     """Yields what the files of supervised examples hold."""
     for key, path in (("path", config.sft.path), ("held_out_path", config.sft.held_out_path)):
         if path is None:
             continue
-        stream = open_examples(config, model, path, f"sft.{key}")
+        stream = open_examples(config, model, path, f"sft.{key}", date=date)
         first = stream.next()
         yield (
             f"sft.{key}: {path}, {len(stream)} examples; one of them has {len(first.prompt_ids)} "
             f"tokens of a prompt and {len(first.completion_ids)} of a completion"
         )
+        yield from (f"warning: {note}" for note in stream.notes())
         stream.close()
 
 

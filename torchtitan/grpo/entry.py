@@ -128,7 +128,7 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
     if is_dry:
         lines = describe_start(config, start)
-        return print_dry_run(config, hf_model, list(lines)) if is_rank_zero else 0
+        return print_dry_run(config, hf_model, [*lines], start.record.date) if is_rank_zero else 0
     if is_finished(config, start):
         if is_rank_zero:
             print(describe_finished(config, start))
@@ -157,17 +157,18 @@ def _not_removed(config: JobConfig, error: OSError) -> str:
     )
 
 
-def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> int:
+def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str], date: str = "") -> int:
     """Opens what the run would open and prints what was found; returns the exit status.
 
     Args:
         config: Checked configuration of the run.
         model: The model that would be trained.
         start: Where the run would begin, in lines.
+        date: What chat templates would take for now; empty is this moment.
     """
     init_console("error", is_rank_zero=True)
     try:
-        for line in dry_run(config, model, start):
+        for line in dry_run(config, model, start, date):
             print(line, flush=True)
     except (ConfigError, DataError, ModelError) as error:
         return _report(True, error, 2)

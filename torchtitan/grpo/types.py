@@ -162,6 +162,8 @@ class GenerateRequest:
         stop_token_ids: Tokens that end the completion; the stop token is part of it.
         ignore_eos: Whether to continue after an end token, up to ``max_new_tokens`` tokens.
         seed: Seed of the request's own random numbers; None uses the server's.
+        unknown_ids: Ids below the model's vocabulary size that are no token of its tokenizer. They
+            would vanish from the text, so a server that can does not sample them.
     """
 
     request_id: str
@@ -173,6 +175,7 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    unknown_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class Prompts:
     system_prompt: str | None = None
     """System message that is added in front of each prompt. The prompts must be chat messages, none
     of which may begin with its own system message. Reward functions receive it as the first message
-    of ``prompts``. It is also added to held-out prompts."""
+    of ``prompts``. It is also added to held-out prompts. An empty text, or white space alone, is the
+    same as None; some chat templates then write a system message of their own."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as ``{ enable_thinking = false }`` with Qwen3. The
@@ -85,3 +86,9 @@ class Prompts:
     """The number of rows on each rank is rounded up to a multiple of this many microbatches, so
     that pipelines run with few different shapes. The metric ``data/padding_fraction`` shows the
     cost."""
+
+    def chat_settings(self) -> dict[str, Any]:
+        """Returns the settings for chat messages; a system prompt that says nothing is None."""
+        text = self.system_prompt
+        system_prompt = None if text is None or not text.strip() else text
+        return {"system_prompt": system_prompt, "chat_template_kwargs": self.chat_template_kwargs}

@@ -45,6 +45,9 @@ class RolloutProcessConfig:
     """Policy version at the start: above 0 in a resumed run, the number of batches trained on."""
     progress: PromptProgress
     """Prompts that a resumed run has already used, and those with which it must start."""
+    date: str = ""
+    """What chat templates take for now, in ISO format: the time of the run's first start. If it is
+    empty, it is the time of the first rendering."""
     workers: Workers = field(default_factory=Workers)
     teacher: Teacher = field(default_factory=Teacher)
     saved_rollouts: str | None = None

@@ -4,6 +4,7 @@
 """Checks which sets of prompts there are, and how often each is drawn from."""
 
 import math
+import string
 from pathlib import Path
 
 from torchtitan.grpo.config import Prompts
@@ -16,6 +17,7 @@ _FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 def check_prompts(config: JobConfig) -> None:
     """Refuses prompt sets that are missing or named twice, and weights that do not fit them."""
     prompts = config.prompts
+    _check_template(prompts.template)
     if not config.has_servers:
         return  # recorded rollouts and supervised examples have their prompts
     require(
@@ -63,14 +65,27 @@ def _check_weights(prompts: Prompts) -> None:
     )
 
 
+def _check_template(template: str | None) -> None:
+    """Refuses a template that gives all prompts the same text."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template or "")]
+    except ValueError:  # the first prompt tells what is wrong
+        return
+    require(
+        template is None or any(fields),
+        f"prompts.template must contain {{prompt}} or another column in braces, got {template!r}, with "
+        "which all prompts would be the same. Insert {prompt}, or remove prompts.template.",
+    )
+
+
 _RENDERING = ("add_generation_prompt", "continue_final_message", "messages", "tokenize")
 
 
 def _check_chat(prompts: Prompts) -> None:
     """Refuses settings of chat prompts beside those of string prompts, and reserved variables."""
-    for key in ("system_prompt", "chat_template_kwargs"):
+    for key, value in prompts.chat_settings().items():
         require(
-            prompts.template is None or not getattr(prompts, key),
+            prompts.template is None or not value,
             f"prompts.template applies to string prompts and prompts.{key} to chat messages, got both. "
             "Remove one of them.",
         )

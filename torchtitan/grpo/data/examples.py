@@ -23,6 +23,7 @@ import numpy as np
 from torchtitan.grpo.config import SFT, Prompts
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.rows import Sample
+from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.prompts.prompt_set import PromptLimits, PromptSet
 from torchtitan.grpo.rollout.prompts.prompt_stream import PromptStream
 from torchtitan.grpo.rollout.tables import Table, open_table
@@ -171,6 +172,18 @@ class ExampleStream:
     def __len__(self) -> int:
         """Returns the number of examples of an epoch, those that are too long included."""
         return len(self._set)
+
+    def notes(self) -> list[str]:
+        """Returns what a reader of the examples would not expect of their prompts' tokens.
+
+        Raises:
+            DataError: If a row is invalid, or all examples are too long.
+        """
+        try:
+            is_chat = not isinstance(self._set.sample().text, str)
+            return list(prompt_notes(self._codec, is_chat=is_chat))
+        except ValueError as error:
+            raise DataError(str(error)) from error
 
     @property
     def position(self) -> int:

@@ -30,6 +30,7 @@ class SupervisedSource(OfflineSource):
         model: The model that is trained.
         start_version: Number of batches that the run has been trained on so far.
         progress: Progress through the examples so far.
+        date: What chat templates take for now.
         should_stop: Polled before each step.
 
     Raises:
@@ -52,6 +53,7 @@ class SupervisedSource(OfflineSource):
         *,
         start_version: int,
         progress: PromptProgress,
+        date: str,
         should_stop: Callable[[], bool],
     ) -> None:
         assert config.sft.path is not None
@@ -60,12 +62,16 @@ class SupervisedSource(OfflineSource):
         self.progress = progress
         self._should_stop = should_stop
         self._planner = StepPlanner(config, model)
-        self._examples = open_examples(config, model, config.sft.path, "sft.path", progress)
+        self._examples = open_examples(
+            config, model, config.sft.path, "sft.path", progress, date=date
+        )
         self.samples = open_sample_log(config, model, start_version)
 
     def start(self) -> None:
         """Says how many examples there are; each is read when its step comes."""
         logger.info(f"sft.path: {len(self._examples)} examples in {self.config.sft.path}")
+        for note in self._examples.notes():
+            logger.warning(note)
         if evaluation_sets(self.config.evaluation):
             logger.info(
                 "[evaluation] is not used with sft.path: there is no server to ask. "
@@ -99,6 +105,8 @@ def open_examples(
     path: str,
     key: str,
     progress: PromptProgress | None = None,
+    *,
+    date: str = "",
 ) -> ExampleStream:
     """Opens a file of examples.
 
@@ -108,12 +116,14 @@ def open_examples(
         path: The file.
         key: TOML key of ``path``, for messages.
         progress: Where a resumed run continues; None begins with the first example.
+        date: What chat templates take for now; empty is the time of the first rendering.
 
     Raises:
         DataError: If the file cannot be used.
     """
     limit = config.sft.max_example_tokens
-    codec = TextCodec(str(model.path), model.eos_token_ids, config.prompts.chat_template_kwargs)
+    variables = config.prompts.chat_template_kwargs
+    codec = TextCodec(str(model.path), model.eos_token_ids, variables, date)
     return ExampleStream(
         path,
         key,

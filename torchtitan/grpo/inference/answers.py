@@ -169,6 +169,15 @@ def checked_generation(
     )
 
 
+def logit_bias(request: GenerateRequest) -> dict[str, dict[str, float]]:
+    """Returns the sampling parameter of vLLM and SGLang that excludes the request's unknown ids.
+
+    It is empty without such ids, and if there are more than vLLM takes. Answers are checked anyway.
+    """
+    ids = request.unknown_ids
+    return {"logit_bias": dict.fromkeys(map(str, ids), -100.0)} if 0 < len(ids) <= 1024 else {}
+
+
 def max_answer_bytes(request: GenerateRequest) -> int:
     """Returns a bound that no correct answer to ``request`` reaches, in bytes."""
     num_tokens = len(request.prompt_ids) + request.max_new_tokens

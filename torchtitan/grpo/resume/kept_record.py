@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class RunRecord(msgspec.Struct):
             began; empty if the directory has none.
         prompt_bytes: Size of each file of prompts.
         schedule_steps: Number of steps over which the learning rate's schedule is laid.
+        date: Local time of the run's first start, in ISO format, which chat templates print.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -69,6 +71,7 @@ class RunRecord(msgspec.Struct):
     weights: str
     prompt_bytes: dict[str, int]
     schedule_steps: int
+    date: str = ""
 
 
 def record_of(config: JobConfig, model: HFModel, schedule_steps: int) -> RunRecord:
@@ -82,6 +85,7 @@ def record_of(config: JobConfig, model: HFModel, schedule_steps: int) -> RunReco
         weights=weights_digest(model.path),
         prompt_bytes={path: Path(path).stat().st_size for path in paths if Path(path).is_file()},
         schedule_steps=schedule_steps,
+        date=datetime.now().isoformat(timespec="seconds"),
     )
 
 

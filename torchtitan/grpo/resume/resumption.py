@@ -115,8 +115,11 @@ def _start_from(folder: Path, config: JobConfig, model: HFModel, damaged: dict[i
     _refuse(found, kept, record, config, model.path)
     if config.lr_scheduler.total_steps is None and not asks_for_another_rate(found):
         record = msgspec.structs.replace(record, schedule_steps=kept.schedule_steps)
-    # The directory may have moved; the digest of the weights with which the run began stays.
-    record = msgspec.structs.replace(record, weights=kept.weights or record.weights)
+    # The directory may have moved; the digest of the weights with which the run began stays, and so
+    # does the day.
+    record = msgspec.structs.replace(
+        record, weights=kept.weights or record.weights, date=kept.date or record.date
+    )
     return Start(record, step, folder, kept, found, newer, damaged)
 
 

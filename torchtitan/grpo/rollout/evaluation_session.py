@@ -19,6 +19,7 @@ from torchtitan.grpo.rollout.answer_checks import check_held_out
 from torchtitan.grpo.rollout.drops import DropLog
 from torchtitan.grpo.rollout.environments import EnvironmentPool
 from torchtitan.grpo.rollout.evaluation import Evaluator
+from torchtitan.grpo.rollout.model_match import prompt_notes
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet
@@ -126,6 +127,8 @@ class EvaluationSession:
         config = self._config
         codec = await asyncio.to_thread(make_codec, config)
         held_out = await asyncio.to_thread(open_held_out, config, codec, self._drops)
+        is_chat = any(not isinstance(of_set[0].text, str) for of_set in held_out.values())
+        notes = list(prompt_notes(codec, is_chat=is_chat))
         self._pool = pool = make_evaluation_pool(config, self._drops)
         assert pool is not None, "there must be something to evaluate"
         await pool.start()
@@ -135,7 +138,7 @@ class EvaluationSession:
             await self._environments.start()
             columns = {"environment_reward": [0.0]}
         _, warnings = await check_held_out(config, pool, held_out, codec, columns)
-        for warning in warnings:
+        for warning in [*notes, *warnings]:
             self._announce(warning)
         return codec, held_out
 

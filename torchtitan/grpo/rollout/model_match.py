@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 
@@ -30,25 +31,65 @@ def model_warnings(
         What the user should know, with a remedy.
 
     Raises:
-        ValueError: If the model does not have the token that ends a completion.
+        ValueError: If chat prompts cannot be rendered.
     """
     yield from _vocabulary_warnings(codec, config)
+    yield from prompt_notes(codec, is_chat=is_chat)
+    if is_chat and config.rollout.environment is not None:
+        yield from _reply_warnings(codec)
     if config.rollout.ignore_eos or not config.eos_token_ids:
         return
     path = config.hf_assets_path
     for token in config.eos_token_ids:
-        if token >= config.vocab_size:
-            raise ValueError(
-                f"The end-of-sequence token of {path} must be below the model's vocab_size "
-                f"({config.vocab_size}), got {token}: no completion could end. Correct eos_token_id in "
-                "generation_config.json or config.json."
-            )
         if codec.token_text(token) is None:
             yield (
                 f"The end-of-sequence token {token} of {path} is not in its tokenizer.json. Check that "
                 "generation_config.json, config.json and the tokenizer belong to the same model."
             )
     yield from _end_warnings(codec, config, is_chat)
+
+
+def prompt_notes(codec: TextCodec, *, is_chat: bool) -> Iterator[str]:
+    """Yields what a reader of the prompts would not expect of their tokens.
+
+    A prompt must have been tokenized before.
+
+    Args:
+        codec: The model's tokenizer.
+        is_chat: Whether the prompts are chat messages, which the chat template renders.
+
+    Raises:
+        ValueError: If chat prompts cannot be rendered.
+    """
+    if not is_chat:
+        if left_out := codec.left_out():
+            yield (
+                f"The tokenizer puts {', '.join(map(repr, left_out))} after each text (the "
+                "post_processor of its tokenizer.json). Prompts are used without, because the model "
+                "is to continue them."
+            )
+        return
+    if end := codec.prompt_end:
+        yield (
+            f"A chat prompt ends with {end!r}, which ends a completion: the chat template does not open "
+            "the assistant's turn (add_generation_prompt). Check that the model is trained to answer "
+            "after it."
+        )
+    if date := codec.chat_date():
+        yield (
+            f"The chat template prints today's date. All prompts of this run show {date}, the day of its "
+            "first start, also tomorrow and after a resume."
+        )
+
+
+def _reply_warnings(codec: TextCodec) -> Iterator[str]:
+    for role in ("user", "tool"):
+        try:
+            codec.encode_reply([{"role": role, "content": "?"}], ())
+        except LeftOut as error:
+            yield f"A reply of rollout.environment in the role {role!r} would end the run. {error}"
+        except ValueError:  # the template refuses the role by itself
+            continue
 
 
 def _vocabulary_warnings(codec: TextCodec, config: RolloutProcessConfig) -> Iterator[str]:

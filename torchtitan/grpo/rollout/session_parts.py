@@ -69,7 +69,7 @@ class Inputs:
 def make_codec(config: RolloutProcessConfig) -> TextCodec:
     """Opens the model's tokenizer."""
     variables = config.prompts.chat_template_kwargs
-    return TextCodec(config.hf_assets_path, config.eos_token_ids, variables)
+    return TextCodec(config.hf_assets_path, config.eos_token_ids, variables, config.date)
 
 
 def open_prompts(
@@ -205,6 +205,8 @@ def make_writer(
         environments: The environments; ``None`` without ``rollout.environment``.
     """
     rollout = config.rollout
+    ends = [*config.eos_token_ids, *rollout.stop_token_ids]
+    sampling = replace(sampling, unknown_ids=codec.unknown_ids(config.vocab_size, ends))
     episodes = None
     if environments is not None:
         sampling = with_turn_ends(sampling, environments.stop_strings, codec)

@@ -3,19 +3,19 @@
 
 """Converts prompts to token IDs and completions to text, without torch.
 
-The fast tokenizer alone reads `tokenizer.json`. transformers is imported only if a
-conversational prompt needs the model's chat template.
+The fast tokenizer alone reads `tokenizer.json`. If a conversational prompt needs the model's chat
+template, another process renders it; see `template_process.py`.
 """
 
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from torchtitan.grpo.rollout.chat_template import ChatTemplate
 from torchtitan.grpo.weight_wire.model_folder import about_pointer
 
 # Placeholder for the assistant's turn when a reply is rendered. Templates keep letters as is.
@@ -29,6 +29,11 @@ class TextCodec:
         hf_assets_path: Directory that contains ``tokenizer.json``.
         eos_token_ids: Tokens that are removed from the end of a completion before decoding.
         chat_template_kwargs: Variables for the chat template (``prompts.chat_template_kwargs``).
+        date: What the chat template takes for now, in ISO format; empty is the time of its first use.
+
+    Attributes:
+        prompt_end: The token at the end of chat prompts, if it is one that ends a completion, and
+            empty if it is another one. ``None`` before the first chat prompt.
 
     Raises:
         ValueError: If there is no readable ``tokenizer.json``.
@@ -39,11 +44,13 @@ class TextCodec:
         hf_assets_path: str,
         eos_token_ids: Sequence[int],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        date: str = "",
     ) -> None:
         self._path = Path(hf_assets_path)
         self._chat_kwargs = dict(chat_template_kwargs or {})
         self._eos = frozenset(eos_token_ids)
-        self._chat: Any = None
+        self._date = date
+        self.prompt_end: str | None = None
         self._plain: Tokenizer | None = None
         file = self._path / "tokenizer.json"
         if not file.is_file():
@@ -66,8 +73,27 @@ class TextCodec:
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token IDs of a plain prompt, including the beginning of sequence if any."""
-        return self._tokenizer.encode(text).ids
+        """Returns the token IDs of a plain prompt, including the beginning of sequence if any.
+
+        The tokenizer may put special tokens before and after a text. Those before it are kept, unless
+        the text begins with them. Those after it are not: nothing would follow an end of sequence.
+        """
+        (before, _), own = self._around, self.encode_continuation(text)
+        return own if own[: len(before)] == before else before + own
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after each text."""
+        # A spelling of the vocabulary, because any other text may have no token.
+        encoding = self._tokenizer.encode(max(self.vocabulary(), key=len, default=""))
+        ids, is_added = encoding.ids, encoding.special_tokens_mask
+        if 0 not in is_added:
+            return [], []
+        return ids[: is_added.index(0)], ids[len(ids) - is_added[::-1].index(0) :]
+
+    def left_out(self) -> list[str]:
+        """Returns the special tokens that the tokenizer puts after a text, and :meth:`encode` does not."""
+        return [self.token_text(token) or str(token) for token in self._around[1]]
 
     def encode_continuation(self, text: str) -> list[int]:
         """Returns the token IDs of text that follows other text, without added special tokens."""
@@ -75,8 +101,22 @@ class TextCodec:
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the token IDs of a conversation and of the start of the assistant's turn."""
+        text = self._template.render(messages)
+        if self.prompt_end is None:
+            self.prompt_end = self._checked_end(messages, text)
         # The template writes the special tokens itself.
-        return self.encode_continuation(self._render(messages))
+        return self.encode_continuation(text)
+
+    def _checked_end(self, messages: list[dict[str, str]], text: str) -> str:
+        ids = self.encode_continuation(text.rstrip())
+        end = self.token_text(ids[-1]) if ids and ids[-1] in self._eos else None
+        if end is not None and text != self._template.render(messages, opens_turn=False):
+            raise ValueError(
+                f"The chat template of {self._path} must open the assistant's turn, but what it adds "
+                f"for add_generation_prompt ends with {end!r}, which ends a completion. Correct the "
+                "template."
+            )
+        return end or ""
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Returns the text of a conversation and of the start of the assistant's turn.
@@ -84,7 +124,7 @@ class TextCodec:
         Raises:
             ValueError: If the template cannot render the messages.
         """
-        return self._render(messages)
+        return self._template.render(messages)
 
     def encode_reply(
         self, messages: Sequence[dict[str, Any]], turn_ids: Sequence[int]
@@ -104,7 +144,7 @@ class TextCodec:
             ValueError: If the template cannot render the messages.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        _, mark, reply = self._render([*before, *messages]).rpartition(_TURN)
+        _, mark, reply = self._template.render([*before, *messages]).rpartition(_TURN)
         if not mark:
             raise ValueError(
                 "The model's chat template must render an assistant message unchanged, but it "
@@ -144,6 +184,14 @@ class TextCodec:
         """The largest id of the tokenizer's tokens, added ones included."""
         return max(self._tokenizer.get_vocab().values(), default=-1)
 
+    def unknown_ids(self, vocab_size: int, known: Sequence[int]) -> tuple[int, ...]:
+        """Returns the ids below ``vocab_size`` that are no token, apart from those of ``known``.
+
+        Models have more rows than tokens, because rows are rounded up to a multiple.
+        """
+        ids = {*self.vocabulary().values(), *known}
+        return tuple(token for token in range(vocab_size) if token not in ids)
+
     def token_text(self, token_id: int) -> str | None:
         """Returns the spelling of a token, or ``None`` if the tokenizer does not have it."""
         return self._tokenizer.id_to_token(token_id)
@@ -158,7 +206,7 @@ class TextCodec:
     def end_of_turn(self) -> str | None:
         """Returns the special token that the chat template writes after an assistant's message."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}]
-        rest = self._render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
+        rest = self._template.render(turn, opens_turn=False).rpartition(_TURN)[2].lstrip()
         ids = self.encode_continuation(rest)
         text = self._tokenizer.id_to_token(ids[0]) if ids else None
         # Only a special token is spelled in one piece and left out when text is decoded.
@@ -166,18 +214,13 @@ class TextCodec:
             text if text and not self._tokenizer.decode(ids[:1], skip_special_tokens=True) else None
         )
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, opens_turn: bool = True) -> str:
-        if self._chat is None:
-            self._chat = _load_chat_tokenizer(self._path)
-            _check_variables(self._chat, self._chat_kwargs, self._path)
-        try:
-            return self._chat.apply_chat_template(
-                messages, add_generation_prompt=opens_turn, tokenize=False, **self._chat_kwargs
-            )
-        except Exception as error:  # a template may raise anything
-            raise ValueError(
-                f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
-            ) from error
+    def chat_date(self) -> str:
+        """Returns the day that the chat template prints as today's; empty if it prints none."""
+        return self._template.date
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self._path, self._chat_kwargs, self._date)
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Returns the text of a completion, without special tokens and end of sequence."""
@@ -189,28 +232,3 @@ class TextCodec:
     def decode_exactly(self, token_ids: Sequence[int]) -> str:
         """Returns the text of tokens with all special tokens, as the model reads them."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-
-def _load_chat_tokenizer(path: Path) -> Any:
-    # Imported here, because transformers takes seconds to import and plain prompts do not need it.
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"The prompts are chat messages, but the tokenizer in {path} has no chat template. Use "
-            "string prompts (prompts.template), or a model directory with a chat template."
-        )
-    return tokenizer
-
-
-def _check_variables(tokenizer: Any, variables: Mapping[str, Any], path: Path) -> None:
-    """Refuses variables that the template never mentions: Jinja would ignore them."""
-    templates = tokenizer.chat_template
-    text = "\n".join(templates.values()) if isinstance(templates, dict) else templates
-    for name in variables:
-        if not re.search(rf"\b{re.escape(name)}\b", text):
-            raise ValueError(
-                f"prompts.chat_template_kwargs sets {name!r}, which the chat template of {path} does "
-                "not read. Remove it, or check its spelling against the template."
-            )

@@ -58,19 +58,21 @@ class HeldOutLoss:
         return loss / num_tokens
 
 
-def held_out_plan(config: JobConfig, model: HFModel, num_ranks: int) -> StepPlan:
+def held_out_plan(config: JobConfig, model: HFModel, num_ranks: int, date: str) -> StepPlan:
     """Reads the held-out examples, and plans where each stands.
 
     Args:
         config: Configuration of the run.
         model: The model that is trained.
         num_ranks: Data-parallel degree.
+        date: What chat templates take for now.
 
     Raises:
         DataError: If the file cannot be used.
     """
     assert config.sft.held_out_path is not None
-    stream = open_examples(config, model, config.sft.held_out_path, "sft.held_out_path")
+    path = config.sft.held_out_path
+    stream = open_examples(config, model, path, "sft.held_out_path", date=date)
     try:
         examples = stream.all()
     finally:

@@ -70,7 +70,8 @@ def open_held_out(trainer: "GRPOTrainer") -> HeldOutLoss | None:
     plan = None
     if trainer.source is not None:
         with trainer.rank_zero.releasing_others():
-            plan = held_out_plan(trainer.config, trainer.hf_model, trainer.role.num_batch_ranks)
+            num_ranks, date = trainer.role.num_batch_ranks, trainer.begins.record.date
+            plan = held_out_plan(trainer.config, trainer.hf_model, num_ranks, date)
     return HeldOutLoss(
         trainer.runner, trainer.feed, trainer.device, plan, is_counted=trainer.role.is_counted
     )

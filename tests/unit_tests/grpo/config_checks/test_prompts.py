@@ -53,6 +53,12 @@ def test_a_directory_may_be_named_like_a_file(tmp_path):
     [
         ('template = "{prompt}"\nsystem_prompt = "x"', r"prompts\.template .* both"),
         ("chat_template_kwargs = { tokenize = true }", r"got 'tokenize', which the run sets"),
+        ('template = ""', r"prompts\.template must contain \{prompt\} .* got ''"),
+        ('template = "  "', r"must contain \{prompt\}"),
+        ('template = "\\n"', r"must contain \{prompt\}"),
+        ('template = "Answer:"', r"must contain \{prompt\}"),
+        ('template = "{{prompt}}"', r"must contain \{prompt\}"),
+        ('template = "{}"', r"must contain \{prompt\}"),
     ],
 )
 def test_chat_settings_that_contradict_are_refused(tmp_path, table, message):
@@ -61,3 +67,12 @@ def test_chat_settings_that_contradict_are_refused(tmp_path, table, message):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match=message):
         load_config([*LIVE, f"--job.config_file={file}"])
+
+
+@pytest.mark.parametrize("text", ["", " ", "\\n", "\\t  ", "\\u3000"])
+def test_a_system_prompt_that_says_nothing_contradicts_no_template(tmp_path, text):
+    file = tmp_path / "x.toml"
+    file.write_text(
+        f'[prompts]\npath = "a.jsonl"\ntemplate = "{{prompt}}"\nsystem_prompt = "{text}"\n'
+    )
+    load_config([*LIVE, f"--job.config_file={file}"])

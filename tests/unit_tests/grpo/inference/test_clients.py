@@ -219,6 +219,25 @@ def test_bodies_state_everything_that_shapes_the_distribution() -> None:
     assert body["sampling_params"]["repetition_penalty"] == 1.0
 
 
+@pytest.mark.parametrize("client", [sglang, vllm])
+@pytest.mark.parametrize(
+    ("unknown", "excluded"),
+    [
+        ((), None),
+        ((98,), ["98"]),
+        (tuple(range(98, 128)), [str(i) for i in range(98, 128)]),
+        ((3, 50, 127), ["3", "50", "127"]),
+        (tuple(range(151_669, 151_936)), [str(i) for i in range(151_669, 151_936)]),
+        (tuple(range(1024)), [str(i) for i in range(1024)]),
+        (tuple(range(1025)), None),  # more than vLLM takes
+    ],
+)
+def test_ids_that_are_no_token_are_excluded_by_the_server(client, unknown, excluded):
+    request = replace(REQUEST, unknown_ids=unknown)
+    bias = client.generate_body(request)["sampling_params"].get("logit_bias")
+    assert bias == (None if excluded is None else dict.fromkeys(excluded, -100.0))
+
+
 def test_no_request_id_is_a_prefix_of_another_on_sglang() -> None:
     # SGLang aborts every request whose id begins with the one given.
     ids = ["1", "12", "1:2", "2:1", "12:1", "g-1", "g-11"]

@@ -80,6 +80,57 @@ def test_a_token_that_the_tokenizer_does_not_know_is_refused(folder):
         eos_token_ids(folder)
 
 
+NOTHING = [None, [], [None], [None, None]]
+WRONG = [
+    "1", "", "<|im_end|>", -1, 1.0, True, False, 64, 10**9, {}, {"a": 1},
+    ["1"], [1, "2"], [[1]], [1, None], [-1], [1, 64], [True], [[]], [1.5],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NOTHING, ids=json.dumps)
+def test_what_names_no_token_lets_the_next_file_decide(folder, value):
+    change(folder / GENERATION, eos_token_id=value)
+    change(folder / CONFIG, eos_token_id=value)
+    assert eos_token_ids(folder) == (END_ID,)
+    change(folder / CONFIG, eos_token_id=[5, 5, 7])
+    assert eos_token_ids(folder) == (5, 7)
+    change(folder / CONFIG, eos_token_id=value)
+    change(folder / TOKENIZER, eos_token="" if value else {"content": None})
+    change(folder / SPECIAL, eos_token="w7")
+    assert eos_token_ids(folder) == (7,)
+
+
+@pytest.mark.parametrize("value", WRONG, ids=json.dumps)
+@pytest.mark.parametrize("file", [GENERATION, CONFIG])
+def test_what_is_no_token_id_is_refused_with_its_file(folder, file, value):
+    change(folder / file, eos_token_id=value)
+    message = rf"eos_token_id in .*{file} must be a token id of the model, from 0 to 63, .* got "
+    with pytest.raises(ModelError, match=message):
+        read_hf_model(folder)
+
+
+@pytest.mark.parametrize("value", [1, 1.5, True, ["</s>"], {"content": 1}, {"content": ["w7"]}])
+def test_an_end_token_that_is_no_text_is_refused_with_its_file(folder, value):
+    change(folder / TOKENIZER, eos_token=value)
+    with pytest.raises(
+        ModelError, match=rf"eos_token in .*{TOKENIZER} must be the text of a token"
+    ):
+        read_hf_model(folder)
+
+
+def test_an_end_token_beyond_the_model_is_refused(folder):
+    change(folder / CONFIG, vocab_size=32)
+    with pytest.raises(NoEosTokenError, match=r"id 60 must be below the model's vocab_size, 32"):
+        eos_token_ids(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"'])
+def test_a_file_that_holds_no_object_is_refused(folder, text):
+    (folder / GENERATION).write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json must hold an object"):
+        read_hf_model(folder)
+
+
 def test_a_broken_file_is_named_with_the_setting(folder):
     (folder / GENERATION).write_text("{")
     with pytest.raises(ModelError, match=r"^model\.hf_assets_path must be a readable"):

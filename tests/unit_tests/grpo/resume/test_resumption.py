@@ -176,6 +176,23 @@ def test_more_steps_do_not_make_the_learning_rate_jump(world):
         assert world.plan(decaying, "--training.steps=300", asked).record.schedule_steps == 300
 
 
+@pytest.mark.parametrize("first", ["2031-12-31T23:59:58", "2024-02-29T00:00:00", "1999-01-01"])
+def test_the_date_of_the_first_start_stays_over_any_number_of_resumes(world, first):
+    import msgspec
+
+    fresh = world.plan().record
+    assert fresh.date > "2026"
+    world.checkpoint(40, msgspec.structs.replace(fresh, date=first))
+    for step in (50, 60, 70):
+        record = world.plan("--optimizer.lr=1e-5").record
+        assert record.date == first
+        world.checkpoint(step, record)
+    assert world.plan("--job.overwrite").record.date > "2026" or first > "2026"
+    assert world.plan("--job.overwrite").record.date != first
+    world.checkpoint(80, msgspec.structs.replace(fresh, date=""))  # of an earlier release
+    assert world.plan().record.date >= fresh.date
+
+
 def test_a_new_rate_of_muon_gets_the_schedule_over_the_whole_run(world):
     muon = ("--optimizer.name=Muon", "--lr_scheduler.decay_ratio=1.0")
     world.checkpoint(150, world.plan(*muon).record)

@@ -152,7 +152,9 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
             f"--max-model-len must be at most {own_length}, the model's max_position_embeddings or "
             f"sliding_window, got {max_model_len}."
         )
-    runner = ModelRunner(model, arguments.max_running_requests, max_model_len)
+    eos_ids, tokenizer = read_eos_ids(path), load_tokenizer(path)
+    known_ids = None if tokenizer is None else {*tokenizer.get_vocab().values(), *eos_ids}
+    runner = ModelRunner(model, arguments.max_running_requests, max_model_len, known_ids)
     table = WeightTable(model)
     seed = random.SystemRandom().getrandbits(31) if arguments.seed is None else arguments.seed
     return EmbeddedServer(
@@ -165,7 +167,7 @@ def build_server(arguments: argparse.Namespace) -> EmbeddedServer:
         ),
         lambda engine: WeightUpdater(engine, table, runner.device, arguments.dist_timeout, path),
         table,
-        ModelFacts(runner.vocab_size, max_model_len, read_eos_ids(path), load_tokenizer(path)),
+        ModelFacts(runner.vocab_size, max_model_len, eos_ids, tokenizer),
         {
             "embedded": True,
             "model_path": path,

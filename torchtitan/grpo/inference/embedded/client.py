@@ -3,12 +3,14 @@
 
 """Client of the embedded server, which has SGLang's routes and some additions."""
 
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.grpo.inference.answers import joined_group
 from torchtitan.grpo.inference.client import Capabilities, ServerError
 from torchtitan.grpo.inference.http import Answer, HttpConnection, excerpt
 from torchtitan.grpo.inference.sglang.client import SGLangClient
+from torchtitan.grpo.types import GenerateRequest, Generation
 from torchtitan.grpo.weight_wire.group_facts import GroupFacts, facts_from_json
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
 
@@ -28,6 +30,10 @@ class EmbeddedClient(SGLangClient):
     ) -> None:
         super().__init__(http, capabilities, request_timeout_seconds=request_timeout_seconds)
         self._sequences: dict[str, int] = {}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        # The server knows its tokenizer, and so the ids that it must not sample.
+        return await super().generate(replace(request, unknown_ids=()))
 
     async def group_facts(self) -> list[GroupFacts]:
         return [facts_from_json((await self._server_info()).get("group_facts"))]

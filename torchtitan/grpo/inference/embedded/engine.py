@@ -419,7 +419,7 @@ class Engine:
             self._batch = self._build_batch(requests)
         ids, positions, sampling = self._batch
         logits = self._runner.step(ids, positions, [r.num_cached for r in requests], plan)
-        ids, logprobs = sample(logits, sampling, self._generator)
+        ids, logprobs = sample(logits, sampling, self._generator, self._runner.excluded)
         # A prompt that is cut has another token in its row in the next step.
         self._batch = None if self._queue.cut else (ids, positions + 1, sampling)
         self._take_tokens(requests, ids, logprobs)

@@ -5,6 +5,7 @@
 
 import json
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -51,15 +52,26 @@ class ModelRunner:
         model: Model on its device, in its dtype.
         max_slots: Maximum number of rows.
         max_length: Maximum length of a sequence, prompt and completion together.
+        known_ids: Ids that may be sampled, in any order; ``None`` allows all.
     """
 
-    def __init__(self, model: PreTrainedModel, max_slots: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_slots: int,
+        max_length: int,
+        known_ids: Collection[int] | None = None,
+    ) -> None:
         _check_attention(model)
         model.config._attn_implementation = ATTENTION
         self.model = model.eval().requires_grad_(False)
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = model.config.vocab_size
+        self.excluded = None
+        if unknown := set(range(self.vocab_size)) - set(known_ids or range(self.vocab_size)):
+            self.excluded = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+            self.excluded[sorted(unknown)] = True
         self.max_slots = max_slots
         self.max_length = max_length
         self.cache = SlotCache(max_slots, max_length)
@@ -287,11 +299,14 @@ def load_tokenizer(path: str) -> Tokenizer | None:
 
 
 def read_eos_ids(path: str) -> frozenset[int]:
-    """Returns the end-of-sequence ids of config.json and generation_config.json together."""
+    """Returns the end-of-sequence ids of config.json and generation_config.json together.
+
+    The trainer refuses a directory in which they are something else than ids.
+    """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(path) / name
         if file.is_file():
             eos = json.loads(file.read_bytes()).get("eos_token_id")
-            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+            found.update(t for t in (eos if isinstance(eos, list) else [eos]) if type(t) is int)
     return frozenset(found)

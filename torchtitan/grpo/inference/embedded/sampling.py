@@ -100,7 +100,10 @@ class SamplingBatch:
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, generator: torch.Generator
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    generator: torch.Generator,
+    excluded: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples one token for each row.
 
@@ -108,10 +111,12 @@ def sample(
         logits: [rows, vocab], any float dtype.
         batch: Parameters of the rows.
         generator: Random numbers of the rows without a seed of their own.
+        excluded: [vocab] bool, True for tokens that are never sampled; ``None`` excludes none.
 
     Returns:
         Token ids [rows] long, and their logprobs [rows] float32. Logprobs are those after the
-        temperature, not renormalized over the tokens that top-p, top-k and min-p keep.
+        temperature, as the trainer computes them: not renormalized over the tokens that are not
+        excluded, and that top-p, top-k and min-p keep.
     """
     logits = logits.float()
     if batch.temperature is not None:
@@ -123,10 +128,11 @@ def sample(
         noise[row].exponential_(generator=own_generator)
     # Noise of exactly 0 would select its token whatever the probability.
     noise = noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
-    candidates = _filtered(logprobs, batch.filtered) if batch.filtered else logprobs
+    allowed = logprobs if excluded is None else logprobs.masked_fill(excluded, float("-inf"))
+    candidates = _filtered(allowed, batch.filtered) if batch.filtered else allowed
     ids = (candidates + noise).argmax(dim=-1)
     if batch.greedy is not None:
-        ids = torch.where(batch.greedy, logprobs.argmax(dim=-1), ids)
+        ids = torch.where(batch.greedy, allowed.argmax(dim=-1), ids)
     return ids, logprobs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 

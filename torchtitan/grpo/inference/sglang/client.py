@@ -18,6 +18,7 @@ from torchtitan.grpo.inference.answers import (
     as_object,
     checked_generation,
     joined_group,
+    logit_bias,
     max_answer_bytes,
     max_rating_bytes,
     version_or_none,
@@ -366,6 +367,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": request.ignore_eos,
             **seed,
+            **logit_bias(request),
         },
     }
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torchtitan.grpo.inference.answers import (
@@ -97,8 +97,11 @@ class VLLMClient(InferenceClient):
         self._one_bucket = asyncio.Lock()
         self._logprobs_probe: asyncio.Task[None] | None = None
         self._update_marked = False
+        self._takes_logit_bias = True  # not with speculative decoding
 
     async def generate(self, request: GenerateRequest) -> Generation:
+        if not self._takes_logit_bias:
+            request = replace(request, unknown_ids=())
         if request.temperature not in (0.0, 1.0):
             await self._require_processed_logprobs(request.prompt_ids)
         try:
@@ -115,7 +118,14 @@ class VLLMClient(InferenceClient):
         except RouteError as error:
             if error.status is None:
                 await self._abort_quietly(request.request_id)
-            raise
+            if not (request.unknown_ids and error.is_refusal and "logit_bias" in str(error)):
+                raise
+            logger.warning(
+                "%s samples from the whole vocabulary, because it takes no logit_bias (%s). Answers with "
+                "tokens that are not in the tokenizer are refused.", self.url, error,
+            )  # fmt: skip
+            self._takes_logit_bias = False
+            return await self.generate(request)
         return parse_generation(f"{self.url}{GENERATE_ROUTE}", request, answer.body)
 
     async def _require_processed_logprobs(self, prompt_ids: list[int]) -> None:

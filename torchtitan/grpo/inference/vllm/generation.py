@@ -11,6 +11,7 @@ from torchtitan.grpo.inference.answers import (
     checked_generation,
     checked_prompt_logprobs,
     checked_top_tokens,
+    logit_bias,
 )
 from torchtitan.grpo.inference.client import LogprobsError, PromptRating, ServerError
 from torchtitan.grpo.inference.http import RouteError, excerpt
@@ -44,6 +45,7 @@ def generate_body(request: GenerateRequest) -> dict[str, Any]:
             "seed": request.seed,
             "logprobs": 0,  # of the sampled token alone
             "detokenize": False,
+            **logit_bias(request),
         },
     }
 

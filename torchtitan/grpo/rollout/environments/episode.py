@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from torchtitan.grpo.rollout.chat_template import LeftOut
 from torchtitan.grpo.rollout.environments.conversation import Conversation, Shown
 from torchtitan.grpo.rollout.environments.environment_messages import Observed
 from torchtitan.grpo.rollout.environments.environment_pool import (
@@ -210,6 +211,8 @@ class Episode:
                     shown = self._conversation.reply(turn.token_ids, text, observation.messages)
                 else:
                     shown = Shown(codec.encode_reply(observation.messages, turn.token_ids))
+        except LeftOut:  # so would the next one be, and no rollout must be trained on without it
+            raise
         except ValueError as error:
             raise EnvironmentFailed("bad observation", str(error)) from error
         ids = shown.token_ids

@@ -215,6 +215,9 @@ class PromptSet:
                 f"{where}: prompts.template applies to string prompts only, but this prompt is a "
                 "list of chat messages. Remove prompts.template."
             )
+        value = [message for message in value if not _is_empty_system(message)]
+        if not value:
+            raise ValueError(f"{where}: a prompt must say something, but its messages are empty.")
         if value[-1]["role"] == "assistant":
             raise ValueError(
                 f"{where}: a prompt must end before the turn that the model is to write, but this one "
@@ -227,7 +230,7 @@ class PromptSet:
     def _with_system_prompt(
         self, messages: list[dict[str, str]], where: str
     ) -> list[dict[str, str]]:
-        text = self._settings.system_prompt
+        text = self._settings.chat_settings()["system_prompt"]
         if text is None:
             return messages
         if messages[0]["role"] in _SYSTEM_ROLES:
@@ -239,8 +242,8 @@ class PromptSet:
         return [{"role": "system", "content": text}, *messages]
 
     def _refuse_chat_settings(self, where: str) -> None:
-        for key in ("system_prompt", "chat_template_kwargs"):
-            if getattr(self._settings, key):
+        for key, setting in self._settings.chat_settings().items():
+            if setting:
                 raise ValueError(
                     f"{where}: prompts.{key} needs prompts that are lists of chat messages, but this "
                     "prompt is a string, to which no chat template is applied. Write the prompt as "
@@ -304,6 +307,16 @@ def _num_characters(text: str | list[dict[str, str]]) -> int:
         return len(text)
     contents = (message["content"] for message in text)
     return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def _is_empty_system(message: dict[str, Any]) -> bool:
+    """Whether the template would render a system turn in which nothing is said."""
+    content = message["content"]
+    if isinstance(content, list):
+        parts = (part.get("text", part) if isinstance(part, dict) else part for part in content)
+        content = "".join(map(str, parts))
+    is_empty = content is None or (isinstance(content, str) and not content.strip())
+    return is_empty and message["role"] in _SYSTEM_ROLES
 
 
 def _is_conversation(value: Any) -> bool:

@@ -29,6 +29,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool = False
     seed: int | None = None
+    unknown_ids: tuple[int, ...] = ()
 
     def of_sample(self, prompt: Prompt, sample: int, num_written: int) -> "Sampling":
         """Returns the same settings with the seed of one request for a sample.
@@ -61,6 +62,7 @@ class Sampling:
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            unknown_ids=self.unknown_ids,
         )
 
 
@@ -71,7 +73,7 @@ def check_generation(
 
     Raises:
         ServerError: If the answer is empty, aborted or too long, has token IDs outside the
-            vocabulary, lacks a finite logprob for any token, or does not give the version of each
+            vocabulary or unknown to the tokenizer, lacks a finite logprob for any token, or does not give the version of each
             token.
     """
     ids, num_tokens = generation.token_ids, len(generation.token_ids)
@@ -83,6 +85,12 @@ def check_generation(
         problem = f"it has {num_tokens} tokens, expected 1 to {request.max_new_tokens}"
     elif not (ids.min() >= 0 and ids.max() < vocab_size):
         problem = f"its token ids are {ids.min()} to {ids.max()}, expected 0 to {vocab_size - 1}"
+    elif (unknown := ids[np.isin(ids, request.unknown_ids)]).size:
+        problem = (
+            f"{unknown.size} of its {num_tokens} tokens, such as {unknown[0]}, are not in the tokenizer, "
+            "so its text would lack them. If it happens often, train a model whose vocab_size fits "
+            "its tokenizer, or see docs/servers.md"
+        )
     elif len(generation.logprobs) != num_tokens or not np.isfinite(generation.logprobs).all():
         problem = f"its {len(generation.logprobs)} logprobs are not one finite number per token"
     elif covered[:1] != [0] or covered[-1:] != [num_tokens] or covered[1:-1:2] != covered[2:-1:2]:

@@ -25,6 +25,32 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], seed: int = 0) -> t
     return sample(logits, batch, generator)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.3},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_p": 0.2},
+        {"min_p": 0.9},
+        {"top_p": 0.9, "top_k": 2, "min_p": 0.1, "temperature": 2.0},
+    ],
+)
+def test_an_excluded_token_is_never_sampled_and_logprobs_stay_those_of_the_trainer(settings):
+    logits = torch.tensor([9.0, 0.0, 9.0, 1.0, 2.0, 8.0])
+    excluded = torch.tensor([True, False, True, False, False, True])
+    params = [SamplingParams(**settings)] * 500
+    batch = SamplingBatch.build(params, [None] * 500, CPU)
+    generator = torch.Generator().manual_seed(0)
+    ids, logprobs = sample(logits.expand(500, -1), batch, generator, excluded)
+    assert set(ids.tolist()) <= {1, 3, 4}
+    temperature = settings.get("temperature", 1.0) or 1.0
+    expected = torch.log_softmax(logits / temperature, -1)[ids]
+    torch.testing.assert_close(logprobs, expected)
+
+
 def test_samples_follow_the_softmax_and_its_temperature() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0])
     for temperature in (0.5, 1.0, 2.0):

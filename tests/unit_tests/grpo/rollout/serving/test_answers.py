@@ -82,6 +82,28 @@ def test_server_that_answers_with_older_weights_than_attested_gets_no_more_work(
 
 
 @pytest.mark.parametrize(
+    ("ids", "unknown", "message"),
+    [
+        ([1, 2, 3, 99], (99,), "1 of its 4 tokens, such as 99, are not in the tokenizer"),
+        ([98, 2, 99, 98], tuple(range(98, 100)), "3 of its 4 tokens, such as 98"),
+        ([1, 50, 3, 4], (50, 98, 99), "such as 50"),
+        ([0, 1, 2, 3], (0,), "such as 0"),
+        ([99, 1, 2, 3], (99,), "such as 99"),
+        ([1, 2, 3, 97], (98, 99), None),
+        ([1, 2, 3, 99], (), None),
+    ],
+)
+def test_an_answer_with_a_token_that_the_tokenizer_does_not_have_is_refused(ids, unknown, message):
+    request = replace(SAMPLING, unknown_ids=unknown).request("r", PROMPT)
+    answer = replace(generation(), token_ids=np.array(ids, np.int32))
+    if message is None:
+        check_generation(answer, request, 100, "http://a")
+    else:
+        with pytest.raises(ServerError, match=rf"^http://a returned .*{message}"):
+            check_generation(answer, request, 100, "http://a")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"finish_reason": "abort"}, "it was aborted after 4 tokens"),

@@ -1,0 +1,219 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Chat templates print all that was said, alike on every day, and are ended at their limits."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from torchtitan.grpo.rollout import template_process
+from torchtitan.grpo.rollout.chat_template import LeftOut
+from torchtitan.grpo.rollout.environments.conversation import Conversation
+from torchtitan.grpo.rollout.model_match import prompt_notes
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+END = 256  # <end>
+ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+OPENS = "{% if add_generation_prompt %}<a>{% endif %}"
+ONLY = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+
+USER = {"role": "user", "content": "2 + 3?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+TURN = {"role": "assistant", "content": "5"}
+TOOL = {"role": "tool", "content": "5", "tool_call_id": "1"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "3"}]}
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    def make_(template: str, date: str = "") -> TextCodec:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.add_special_tokens([AddedToken("<end>")])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return TextCodec(str(tmp_path), [END], date=date)
+
+    return make_
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (ONLY, [SYSTEM, USER], r"is said by the role 'system' in message 1 of 2"),
+        (ONLY, [DEVELOPER, USER], r"is said by the role 'developer'"),
+        (ONLY, [USER, TURN, TOOL], r"is said by the role 'tool' in message 3 of 3"),
+        (ONLY, [USER, CALLS, USER], r"the tool_calls of the role 'assistant' in message 2"),
+        ("{{ messages[-1].content }}", [USER, TURN, USER], r"the role 'user' in message 1 of 3"),
+        ("{{ messages[0].content }}", [USER, TURN], r"the role 'assistant' in message 2 of 2"),
+        ("{{ messages[0].content }}", [SYSTEM, USER], r"the role 'user' in message 2 of 2"),
+        (ALL.replace("m.content", "m.content[:99]"), [USER], r"leaves out part of .* 'user'"),
+        (ALL.replace("m.content", "m.content|truncate(255)"), [USER], r"leaves out part of"),
+        (ALL.replace("m.content", "m.content.split('\\n')[0]"), [USER], r"leaves out part of"),
+        (ALL.replace("m.content", "m.content|length"), [USER], r"what is said by the role 'user'"),
+        (ALL.replace("m.content", "m.content[0].text"), [PARTS], r"leaves out part of"),
+        ("2 + 3? Be brief." + OPENS, [SYSTEM, USER], r"the role 'system' in message 1"),
+    ],
+)
+def test_a_message_that_the_template_does_not_print_is_refused_with_its_role(
+    make, template, messages, message
+):
+    codec = make(template)
+    with pytest.raises(LeftOut, match=message):
+        codec.encode_chat(messages)
+    with pytest.raises(LeftOut, match=message):
+        codec.render_chat(messages)
+
+
+MERGED = (
+    "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ s if loop.first }} {{ m.content }}{% endfor %}"
+)
+FAIR = {
+    "all": (ALL, [SYSTEM, USER, TURN, TOOL]),
+    "merged": (MERGED, [SYSTEM, USER]),
+    "trimmed": (ALL.replace("m.content", "m.content|trim"), [SYSTEM, USER]),
+    "on one line": (ALL.replace("m.content", "m.content|replace('\\n', ' ')"), [SYSTEM, USER]),
+    "as JSON": (ALL.replace("m.content", "m.content|tojson"), [USER, TURN, TOOL]),
+    "thinking": (
+        ALL.replace("m.content", "m.content.split('</think>')[-1]"),
+        [USER, {"role": "assistant", "content": "<think>2 + 3</think>5"}, USER],
+    ),
+    "capitals": (ALL.replace("m.content", "m.content|upper"), [USER]),
+    "parts": (ALL.replace("m.content", "m.content|map(attribute='text')|join"), [PARTS]),
+    "calls": ("{% for m in messages %}{{ m|tojson }}{% endfor %}", [USER, CALLS, TOOL]),
+    "nothing said": (ONLY, [USER, {"role": "assistant", "content": ""}, USER]),
+}
+
+
+@pytest.mark.parametrize("name", FAIR)
+def test_templates_that_print_everything_in_their_own_way_are_used(make, name):
+    template, messages = FAIR[name]
+    assert make(template).encode_chat(messages)
+
+
+@pytest.mark.parametrize("role", ["tool", "system", "observation", "ipython", "function", "critic"])
+def test_a_reply_of_an_environment_that_would_vanish_is_refused(make, role):
+    codec = make(ONLY)
+    reply = [{"role": role, "content": "5"}]
+    with pytest.raises(LeftOut, match=rf"the role '{role}' in message 3 of 3"):
+        codec.encode_reply(reply, [1])
+    with pytest.raises(LeftOut, match=rf"the role '{role}' in message 3 of 3"):
+        Conversation(codec, [USER]).reply([1], "4", reply)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}|" + ALL
+DATES = {
+    "plain": DATED,
+    "in a macro": "{% macro d() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ d() }}" + ALL,
+    "in a variable": "{% set now = strftime_now('%d %b %Y') %}" + ALL + "{{ now }}",
+    "in a condition": "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+    + ALL,
+    "in each turn": "{% for m in messages %}{{ strftime_now('%d %b %Y') + m.content }}{% endfor %}",
+    "behind the turns": ALL + "{{ strftime_now('%d %b %Y') }}",
+}
+
+
+@pytest.mark.parametrize("name", DATES)
+def test_the_date_is_that_of_the_first_start_on_every_day(make, name):
+    """A resumed run, another process and a reply to a turn get the same date, which is told."""
+    first = make(DATES[name], "2031-12-31T23:59:58")
+    text = first.render_chat([USER])
+    assert "31 Dec 2031" in text
+    assert make(DATES[name], "2031-12-31T23:59:58").encode_chat([USER]) == first.encode_chat([USER])
+    assert "01 Jan 2032" in make(DATES[name], "2032-01-01T00:00:02").render_chat([USER])
+    assert "31 Dec 2031" in first.render_chat([USER, TURN, USER])
+    assert "2031-12-31" in " ".join(prompt_notes(first, is_chat=True))
+
+
+def test_without_a_date_of_the_run_it_is_that_of_the_first_rendering(make):
+    before = datetime.now()
+    codec = make("{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}" + ALL)
+    first, second = (codec.render_chat([USER])[:26] for _ in range(2))
+    assert first == second and before <= datetime.fromisoformat(first) <= datetime.now()
+
+
+LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
+ENDS = "{% endfor %}" * 3
+LIMITS = {
+    "loops": (LOOP + "{{ '' }}" + ENDS, "s of processor time"),
+    "repeats": ("{{ 'a' * 10**10 }}", "GiB of memory"),
+    "repeats a list": ("{% set x = ['a'] * 10**10 %}", "GiB of memory"),
+    "doubles": (
+        "{% set n = namespace(x='a') %}{% for a in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "GiB of memory",
+    ),
+    "pads": ("{{ '%9999999999d' % 1 }}", "GiB of memory"),
+    "prints much": ("{{ 'a' * 10**7 }}", "characters of text"),
+    "prints often": (
+        "{% for a in range(99999) %}{{ messages[0].content * 99 }}{% endfor %}",
+        "characters of text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_template_is_ended_at_a_limit_and_the_next_one_is_rendered(make, name, monkeypatch):
+    monkeypatch.setattr(template_process, "_CPU_SECONDS", 0.5)
+    monkeypatch.setattr(template_process, "_MEMORY_BYTES", 2**27)
+    template, limit = LIMITS[name]
+    with pytest.raises(ValueError, match=rf"chat template of .* more than .* {limit} to render"):
+        make(ALL + template).encode_chat([USER])
+    assert make(ALL).render_chat([USER]) == "<user>2 + 3?<end>"
+
+
+def test_macros_without_end_are_refused(make):
+    template = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}"
+    with pytest.raises(ValueError, match=r"cannot render .*recursion"):
+        make(ALL + template).encode_chat([USER])
+
+
+def test_a_child_that_somebody_else_ends_is_started_again(make):
+    codec = make(ALL)
+    assert codec.render_chat([USER]) == "<user>2 + 3?<end>"
+    child = template_process.template_process()._child
+    assert child is not None
+    child.kill()
+    child.wait(10)
+    assert codec.render_chat([USER]) == "<user>2 + 3?<end>"
+
+
+@pytest.mark.parametrize("random", ["[1, 2, 3, 4, 5]|random", "range(99)|random", "lipsum()"])
+def test_a_template_that_prints_something_else_each_time_is_refused(make, random):
+    numbers = "".join(f"{{{{ {random} }}}}" for _ in range(20))
+    with pytest.raises(ValueError, match="must render the same messages to the same text"):
+        make(numbers + ALL).encode_chat([USER])
+
+
+@pytest.mark.parametrize(
+    ("opening", "ends"),
+    [
+        ("<a>", None),
+        ("<a>\n", None),
+        ("<a><end>", "refused"),
+        ("<a><end>\n", "refused"),
+        ("<end>", "refused"),
+        ("", "told"),
+    ],
+)
+def test_an_end_token_behind_the_opened_turn_is_refused_and_without_one_told(make, opening, ends):
+    codec = make(ALL + "{% if add_generation_prompt %}" + repr_(opening) + "{% endif %}")
+    if ends == "refused":
+        with pytest.raises(ValueError, match="adds for add_generation_prompt ends with '<end>'"):
+            codec.encode_chat([USER])
+    else:
+        codec.encode_chat([USER])
+        assert len(list(prompt_notes(codec, is_chat=True))) == (ends == "told")
+
+
+def repr_(text: str) -> str:
+    return "{{ " + repr(text) + " }}"

@@ -1,0 +1,110 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Prompts end where the model is to continue, whatever the tokenizer puts around a text."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from torchtitan.grpo.config import SFT, Prompts
+from torchtitan.grpo.data.examples import ExampleStream
+from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.rollout.model_match import prompt_notes
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+
+BOS, EOS, SEP = 256, 257, 258
+MARKS = ["<s>", "</s>", "[SEP]"]
+BYTES = processors.ByteLevel(trim_offsets=False)
+
+
+def template(single: str) -> processors.TemplateProcessing:
+    ids = list(zip(MARKS, (BOS, EOS, SEP), strict=True))
+    return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=ids)
+
+
+PROCESSORS = {
+    "none": (None, [], []),
+    "bytes": (BYTES, [], []),
+    "appends one": (template("$A </s>"), [], [EOS]),
+    "appends two": (template("$A [SEP] </s>"), [], [SEP, EOS]),
+    "prepends": (template("<s> $A"), [BOS], []),
+    "does both": (template("<s> $A </s>"), [BOS], [EOS]),
+    "prepends two": (template("[SEP] <s> $A </s> </s>"), [SEP, BOS], [EOS, EOS]),
+    "begins and ends alike": (template("</s> $A </s>"), [EOS], [EOS]),
+    "BERT": (processors.BertProcessing(("</s>", EOS), ("<s>", BOS)), [BOS], [EOS]),
+    "RoBERTa": (processors.RobertaProcessing(("</s>", EOS), ("<s>", BOS)), [BOS], [EOS]),
+    "sequence": (processors.Sequence([BYTES, template("<s> $A </s>")]), [BOS], [EOS]),
+}
+
+
+def make(folder: Path, processor) -> TextCodec:
+    """Writes a tokenizer of bytes, which also cuts and pads as its training run once did."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken(mark) for mark in MARKS])
+    if processor is not None:
+        tokenizer.post_processor = processor
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True}))
+    return TextCodec(str(folder), [EOS])
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_what_is_put_before_a_prompt_stays_and_what_is_put_after_it_does_not(name, tmp_path):
+    processor, before, after = PROCESSORS[name]
+    codec = make(tmp_path, processor)
+    own = codec.encode_continuation("2 + 3 = ?")
+    assert len(own) == 9 and not {BOS, EOS, SEP} & set(own)
+    assert codec.encode("2 + 3 = ?") == before + own
+    # A text that was rendered before has its special tokens, which then stand there once.
+    text = "".join(MARKS[token - BOS] for token in before) + "2 + 3 = ?"
+    assert codec.encode(text) == before + own
+    assert codec.encode("2</s>") == before + own[:1] + [EOS], "what the user writes stays"
+    assert codec.encode("") == before
+    (*note,) = prompt_notes(codec, is_chat=False)
+    assert codec.left_out() == [MARKS[token - BOS] for token in after]
+    assert len(note) == bool(after) and all(f"{MARKS[t - BOS]!r}" in note[0] for t in after)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_examples_have_the_prompts_of_rollouts_and_end_once(name, tmp_path):
+    processor, before, _ = PROCESSORS[name]
+    codec = make(tmp_path, processor)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "2+3=", "completion": "5"}) + "\n")
+    expected = before + codec.encode_continuation("2+3="), [*codec.encode_continuation("5"), EOS]
+    common = {"eos_token_ids": [EOS], "vocab_size": 300, "seed": 0}
+    stream = ExampleStream(
+        str(file), "sft.path", SFT(path=str(file)), Prompts(), codec, max_tokens=64, **common
+    )
+    pretrained = PtxStream(str(file), codec, row_len=64, **common)
+    for sample in (stream.next(), *pretrained.take(0, 1)):
+        np.testing.assert_array_equal(sample.prompt_ids, expected[0])
+        np.testing.assert_array_equal(sample.completion_ids, expected[1])
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "size", "known", "unknown"),
+    [
+        ({"a": 0, "b": 1}, 2, [], ()),
+        ({"a": 0, "b": 1}, 4, [], (2, 3)),
+        ({"a": 0, "b": 3}, 4, [], (1, 2)),
+        ({"a": 0, "b": 9}, 4, [], (1, 2, 3)),
+        ({"a": 1}, 4, [], (0, 2, 3)),
+        ({"a": 0}, 4, [3], (1, 2)),
+    ],
+)
+def test_ids_without_a_token_are_found_behind_the_tokenizer_and_inside_it(
+    vocabulary, size, known, unknown, tmp_path
+):
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextCodec(str(tmp_path), []).unknown_ids(size, known) == unknown

@@ -1,0 +1,187 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The model's chat template, which must print everything that was said, and always the same way."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchtitan.grpo.rollout.template_process import LimitReached, template_process
+
+_numbers = itertools.count()
+_PROBE_WORDS = 400
+_PROBE = re.compile(r"qzv(\d+)k(\d+)q")
+
+Messages = Sequence[dict[str, Any]]
+
+
+class LeftOut(ValueError):
+    """The template does not print what a message says."""
+
+
+class ChatTemplate:
+    """Renders conversations with the template of a model directory.
+
+    For each new sequence of roles, artificial messages are rendered first: each of their words must
+    be in the text. Messages of system, tool or another role that a template does not know would
+    otherwise vanish. Templates may change white space, and leave out earlier thinking.
+
+    Args:
+        path: The model directory.
+        variables: ``prompts.chat_template_kwargs``.
+        date: The time that the template takes for now, in ISO format; empty is this moment. It never
+            changes, so that a conversation is rendered alike before and after midnight.
+
+    Raises:
+        ValueError: If there is no template, or it does not read a variable.
+    """
+
+    def __init__(self, path: Path, variables: Mapping[str, Any], date: str = "") -> None:
+        self._path, self._variables = path, dict(variables)
+        self._date = date or datetime.now().isoformat()
+        self._number = next(_numbers)
+        self._known: set[tuple[Any, ...]] = set()
+        self._source = self._template()
+        self._check_variables()
+
+    @property
+    def date(self) -> str:
+        """The day that the template prints as today's; empty if it prints none."""
+        return self._date[:10] if "strftime_now" in self._source else ""
+
+    def render(self, messages: Messages, *, opens_turn: bool = True) -> str:
+        """Returns the text of a conversation.
+
+        Args:
+            messages: The conversation.
+            opens_turn: Whether the start of the assistant's turn follows.
+
+        Raises:
+            LeftOut: If the template leaves out what a message says.
+            ValueError: If the template cannot render the messages, renders them differently each
+                time, or reaches a limit.
+        """
+        text = self._render(messages, opens_turn=opens_turn)
+        shape = tuple(map(_shape, messages))
+        if shape not in self._known:
+            if self._render(messages, opens_turn=opens_turn) != text:
+                raise ValueError(
+                    f"The chat template of {self._path} must render the same messages to the same text, "
+                    "but it prints something else each time. Remove random choices from it."
+                )
+            self._check_roles(messages)
+            self._known.add(shape)
+        return text
+
+    def _render(self, messages: Messages, *, opens_turn: bool = True) -> str:
+        try:
+            return self._ask(list(messages), opens_turn=opens_turn) or ""
+        except LimitReached as error:
+            raise ValueError(
+                f"The chat template of {self._path} must stay within its limits, but it took more than "
+                f"{error} to render {messages!r:.200}. Correct the template, which may loop without "
+                "end."
+            ) from error
+        except ValueError as error:
+            raise ValueError(
+                f"The chat template of {self._path} cannot render {messages!r:.200}: {error}"
+            ) from error
+
+    def _ask(self, messages: list[Any] | None, *, opens_turn: bool = True) -> str | None:
+        return template_process().ask(
+            {
+                "number": self._number,
+                "path": str(self._path),
+                "messages": messages,
+                "opens_turn": opens_turn,
+                "variables": self._variables,
+                "date": self._date,
+            }
+        )
+
+    def _template(self) -> str:
+        try:
+            template = self._ask(None)
+        except ValueError as error:
+            raise ValueError(
+                f"The tokenizer in {self._path}, whose chat template is needed, cannot be loaded: "
+                f"{error}"
+            ) from error
+        if template is None:
+            raise ValueError(
+                f"The prompts are chat messages, but the tokenizer in {self._path} has no chat "
+                "template. Use string prompts (prompts.template), or a model directory with a chat "
+                "template."
+            )
+        return template
+
+    def _check_variables(self) -> None:
+        """Refuses variables that the template never mentions: Jinja would ignore them."""
+        for name in self._variables:
+            if not re.search(rf"\b{re.escape(name)}\b", self._source):
+                raise ValueError(
+                    f"prompts.chat_template_kwargs sets {name!r}, which the chat template of "
+                    f"{self._path} does not read. Remove it, or check its spelling against the "
+                    "template."
+                )
+
+    def _check_roles(self, messages: Messages) -> None:
+        probes = [_probed(message, position) for position, message in enumerate(messages)]
+        try:
+            printed = set(_PROBE.findall(self._render(probes, opens_turn=False).lower()))
+        except ValueError:  # it refuses such text, while it has rendered the messages themselves
+            return
+        for position, probe in enumerate(probes):
+            words = set(_PROBE.findall(str(probe)))
+            if missing := words - printed:
+                calls = set(_PROBE.findall(str(probe.get("tool_calls"))))
+                what = "the tool_calls of" if missing <= calls else "what is said by"
+                raise LeftOut(
+                    f"The chat template of {self._path} must print every message, but it leaves out "
+                    f"{'part of ' if missing < words else ''}{what} the role {probe['role']!r} in "
+                    f"message {position + 1} of {len(probes)}. Say it in a role that the template prints, "
+                    "remove it (prompts.system_prompt is the role 'system'), or correct the template."
+                )
+
+
+def _shape(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a template may tell messages apart by, apart from their text."""
+    calls = message.get("tool_calls")
+    num_calls = len(calls) if isinstance(calls, list) else 0
+    content = message.get("content")
+    kind = len(content) if isinstance(content, list) else type(content) if content else None
+    return message.get("role"), kind, num_calls, *sorted(message)
+
+
+def _probed(message: Mapping[str, Any], position: int) -> dict[str, Any]:
+    """Returns a message with the same parts, but with text that no template prints by itself."""
+    words = (f"qzv{position}k{number}q" for number in itertools.count())
+    probe = dict(message)
+    if isinstance(content := probe.get("content"), list):
+        probe["content"] = [_probed_part(part, words) for part in content]
+    elif isinstance(content, str) and content.strip():
+        probe["content"] = _words(words)
+    if isinstance(calls := probe.get("tool_calls"), list):
+        probe["tool_calls"] = [_probed_call(call, words) for call in calls]
+    return probe
+
+
+def _words(words: Iterator[str]) -> str:
+    # Lines, because a template might print the first one alone.
+    return "\n".join(itertools.islice(words, _PROBE_WORDS))
+
+
+def _probed_part(part: Any, words: Iterator[str]) -> Any:
+    has_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+    return part | {"text": _words(words)} if has_text else part
+
+
+def _probed_call(call: Any, words: Iterator[str]) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and "name" in function:
+        return call | {"function": function | {"name": next(words)}}
+    return call

@@ -1,0 +1,97 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The process that renders chat templates, which are programs that come with a model.
+
+It is started with the number of a socket, over which it receives requests as dicts and answers in
+JSON. See `template_process.py` for its owner. It has transformers without torch, which saves seconds.
+"""
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+_tokenizers: dict[int, Any] = {}
+
+
+@contextlib.contextmanager
+def _limited(cpu_seconds: float, memory_bytes: int) -> Iterator[None]:
+    """Ends this process at a processor time; allocations beyond the memory raise MemoryError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    size = Path("/proc/self/statm")
+    if size.exists():
+        taken = int(size.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes, hard))
+    # The template has no chance to catch SIGPROF, and neither has an operation of C code.
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _tokenizer(number: int, path: str) -> Any:
+    if number not in _tokenizers:
+        from transformers import AutoTokenizer
+
+        _tokenizers[number] = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return _tokenizers[number]
+
+
+def _render(tokenizer: Any, request: dict[str, Any]) -> str:
+    from transformers.utils import chat_template_utils
+
+    date = datetime.fromisoformat(request["date"])
+    template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
+    # Variables must be plain data, so the function that prints the date is set here.
+    template.environment.globals["strftime_now"] = date.strftime
+    return tokenizer.apply_chat_template(
+        request["messages"],
+        add_generation_prompt=request["opens_turn"],
+        tokenize=False,
+        **request["variables"],
+    )
+
+
+def answer(request: dict[str, Any]) -> dict[str, str | None]:
+    """Returns ``text``, or ``error``, or ``limit`` if a limit was reached.
+
+    Without messages, the text is the template itself, and ``None`` if there is none.
+    """
+    try:
+        tokenizer = _tokenizer(request["number"], request["path"])
+        if request["messages"] is None:
+            has_template = tokenizer.chat_template is not None
+            return {"text": tokenizer.get_chat_template() if has_template else None}
+        with _limited(request["cpu_seconds"], request["memory_bytes"]):
+            text = _render(tokenizer, request)
+    except MemoryError:
+        return {"limit": f"{request['memory_bytes'] / 2**30:g} GiB of memory"}
+    except Exception as error:  # a template may raise anything
+        return {"error": str(error) or type(error).__name__}
+    most = request["most_characters"]
+    return {"text": text} if len(text) <= most else {"limit": f"{most} characters of text"}
+
+
+def main() -> NoReturn:
+    """Entry point: ``light_start.py torchtitan.grpo.rollout.template_renderer DESCRIPTOR``."""
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    connection = Connection(int(sys.argv[1]))
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:  # the owner has ended
+            sys.exit(0)
+        connection.send_bytes(json.dumps(answer(request)).encode())
+
+
+if __name__ == "__main__":
+    main()
