@@ -58,7 +58,7 @@ _DIGITS = r"(?<![\w.])(?P<whole>\d*)\.(?P<fixed>\d*)"
 _REPEATING = (
     re.compile(_DIGITS + r"\\(?:overline|bar)\s*\{?(?P<block>\d+)\}?" + rf"{_DOTS}?"),
     re.compile(_DIGITS + r"\((?P<block>\d+)\)" + rf"{_DOTS}?"),
-    re.compile(_DIGITS + r"\\dot\s*\{?(?P<block>\d)\}?(?!\d*\\dot)"),
+    re.compile(_DIGITS + r"\\dot\s*\{?(?P<block>\d)\}?(?!\}?\d*\\dot)"),
     re.compile(_DIGITS + r"\\dot\s*\{?(?P<block>\d)\}?(?P<inner>\d*)\\dot\s*\{?(?P<last>\d)\}?"),
     re.compile(_DIGITS + r"(?P<block>(?:\d[\u0304\u0305])+)"),
     re.compile(r"(?<![\w.])(?P<whole>\d*)\.(?P<fixed>\d*?)(?P<block>\d+?)(?P=block)+" + _DOTS),

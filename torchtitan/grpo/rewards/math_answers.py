@@ -31,6 +31,7 @@ _TIMES_POWER = re.compile(r"(.*\d\.?)\s*\\(?:cdot|times)\s*10\s*\^\s*\{?\s*(-?\d
 _ORDERED, _UNORDERED = re.compile(r"\(.*\)", re.DOTALL), re.compile(r"\\\{.*\\\}", re.DOTALL)
 _EQUATION = re.compile(r"(?<![\\<>!:])=(?!=)")
 _RELATION = re.compile(r"[<>≠]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![A-Za-z])")
+_JOINED = re.compile(r"(?<![A-Za-z])(and|or)(?![A-Za-z])")
 # What may stand before the equals sign of an answer: a name, and no equation to be solved.
 _LATEX_LETTERS = re.compile(r"\\[A-Za-z]+")
 _TEXT_GROUP = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf)\s*\{[^{}]*\}")
@@ -235,6 +236,7 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     """
     left = signal.setitimer(signal.ITIMER_PROF, 0.0)
     from latex2sympy2_extended import NormalizationConfig
+    from sympy import FiniteSet, Intersection, Union
     from math_verify import LatexExtractionConfig, parse, verify
 
     # It warns once that its own limits are off. Those count the time in which a worker does not run.
@@ -244,7 +246,20 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     extraction = [LatexExtractionConfig(normalization_config=normalization)]
 
     def read(answer: str) -> Any:
-        return parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=None)
+        parsed = parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=None)
+        joined = _JOINED.findall(answer)
+        if parsed and joined and len(set(joined)) == 1 and _RELATION.search(answer) and "," not in answer:
+            return [_solutions(parsed[0], Union if joined[0] == "or" else Intersection), *parsed[1:]]
+        return parsed
+
+    def _solutions(relations: Any, join: Any) -> Any:
+        """The set of numbers of ``x < 1 or x > 2``, which math-verify reads as a set of relations."""
+        if not isinstance(relations, FiniteSet) or len(relations.free_symbols) != 1:
+            return relations
+        try:
+            return join(*(relation.as_set() for relation in relations.args))
+        except Exception:  # sympy raises many kinds for what it cannot solve
+            return relations
 
     def agrees(wanted: Any, given: Any) -> bool:
         return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None)
