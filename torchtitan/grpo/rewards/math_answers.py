@@ -243,7 +243,13 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # Units are read before, and numbers are not to be picked out of what cannot be read as a whole.
     normalization = NormalizationConfig(malformed_operators=True, nits=True)
-    extraction = [LatexExtractionConfig(normalization_config=normalization)]
+    extraction = [
+        LatexExtractionConfig(
+            try_extract_without_anchor=False,
+            boxed_match_priority=0,
+            normalization_config=normalization,
+        )
+    ]
 
     def read(answer: str) -> Any:
         parsed = parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=None)
