@@ -14,7 +14,7 @@ from itertools import product
 
 from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
 
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_MONTHS = "janfebmaraprmayjunjulaugsepoctnovdec"
 _MONTH = r"(jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
 _DATES = (
     (re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})"), ("ymd",)),
@@ -23,7 +23,7 @@ _DATES = (
     (re.compile(rf"(\d{{1,2}})(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}(?:,?\s+(\d{{4}}))?"), ("dmy",)),
 )
 _TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*([ap]\.?\s?m\.?)?", re.IGNORECASE)
-_BASES = dict(zip("two three four five six seven eight nine ten".split(), range(2, 11), strict=True))
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 _BASE = re.compile(
     r"\(?(?P<digits>\d[\dA-Za-z]*|[A-F]{2,})\)?\s*(?:_\s*\{?|\(?(?=base))\s*(?:base\s*)?"
     rf"(?P<base>\d{{1,2}}|{'|'.join(_BASES)})\s*\}}?\)?"
@@ -35,11 +35,10 @@ _NOTHING = re.compile(
 )
 _EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|\{\s*\}")
 _UNDEFINED = re.compile(r"dne|does not exist|undefined|not defined")
-_SHORT_WORDS = frozenset("no on up in of is or an at it to go he we so be by if my us am as".split())
+_SHORT_WORDS = re.compile("no|on|up|in|of|is|or|an|at|it|to|go|he|we|so|be|by|if|my|us|am|as")
 # Words that a formula may hold.
-_FORMULA = frozenset(
-    "pi inf infinity sqrt frac log ln exp sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh "
-    "min max gcd lcm det mod and or".split()
+_FORMULA = re.compile(
+    "pi|inf|infinity|sqrt|frac|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm|det|mod|and|or"
 )
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s'’.,-]+[^\W\d_]+)*[.!]?")
 
@@ -76,23 +75,21 @@ def _dates(text: str) -> list[tuple[int, int, int]]:
 def _part(text: str | None) -> int:
     if text is None:
         return 0
-    return int(text) if text.isdigit() else _MONTHS.index(text[:3]) + 1
+    return int(text) if text.isdigit() else _MONTHS.index(text[:3]) // 3 + 1
 
 
 def same_time(a: str, b: str) -> bool | None:
     """Compares times of day if one says ``AM`` or ``PM``, or both have seconds."""
     times = [_TIME.fullmatch(plain_text(answer)) for answer in (a, b)]
-    stated = [time is not None and time[4] is not None for time in times]
-    if not any(stated):
+    if not any(time is not None and time[4] is not None for time in times):
         return None
-    if times[0] is None or times[1] is None:
-        return False
+    found = [time for time in times if time is not None]
     # A time without AM or PM may be of either half of the day.
-    halves = [[time[4][0].lower()] if time[4] else ["a", "p", ""] for time in times]
     clocks = [
-        {_clock(time, half) for half in choices} for time, choices in zip(times, halves, strict=True)
+        {_clock(time, half) for half in ([time[4][0].lower()] if time[4] else ["a", "p", ""])}
+        for time in found
     ]
-    return bool(clocks[0] & clocks[1])
+    return len(clocks) == 2 and bool(clocks[0] & clocks[1])
 
 
 def _clock(time: re.Match[str], half: str) -> tuple[int, int, int]:
@@ -104,17 +101,21 @@ def _clock(time: re.Match[str], half: str) -> tuple[int, int, int]:
 
 def same_based_number(a: str, b: str) -> bool | None:
     """Compares numbers of which one states its base: digits and stated bases must agree."""
-    numbers = [_BASE.fullmatch(plain_text(answer)) for answer in (a, b)]
-    if not any(numbers):
+    (digits, base), (other_digits, other_base) = _based(a), _based(b)
+    if base is None and other_base is None:
         return None
-    (digits, base), (other_digits, other_base) = (
-        (found["digits"], _BASES.get(found["base"], found["base"]))
-        if found is not None
-        else (plain_text(answer), None)
-        for found, answer in zip(numbers, (a, b), strict=True)
-    )
-    same_base = base is None or other_base is None or int(base) == int(other_base)
-    return same_base and digits.lstrip("0").upper() == other_digits.lstrip("0").upper()
+    same_base = base is None or other_base is None or base == other_base
+    return same_base and digits == other_digits
+
+
+def _based(answer: str) -> tuple[str, int | None]:
+    """Returns the digits and the base of a number; the base is ``None`` if it states none."""
+    text = plain_text(answer)
+    found = _BASE.fullmatch(text)
+    if found is None:
+        return text.lstrip("0").upper(), None
+    base = found["base"]
+    return found["digits"].lstrip("0").upper(), int(base) if base.isdigit() else _BASES[base]
 
 
 def same_ratio(a: str, b: str) -> bool | None:
@@ -126,10 +127,8 @@ def same_ratio(a: str, b: str) -> bool | None:
 def same_choice(a: str, b: str) -> bool | None:
     """Compares choices such as ``A``, ``(A)`` and ``(A) 12``; the latter is also ``12``."""
     choices = [_CHOICE.fullmatch(plain_text(answer)) for answer in (a, b)]
-    if choices[0] is None or choices[1] is None:
-        return None
-    letters = [(choice[1] or choice[2]).upper() for choice in choices]
-    return letters[0] == letters[1]
+    letters = [(choice[1] or choice[2]).upper() for choice in choices if choice is not None]
+    return letters[0] == letters[1] if len(letters) == 2 else None
 
 
 def without_choice(answer: str) -> str:
@@ -161,7 +160,7 @@ def _words(answer: str) -> str | None:
     if not _LETTERS.fullmatch(text) or len(text) < 2:
         return None
     parts = re.findall(r"[^\W\d_]+", text.lower())
-    if any(part in _FORMULA for part in parts):
+    if any(map(_FORMULA.fullmatch, parts)):
         return None
     is_set_as_text = _TEXT.fullmatch(answer) is not None
     if not is_set_as_text and not any(map(_is_word, parts)):
@@ -176,7 +175,7 @@ def _is_word(part: str) -> bool:
     if not part.isascii():
         return True
     if len(part) == 2:
-        return part in _SHORT_WORDS
+        return _SHORT_WORDS.fullmatch(part) is not None
     return len(part) > 2 and re.search("[aeiou]|.y", part) is not None
 
 

@@ -4,10 +4,13 @@
 """Reads the column ``answer`` of a row: which texts are right answers, and what is none."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+COLUMN = "answer"
 _SHOWN_CHARS = 80
+_LISTS = list | tuple | set | frozenset
+_REMEDY = "Correct or remove the row, or take another column with prompts.rename."
 
 
 def right_answers(value: Any) -> list[str]:
@@ -20,31 +23,33 @@ def right_answers(value: Any) -> list[str]:
     ``None``, NaN, ``[]`` and ``{}`` give nothing.
     """
     value = _plain(value)
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, _LISTS):
         return list(dict.fromkeys(text for element in value for text in _texts(_plain(element))))
     return _texts(value)
 
 
-def answer_problem(columns: Mapping[str, Any], column: str = "answer") -> str | None:
-    """Says why a row holds no right answer; ``None`` if it holds one.
+def answer_problem(columns: Mapping[str, Any], function: str) -> str | None:
+    """Says why the column ``answer`` of a row holds no right answer; ``None`` if it does.
+
+    Every element of a list must be one.
 
     Args:
         columns: The columns of the row.
-        column: The column of the answer. A row without it has no problem: that the column is
-            missing is found for the whole set.
+        function: The reward function that reads it, for the message.
     """
-    if column not in columns:
+    if COLUMN not in columns:
+        return f"the column {COLUMN!r} is missing, and {function} compares with it. {_REMEDY}"
+    value = _plain(columns[COLUMN])
+    elements = [_plain(element) for element in value] if isinstance(value, _LISTS) else [value]
+    wrong = next(([element] for element in elements if not _texts(element)), [])
+    if elements and not wrong:
         return None
-    value = _plain(columns[column])
-    elements: Sequence[Any] = list(value) if isinstance(value, list | tuple | set) else [value]
-    bad = next((element for element in elements if not _texts(_plain(element))), None)
-    if elements and bad is None and None not in elements:
-        return None
-    what = "an empty list" if not elements else _describe(_plain(bad))
-    within = " in a list" if bad is not value and elements else ""
+    what = _describe(wrong[0]) if wrong else "an empty list"
+    where = " within a list" if wrong and isinstance(value, _LISTS) else ""
     return (
-        f"the column {column!r} must hold a text, a number, a boolean, or a list of those, of which each "
-        f"is a right answer, got {what}{within}. {_remedy(value, column)}"
+        f"the column {COLUMN!r} is {what}{where}, and {function} compares with it. It must be a text, a "
+        f"number, true or false, or a list of those, of which each is a right answer. "
+        f"{_remedy(wrong[0] if wrong else None)}"
     )
 
 
@@ -76,16 +81,13 @@ def _texts(value: Any) -> list[str]:
 
 
 def _describe(value: Any) -> str:
-    if value is None:
-        return "null"
+    if value is None or value != value:
+        return "null" if value is None else "NaN"
     return f"{value!r:.{_SHOWN_CHARS}} of type {type(value).__name__}"
 
 
-def _remedy(value: Any, column: str) -> str:
+def _remedy(value: Any) -> str:
     if isinstance(value, Mapping) and value:
-        key = next(iter(value))
-        return (
-            f'Name the value within it by a path, such as prompts.rename = {{ "{column}.{key}" = '
-            f'"{column}" }}.'
-        )
-    return "Correct or remove the row, or take another column with prompts.rename."
+        path = f"{COLUMN}.{next(iter(value))}"
+        return f'Name the value within it, such as prompts.rename = {{ "{path}" = "{COLUMN}" }}.'
+    return _REMEDY

@@ -30,14 +30,21 @@ _DECIMAL = re.compile(r"([-+]?)\s*(\d+\.?\d*|\.\d+)")
 _TIMES_POWER = re.compile(r"(.*\d\.?)\s*\\(?:cdot|times)\s*10\s*\^\s*\{?\s*(-?\d{1,6})\s*\}?")
 _ORDERED, _UNORDERED = re.compile(r"\(.*\)", re.DOTALL), re.compile(r"\\\{.*\\\}", re.DOTALL)
 _EQUATION = re.compile(r"(?<![\\<>!:])=(?!=)")
-_RELATION = re.compile(r"[<>≠]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![A-Za-z])")
+_RELATION = re.compile(
+    r"[<>≠]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![A-Za-z])"
+)
 _JOINED = re.compile(r"(?<![A-Za-z])(and|or)(?![A-Za-z])")
 # What may stand before the equals sign of an answer: a name, and no equation to be solved.
 _LATEX_LETTERS = re.compile(r"\\[A-Za-z]+")
+_GREEK = re.compile(
+    r"\\(?:alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle)(?![A-Za-z])"
+)
 _TEXT_GROUP = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf)\s*\{[^{}]*\}")
 _INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
 # Towers of powers and their like, whose value no computer holds.
-_TOWER = re.compile(r"\^\s*\{?[^{}^]*\d[^{}^]*\^\s*\{?[^{}^]*\d[^{}^]*\^?|\^\s*\{?\s*\d{6,}|!\s*!|\d{6,}\s*!")
+_TOWER = re.compile(
+    r"\^\s*\{?[^{}^]*\d[^{}^]*\^\s*\{?[^{}^]*\d[^{}^]*\^?|\^\s*\{?\s*\d{6,}|!\s*!|\d{6,}\s*!"
+)
 _MAX_PLAIN = 4000
 
 
@@ -84,11 +91,15 @@ def _same(given: str, wanted: str) -> bool:
 def _same_quantity(given: Quantity, wanted: Quantity) -> bool:
     ours, theirs = given.unit, wanted.unit
     if ours is None or theirs is None:
+        # A sum such as that of 2 h 30 min says nothing without its unit.
         if _same_value(given.value, wanted.value):
-            return "+" not in (ours and given.value or "") + (theirs and wanted.value or "")
+            return not any("+" in q.value for q in (given, wanted) if q.unit is not None)
         # 50% is 50 where percent are asked for, and 0.5 where they are not; 180 degrees are pi.
         pure = {"percent": "\\frac{1}{100}", "angle": "\\frac{\\pi}{180}"}
-        for unit, value, other in ((ours, given.value, wanted.value), (theirs, wanted.value, given.value)):
+        for unit, value, other in (
+            (ours, given.value, wanted.value),
+            (theirs, wanted.value, given.value),
+        ):
             if unit is not None and unit.only in pure:
                 return _same_value(f"({value})\\cdot {pure[unit.only]}", other)
         return False
@@ -151,14 +162,8 @@ def _equation_says(given: str, wanted: str) -> bool:
 
 def _variables(text: str) -> set[str]:
     text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
-    named = {name for name in _LATEX_LETTERS.findall(text) if name in _GREEK}
+    named = set(_GREEK.findall(text))
     return named | set(re.findall(r"[A-Za-z]", _LATEX_LETTERS.sub(" ", text)))
-
-
-_GREEK = frozenset(
-    "\\" + name
-    for name in "alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi omega angle Delta".split()
-)
 
 
 def _is_name(text: str) -> bool:
@@ -236,8 +241,8 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     """
     left = signal.setitimer(signal.ITIMER_PROF, 0.0)
     from latex2sympy2_extended import NormalizationConfig
-    from sympy import FiniteSet, Intersection, Union
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import FiniteSet, Intersection, Union
 
     # It warns once that its own limits are off. Those count the time in which a worker does not run.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -252,10 +257,19 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
     ]
 
     def read(answer: str) -> Any:
-        parsed = parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=None)
+        parsed = parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=0)  # no limit
         joined = _JOINED.findall(answer)
-        if parsed and joined and len(set(joined)) == 1 and _RELATION.search(answer) and "," not in answer:
-            return [_solutions(parsed[0], Union if joined[0] == "or" else Intersection), *parsed[1:]]
+        if (
+            parsed
+            and joined
+            and len(set(joined)) == 1
+            and _RELATION.search(answer)
+            and "," not in answer
+        ):
+            return [
+                _solutions(parsed[0], Union if joined[0] == "or" else Intersection),
+                *parsed[1:],
+            ]
         return parsed
 
     def _solutions(relations: Any, join: Any) -> Any:
@@ -263,12 +277,12 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
         if not isinstance(relations, FiniteSet) or len(relations.free_symbols) != 1:
             return relations
         try:
-            return join(*(relation.as_set() for relation in relations.args))
+            return join(*(relation.as_set() for relation in relations.args))  # pyright: ignore[reportAttributeAccessIssue]
         except Exception:  # sympy raises many kinds for what it cannot solve
             return relations
 
     def agrees(wanted: Any, given: Any) -> bool:
-        return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None)
+        return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=0)
 
     square = read("x^2")  # the first call builds tables
     agrees(square, square)

@@ -81,12 +81,12 @@ _NAME_PREFIXES = {
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # They say nothing about what is counted, or stand for any unit.
-_FILLERS = frozenset(
-    "a an the of left more remaining altogether each away old long tall wide high unit only".split()
+_FILLERS = re.compile(
+    "a|an|the|of|left|more|remaining|altogether|each|away|old|long|tall|wide|high|unit|only"
 )
 # Words behind a number that are no units.
-_OPERATORS = frozenset(
-    "and or to mod times plus minus if for when where with x pi sqrt sin cos tan log ln exp choose".split()
+_OPERATORS = re.compile(
+    "and|or|to|mod|time|plus|minu|if|for|when|where|with|x|pi|sqrt|sin|co|cos|tan|log|ln|exp|choose"
 )
 
 _NUMBER = (
@@ -96,7 +96,9 @@ _NUMBER = (
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|(?<=[A-Za-z])\d(?!\d))"
 _WORD = r"[A-Za-zµμΩ\u00b0]+"
 _TEXT = rf"{TEXT_COMMAND}\s*\{{[^{{}}]*\}}"
-_CURRENCY = re.compile(r"([-+]?)\s*(?:\\?([$£€¥₹¢])|(USD|EUR|GBP|JPY|Rs\.?)\s)\s*([-+]?)(?=[\d.\\])")
+_CURRENCY = re.compile(
+    r"([-+]?)\s*(?:\\?([$£€¥₹¢])|(USD|EUR|GBP|JPY|Rs\.?)\s)\s*([-+]?)(?=[\d.\\])"
+)
 _CURRENCY_SIGN = re.compile(r"\\?[$£€¥₹¢]")
 _PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
 _DEGREES = re.compile(
@@ -189,7 +191,11 @@ def _read_plain(answer: str) -> Quantity | None:
     if not space and len(words[0]) == 1 and "\\" not in answer:
         return None
     unit = _unit(" ".join(words))
-    if unit is not None and unit.words and (not space or _OPERATORS & unit.words or _is_symbol(words)):
+    if (
+        unit is not None
+        and unit.words
+        and (not space or any(map(_OPERATORS.fullmatch, unit.words)) or _is_symbol(words))
+    ):
         return None
     return Quantity(number, unit)
 
@@ -206,7 +212,9 @@ def _read_parts(answer: str) -> Quantity | None:
         return None
     units = [_unit(part[2]) for part in parts]
     first = units[0]
-    if first is None or not all(u and u.dimensions and u.dimensions == first.dimensions for u in units):
+    if first is None or not all(
+        u and u.dimensions and u.dimensions == first.dimensions for u in units
+    ):
         return None
     terms = [
         f"{scaled(part[1], unit.factor / first.factor)}"
@@ -222,7 +230,7 @@ def _read_tail(answer: str) -> Quantity | None:
         return None
     flat = re.sub(r"\\frac\s*\{(.*?)\}\s*\{(.*)\}$", r"\1/\2", _flat(found["unit"]))
     unit = _unit(flat)
-    if unit is not None and _OPERATORS & unit.words:
+    if unit is not None and any(map(_OPERATORS.fullmatch, unit.words)):
         return None
     return Quantity(found["value"].strip(), unit)
 
@@ -236,7 +244,7 @@ def _unit(text: str) -> Unit | None:
     """Reads the name of a unit; ``None`` if it says nothing, as ``units`` does."""
     text = _PHRASES.sub("", _TEMPERATURE.sub(lambda m: "°" + m[1].upper(), text))
     tokens = list(_tokens(text))
-    tokens = [(word, power) for word, power in tokens if _stem(word) not in _FILLERS]
+    tokens = [(word, power) for word, power in tokens if not _FILLERS.fullmatch(_stem(word))]
     if not tokens:
         return None
     factor, dimensions = Fraction(1), Counter[str]()
