@@ -3,8 +3,12 @@
 
 """Pairs of an expected and a given answer by kind, and what ``boxed_math`` says of them."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from torchtitan.grpo.rewards import math_answers
 from torchtitan.grpo.rewards.builtin import boxed_math
 
 # For each kind, pairs that are the same answer, and pairs that are not. The first is the expected one.
@@ -195,3 +199,56 @@ def test_each_kind_has_at_least_five_pairs():
     for kind in SAME | OTHER:
         assert len(SAME[kind]) + len(OTHER[kind]) >= 10, kind
     assert len(PAIRS) > 150
+
+
+FORMS = ["\\boxed{5}", "\\boxed {5}", "\\boxed\n{5}", "\\boxed 5", "\\fbox{5}", "$\\boxed{5}$", "**\\boxed{5}**", "\\boxed{\\boxed{5}}",
+         "\\boxed{x = \\boxed{5}}", "\\boxed{4} no, \\boxed{5}", "\\boxed{5}}", "#### 5", "####5", "#### **5**", "#### $5", "#### 4\nno, #### 5",
+         "\\boxed{5} #### 4", "#### 5 apples\n"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_the_final_answer_is_found(text):
+    assert boxed_math(["q"] * 2, [text] * 2, answer=["5", "4"]) == [1.0, 0.0]
+
+
+def test_a_comparison_that_takes_long_is_unscored_and_the_next_one_is_not(monkeypatch):
+    monkeypatch.setattr(math_answers, "PROCESSOR_SECONDS", 0.3)
+    hard = "\\int_0^1 " + "(x^5+x+1)^{7}\\cdot\\sin(x^3)^{9}" * 4 + "dx"
+    texts = [f"\\boxed{{{hard}}}", "\\boxed{\\frac{2}{4}}", "\\boxed{3}"]
+    assert boxed_math(["q"] * 3, texts, answer=["\\frac{1}{2}"] * 3) == [None, 1.0, 0.0]
+    assert boxed_math(["q"], [texts[0]], answer=[["\\frac{1}{2}", hard]]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "tower", ["10^{10^{10}}", "9^{9^9}", "2^{123456789}", "10^{-10^{10}}", "99999999!", "5!!!"]
+)
+def test_numbers_that_no_computer_holds_are_unscored(tower):
+    assert boxed_math(["q"] * 2, [f"\\boxed{{{tower}}}"] * 2, answer=["5", tower]) == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    "power", ["2^{2^3}", "(2^3)^4", "e^{x^{2}}", "x^{2^n}", "2^{10^2}", "7!", "x^3y^{12}"]
+)
+def test_numbers_of_a_usual_size_are_computed(power):
+    assert boxed_math(["q"] * 2, [f"\\boxed{{{power}+1}}"] * 2, answer=[f"1+{power}", power]) == [
+        1.0,
+        0.0,
+    ]
+
+
+def test_time_in_which_the_process_does_not_run_does_not_count(monkeypatch):
+    monkeypatch.setattr(math_answers, "PROCESSOR_SECONDS", 0.2)
+    parse, verify = math_answers._math_verify()
+
+    def stopped(text: str):
+        time.sleep(0.3)
+        return parse(text)
+
+    monkeypatch.setattr(math_answers, "_math_verify", lambda: (stopped, verify))
+    assert boxed_math(["q"], ["\\boxed{\\frac{2}{4}}"], answer=["\\frac{1}{2}"]) == [1.0]
+
+
+def test_threads_compare_without_a_limit():
+    with ThreadPoolExecutor(1) as threads:
+        scoring = threads.submit(boxed_math, ["q"], ["\\boxed{x+x}"], answer=["2x"])
+        assert scoring.result(timeout=60) == [1.0]

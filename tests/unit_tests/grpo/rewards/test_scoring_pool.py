@@ -223,7 +223,9 @@ def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
     async def body(pool: RewardPool) -> None:
         for name, value in UNPLAIN.items():
             odd = Prompt(7, "2+2=", PROMPT.token_ids, {"answer": "4", name: value})
-            message = rf"Prompt 7 \('2\+2='\) cannot be passed to the reward functions: column '{name}': "
+            message = (
+                rf"Prompt 7 \('2\+2='\) cannot be passed to the reward functions: column '{name}': "
+            )
             with pytest.raises(ScoringFailed, match=message):
                 await pool.score(odd, ["a", "b"], IDS)
 
