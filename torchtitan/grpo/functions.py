@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_ERROR_CHARS = 2000
+
 
 def load_function(path: str, what: str, builtin: Iterable[str]) -> Callable[..., Any]:
     """Returns the user's function or class with this name.
@@ -58,14 +60,22 @@ def split_path(path: str, what: str, builtin: Iterable[str]) -> tuple[str, str]:
     return module_name, name
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns type and text of an exception of the user's code, whose text may be anything."""
+    try:
+        text = str(error)
+    except Exception as second:
+        text = f"(its text cannot be read: {type(second).__name__})"
+    return f"{type(error).__name__}: {text[:_ERROR_CHARS]}"
+
+
 def _load_module(module_name: str, subject: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except Exception as error:  # importing a module may raise anything
         raise ValueError(
-            f"{subject}: importing {module_name} failed with "
-            f"{type(error).__name__}: {error}. Modules are searched in {Path.cwd()} and among the "
-            "installed packages."
+            f"{subject}: importing {module_name} failed with {describe_error(error)}. Modules are "
+            f"searched in {Path.cwd()} and among the installed packages."
         ) from error
 
 
@@ -83,7 +93,7 @@ def _load_file(file_name: str, subject: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # running a file may raise anything
         raise ValueError(
-            f"{subject}: running {file} failed with {type(error).__name__}: {error}"
+            f"{subject}: running {file} failed with {describe_error(error)}"
         ) from error
     return module
 

@@ -8,64 +8,80 @@ column ``answer`` comes from the data set. A completion is a string or, for a co
 prompt, a list with one message of the assistant.
 """
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtitan.grpo.rewards.thousands import without_thousands_separators
+from torchtitan.grpo.rewards.gold_values import right_answers
+from torchtitan.grpo.rewards.math_answers import OutOfTime, same_answer
 
 Completion = str | list[dict[str, str]]
 
 _THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+# A box with what it holds, or up to the brace before what it holds.
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{$\\]+|\\[A-Za-z]+[^\s$]*))")
 # The last "answer is", "answer:" or "answer =" of a text, and what follows without its full stop.
 _LEAD_IN = re.compile(r".*\banswer\s*(?:is\s*:?|:|=)\s*(\S.*?)\.?\s*", re.DOTALL | re.IGNORECASE)
-_MATH_TIMEOUT_SECONDS = 3
 
 
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
-) -> list[float]:
-    """Returns 1 if the completion equals the answer, ignoring white space around both, else 0."""
-    return [
-        float(completion_text(completion).strip() == str(expected).strip())
-        for completion, expected in zip(completions, answer, strict=True)
-    ]
+) -> list[float | None]:
+    """Returns 1 if the completion equals the answer, ignoring white space around both, else 0.
+
+    The answer may be a list, of which any element counts; without one it returns ``None``
+    (see `gold_values`).
+    """
+    return _best(completions, answer, lambda text, right: float(text.strip() == right.strip()))
 
 
 def partial_match(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
-) -> list[float]:
+) -> list[float | None]:
     """Returns the fraction of positions at which the completion has the answer's character.
 
     The number of equal positions is divided by the longer of the two lengths, so both missing
-    and superfluous characters lower the reward. White space around both texts is ignored.
+    and superfluous characters lower the reward. White space around both texts is ignored. Of a list of
+    answers the closest one counts.
 
     Example: answer ``4321``. ``4321`` earns 1, ``4329`` earns 3/4, ``43`` earns 2/4,
     ``432100`` earns 4/6, ``1234`` earns 0.
     """
-    return [
-        _matching_fraction(completion_text(completion).strip(), str(expected).strip())
-        for completion, expected in zip(completions, answer, strict=True)
-    ]
+    return _best(
+        completions, answer, lambda text, right: _matching_fraction(text.strip(), right.strip())
+    )
 
 
 def boxed_math(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
-) -> list[float]:
+) -> list[float | None]:
     r"""Returns 1 if the completion's final answer is mathematically equal to the expected one.
 
     The final answer is the content of the last ``\boxed{...}``, or else what follows the last
     ``####``; a completion with neither earns 0. The expected answer is read in the same way, then
     after ``The answer is``, and as a whole if it has none of these, so GSM8K's column ``answer``
-    can be used unchanged. Thousands separators are ignored; otherwise math-verify decides what is
-    equal: ``1/2``, ``0.5`` and ``\frac{1}{2}`` are.
+    can be used unchanged. Of a list of answers any counts. `math_answers` decides what is equal:
+    ``1/2``, ``0.5`` and ``\frac{1}{2}`` are. A completion whose answer cannot be compared within
+    the limit of processor time receives ``None``.
     """
-    return [
-        float(_equal_answers(completion_text(completion), str(expected)))
-        for completion, expected in zip(completions, answer, strict=True)
-    ]
+    return _best(completions, answer, _equal_answers)
+
+
+def _best(
+    completions: Sequence[Completion],
+    answers: Sequence[Any],
+    score: Callable[[str, str], float | None],
+) -> list[float | None]:
+    """The best score of each completion over its right answers; ``None`` if one is unknown."""
+    best: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        text = completion_text(completion)
+        scores = [score(text, right) for right in right_answers(answer)]
+        known = [value for value in scores if value is not None]
+        is_certain = known and (len(known) == len(scores) or max(known) == 1.0)
+        best.append(max(known) if is_certain else None)
+    return best
 
 
 def think_answer_tags(
@@ -106,10 +122,17 @@ def completion_text(completion: Completion) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``."""
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        return _braced(text, start + len("\\boxed{"))
+    r"""Returns the content of the last ``\boxed{...}``, else the rest of the line after ``####``.
+
+    ``\boxed {5}``, ``\boxed 5`` and ``\fbox{5}`` are boxes too. A box within a box does not matter.
+    """
+    last, end, content = None, 0, None
+    for box in _BOX.finditer(text):
+        if last is None or box.start() >= end:
+            last, content = box, box[1] if box[1] is not None else _braced(text, box.end())
+            end = box.end() + len(content or "")
+    if last is not None:
+        return content and re.sub(r"\\(?:boxed|fbox)\s*(?=\{)", "", content)
     _, mark, rest = text.rpartition("####")
     lines = rest.strip().splitlines()
     return lines[0].strip() if mark and lines else None
@@ -144,32 +167,14 @@ def _matching_fraction(text: str, expected: str) -> float:
     return sum(a == b for a, b in zip(text, expected, strict=False)) / longest
 
 
-def _equal_answers(text: str, expected: str) -> bool:
+def _equal_answers(text: str, expected: str) -> float | None:
     given = final_answer(text)
     if not given:
-        return False
-    wanted = read_expected(expected)
-    given, wanted = without_thousands_separators(given), without_thousands_separators(wanted)
-    # Most answers of most sets are plain numbers, which need no parser.
-    if given == wanted:
-        return True
-    parse, verify = _math_verify()
-    parsed = [
-        parse(f"\\boxed{{{a}}}", parsing_timeout=_MATH_TIMEOUT_SECONDS) for a in (wanted, given)
-    ]
-    return bool(verify(parsed[0], parsed[1], timeout_seconds=_MATH_TIMEOUT_SECONDS))
-
-
-@functools.cache
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
-    """Imports math-verify's functions when they are first needed, which takes seconds."""
-    from math_verify import parse, verify
-
-    # The first call builds tables. Its time must not count as that of a user's answer, which
-    # earns 0 if it cannot be parsed in time.
-    square = parse("\\boxed{x^2}", parsing_timeout=0)  # 0 is no limit
-    verify(square, square, timeout_seconds=0)
-    return parse, verify
+        return 0.0
+    try:
+        return float(same_answer(given, read_expected(expected)))
+    except OutOfTime:
+        return None
 
 
 def _has_think_answer_form(text: str) -> bool:

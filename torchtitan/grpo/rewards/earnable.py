@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torchtitan.grpo.rewards.builtin import read_expected
 from torchtitan.grpo.rewards.gold_answers import COLUMN, Example
+from torchtitan.grpo.rewards.gold_values import right_answers
 
 # For each function, the shortest completion that earns the whole reward, made from the answer;
 # None where a part of the answer earns a part of the reward.
@@ -42,10 +43,12 @@ def unearnable_warning(
     shortest = _SHORTEST[function]
     empty, too_long = [], []
     for example in examples:
-        answer = example.prompt.columns.get(COLUMN)
-        if answer is None or not str(answer).strip():
+        answers = right_answers(example.prompt.columns.get(COLUMN))
+        if not any(answer.strip() for answer in answers):
             empty.append(example)
-        elif shortest is not None and count_tokens(shortest(str(answer))) > max_new_tokens:
+        elif shortest is not None and all(
+            count_tokens(shortest(answer)) > max_new_tokens for answer in answers
+        ):
             too_long.append(example)
     if not empty and not too_long:
         return None

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from torchtitan.grpo.rewards.builtin import Completion, completion_text
+from torchtitan.grpo.rewards.gold_values import right_answers
 
 CONTAINS_CREDIT = 0.5
 """Reward for a well-formed `####` line that does not stand alone at the end."""
@@ -36,18 +37,20 @@ def hash_answer_format(
 
 def hash_answer_exact(
     prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
-) -> list[float]:
+) -> list[float | None]:
     """Returns 1 if the last `#### <number>` line has the expected number, else 0.
 
     Thousands commas and a dollar sign are ignored, and ``5.0`` is ``5``. A completion
-    without such a line earns 0.
+    without such a line earns 0. Of a list of answers any counts; without an answer it returns
+    ``None``.
 
     Raises:
         ValueError: If an expected answer holds no number.
     """
+    expected = [[_expected_number(text) for text in right_answers(value)] for value in answer]
     return [
-        float(_last_number(completion_text(completion)) == _expected_number(str(expected)))
-        for completion, expected in zip(completions, answer, strict=True)
+        float(_last_number(completion_text(completion)) in numbers) if numbers else None
+        for completion, numbers in zip(completions, expected, strict=True)
     ]
 
 

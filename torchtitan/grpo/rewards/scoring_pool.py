@@ -23,7 +23,7 @@ from torchtitan.grpo.rewards.scoring_messages import (
 )
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.failures import CallFailed, FailureCount
-from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.frames import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.surroundings import Surroundings
 from torchtitan.grpo.workers.worker_owner import (
     OUTPUT_HINT,
@@ -197,7 +197,7 @@ class RewardPool:
             if worker is None or worker.is_lost:
                 worker = None  # if starting another one fails, the next group tries again
                 worker = await self._start_worker()
-            reply = await self._call(worker, request)
+            reply = await self._call(worker, request, prompt)
         finally:
             self._idle.put_nowait(worker)
         if isinstance(reply, Refused):
@@ -214,7 +214,7 @@ class RewardPool:
             raise ScoringFailed("crash", str(error)) from error
         return worker
 
-    async def _call(self, worker: _Process, request: Score) -> Reply | Refused:
+    async def _call(self, worker: _Process, request: Score, prompt: Prompt) -> Reply | Refused:
         try:
             return await worker.call_or_kill(request, self._timeout)
         except TimeoutError as error:
@@ -227,8 +227,9 @@ class RewardPool:
         except NotPlainData as error:
             raise ScoringFailed(
                 "column",
-                f"A prompt's columns cannot be passed to the reward functions: {error}. Columns "
-                "may hold plain data only: text, numbers, lists and dictionaries.",
+                not_passed(
+                    prompt.index, prompt.text, request.columns, "the reward functions", error
+                ),
             ) from error
         except ChannelBroken as error:
             raise ScoringFailed(

@@ -13,6 +13,7 @@ import sys
 import traceback
 from typing import Any
 
+from torchtitan.grpo.functions import describe_error
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
     call_function,
@@ -28,12 +29,11 @@ from torchtitan.grpo.rewards.scoring_messages import (
     Values,
     decode_request,
 )
-from torchtitan.grpo.workers.frames import Refused
+from torchtitan.grpo.workers.frames import Refused, refused
 from torchtitan.grpo.workers.worker_channel import WorkerChannel
 
 # Rewards are squared and summed over groups, and the result must be finite in float32.
 _LARGEST = 1e12
-_MESSAGE_CHARS = 2000
 
 
 class BadReward(Exception):
@@ -63,7 +63,7 @@ def _load(paths: list[str], functions: list[RewardFunction]) -> Reply | Refused:
     try:
         functions[:] = [load_function(path) for path in paths]
     except ValueError as error:
-        return Refused("load", str(error))
+        return refused("load", str(error))
     return FunctionsLoaded()
 
 
@@ -74,13 +74,13 @@ def _score(request: Score, paths: list[str], functions: list[RewardFunction]) ->
         try:
             values.append(_call(functions[position], path, request))
         except BadReward as error:
-            return Refused(error.kind, str(error))
+            return refused(error.kind, str(error))
         except Exception as error:  # the user's function may raise anything
             traceback.print_exc(file=sys.stderr)
-            return Refused(
+            return refused(
                 f"{path} raised {type(error).__name__}",
-                f"Reward function {path!r} raised {type(error).__name__}: "
-                f"{str(error)[:_MESSAGE_CHARS]}{user_line(error, functions[position])}",
+                f"Reward function {path!r} raised {describe_error(error)}"
+                f"{user_line(error, functions[position])}",
             )
     return Scored(values)
 
@@ -106,12 +106,16 @@ def _call(function: RewardFunction, path: str, request: Score) -> Values:
     result = call_function(
         function, request.prompts, request.completions, request.completion_ids, request.columns
     )
-    expected = len(request.completions)
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
+    return _numbers(result, len(request.completions), path)
+
+
+def _numbers(result: Any, expected: int, path: str) -> Values:
+    """Checks what a function returned, and converts it to numbers."""
+    problem = _shape_problem(result, expected)
+    if problem is not None:
         raise BadReward(
             f"{path} type",
-            f"Reward function {path!r} must return a list of {expected} numbers, "
-            f"got a {type(result).__name__}.",
+            f"Reward function {path!r} must return a list of {expected} numbers, got {problem}",
         )
     if len(result) != expected:
         raise BadReward(
@@ -120,6 +124,36 @@ def _call(function: RewardFunction, path: str, request: Score) -> Values:
             f"got {len(result)}.",
         )
     return [_number(value, path) for value in result]
+
+
+def _shape_problem(result: Any, expected: int) -> str | None:
+    """Says what else than a list a function returned, and what to do; ``None`` for a list."""
+    what = f"a {type(result).__name__}"
+    if inspect.isawaitable(result) or inspect.isasyncgen(result):
+        if inspect.iscoroutine(result):
+            result.close()  # else Python warns that nobody has awaited it
+        return (
+            f"{what}. An async function is not awaited: define it with def, and call "
+            "asyncio.run within it."
+        )
+    if result is None:
+        return "None. Is a return statement missing?"
+    if inspect.isgenerator(result) or isinstance(result, set | frozenset | map | filter | zip):
+        return f"{what}. Return a list."
+    shape = getattr(result, "shape", None)
+    if shape is not None and len(shape) != 1:
+        flat = " Return its .reshape(-1)." if math.prod(shape) == expected else ""
+        return f"{what} of shape {tuple(shape)}, not ({expected},).{flat}"
+    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
+        return f"{what}."
+    row = next((value for value in result if _is_row(value)), None)
+    if row is not None:
+        return f"a {type(result).__name__} that holds {row!r:.100}, a {type(row).__name__}: one number each."
+    return None
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple) or len(getattr(value, "shape", ())) > 0
 
 
 def _number(value: Any, path: str) -> float | None:

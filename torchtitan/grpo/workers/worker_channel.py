@@ -5,9 +5,11 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from io import TextIOWrapper
+from typing import Any, Generic, TypeVar, cast
 
 from torchtitan.grpo.workers.frames import HEADER, pack_frame
 
@@ -36,6 +38,8 @@ class WorkerChannel(Generic[Request]):
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
+        # Python refuses to print half of a surrogate pair to stdout, and not to stderr.
+        cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")
 
     def read(self) -> tuple[int, Request] | None:
         """Returns the next call's number and request, or ``None`` if the owner closed the pipe."""

@@ -4,7 +4,10 @@
 """Real worker processes, and real functions that hang, crash, print and lie."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -205,11 +208,26 @@ def test_failures_in_a_row_end_the_run_with_the_last_reason(functions: str):
     run_with_pool([f"{functions}:by_completion"], body, max_consecutive_failures=3)
 
 
+UNPLAIN = {
+    "image": object(),
+    "pixels": np.zeros((2, 2)),
+    "score": np.float32(1.0),
+    "ratio": Fraction(1, 2),
+    "nested": {"deep": [1 + 2j]},
+    "large": 2**70,
+    "half": "\ud83d",
+}
+
+
 def test_column_that_is_no_plain_data_is_a_failure_of_one_group(functions: str):
     async def body(pool: RewardPool) -> None:
-        odd = Prompt(0, "2+2=", PROMPT.token_ids, {"answer": object()})
-        with pytest.raises(ScoringFailed, match="columns cannot be passed to the reward functions"):
-            await pool.score(odd, ["a", "b"], IDS)
+        for name, value in UNPLAIN.items():
+            odd = Prompt(7, "2+2=", PROMPT.token_ids, {"answer": "4", name: value})
+            message = (
+                rf"Prompt 7 \('2\+2='\) cannot be passed to the reward functions: column '{name}': "
+            )
+            with pytest.raises(ScoringFailed, match=message):
+                await pool.score(odd, ["a", "b"], IDS)
 
     run_with_pool([f"{functions}:length"], body)
 
@@ -251,3 +269,120 @@ def test_functions_may_be_imported_for_longer_than_a_group_is_scored(tmp_path: P
         assert await pool.score(PROMPT, ["4", "5"], IDS) == [[1.0, 1.0]]
 
     run_with_pool([f"{file}:one"], body, timeout_seconds=2.0)
+
+
+ODD_RESULTS = r"""
+import numpy as np, torch, sys
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+async def coroutine(completions, **kw):
+    return [1.0] * len(completions)
+
+async def generator_async(completions, **kw):
+    yield 1.0
+
+class Callable:
+    async def __call__(self, completions, **kw):
+        return [1.0] * len(completions)
+
+asynchronous_object = Callable()
+
+def made(code):
+    def reward(completions, **kw):
+        n = len(completions)
+        return eval(code)
+    return reward
+
+def raising(error):
+    def reward(completions, **kw):
+        print("half of a pair: \ud83d")
+        raise error
+    return reward
+
+column = made("np.zeros((n, 1))")
+row = made("torch.zeros(1, n)")
+scalar = made("np.array(1.0)")
+number = made("torch.tensor(1.0)")
+lists = made("[[1.0]] * n")
+tensors = made("[torch.zeros(1)] * n")
+generator = made("(1.0 for _ in range(n))")
+nothing = made("None")
+a_set = made("{1.0, 2.0}")
+a_dict = made("{0: 1.0, 1: 1.0}")
+texts = made("['1.0'] * n")
+text = made("'11'")
+longer = made("[1.0] * (n + 1)")
+scalars = made("[np.float32(0.5), None]")
+booleans = made("[True, np.bool_(False)]")
+vector = made("torch.tensor([0.5, 1.0])")
+surrogate = raising(ValueError("\ud83d"))
+silent = raising(Silent())
+half = raising(OSError(5, "\udcff", "\udcfe.txt"))
+huge = raising(ValueError("a" * 10_000_000))
+tuple_error = raising(KeyError(("\ud83d", 1)))
+"""
+TOLD = {
+    "coroutine": "got a coroutine. An async function is not awaited: define it with def",
+    "generator_async": "got a async_generator. An async function is not awaited",
+    "asynchronous_object": "got a coroutine. An async function is not awaited",
+    "column": r"got a ndarray of shape \(2, 1\), not \(2,\). Return its .reshape\(-1\)",
+    "row": r"got a Tensor of shape \(1, 2\), not \(2,\). Return its .reshape\(-1\)",
+    "scalar": r"got a ndarray of shape \(\), not \(2,\)\.$",
+    "number": r"got a Tensor of shape \(\), not \(2,\)\.$",
+    "lists": r"got a list that holds \[1.0\], a list",
+    "tensors": r"got a list that holds tensor\(\[0.\]\), a Tensor",
+    "generator": "got a generator. Return a list",
+    "nothing": "got None. Is a return statement missing",
+    "a_set": "got a set. Return a list",
+    "a_dict": "got a dict",
+    "texts": "must return numbers .* got '1.0' of type str",
+    "text": "got a str",
+    "longer": "one number for each of 2 completions, got 3",
+    "surrogate": r"raised ValueError: \\ud83d \(at ",
+    "silent": r"raised Silent: \(its text cannot be read: RuntimeError\)",
+    "half": r"raised OSError: .*\\udcff",
+    "huge": r"raised ValueError: a{2000} \(at ",
+    "tuple_error": "raised KeyError: ",
+}
+TAKEN = {"scalars": [0.5, None], "booleans": [1.0, 0.0], "vector": [0.5, 1.0]}
+
+
+def test_what_user_code_returns_and_raises_is_told_and_ends_no_worker(tmp_path: Path):
+    file = tmp_path / "odd.py"
+    file.write_text(ODD_RESULTS)
+    names = [*TOLD, *TAKEN]
+
+    async def body(pool: RewardPool) -> None:
+        (worker,) = _scoring_workers()
+        for position, message in enumerate(TOLD.values()):
+            with pytest.raises(ScoringFailed, match=message):
+                await pool.score(PROMPT, ["a", "b"], IDS, [position])
+        for name, values in TAKEN.items():
+            assert await pool.score(PROMPT, ["a", "b"], IDS, [names.index(name)]) == [values]
+        assert _scoring_workers() == [worker]
+
+    run_with_pool([f"{file}:{name}" for name in names], body, max_consecutive_failures=100)
+
+
+def test_a_stopped_worker_makes_no_right_answer_wrong():
+    """A pair takes a millisecond, so the stop falls within one of many."""
+    half = Prompt(0, "1/2", PROMPT.token_ids, {"answer": "\\frac{1}{2}"})
+    answers = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in range(2, 402)]
+
+    async def body(pool: RewardPool) -> None:
+        assert await pool.score(half, ["\\boxed{\\frac{4}{8}}"], [[]]) == [[1.0]]
+        (worker,) = _scoring_workers()
+        before = sum(worker.cpu_times()[:2])
+        scoring = asyncio.create_task(pool.score(half, answers, [[]] * len(answers)))
+        while sum(worker.cpu_times()[:2]) - before < 0.05:
+            await asyncio.sleep(0.002)
+        os.kill(worker.pid, signal.SIGSTOP)
+        await asyncio.sleep(3.6)  # longer than a limit of wall-clock time would allow
+        assert not scoring.done()
+        os.kill(worker.pid, signal.SIGCONT)
+        assert await scoring == [[1.0] * len(answers)]
+
+    run_with_pool(["boxed_math"], body, timeout_seconds=120)

@@ -10,13 +10,14 @@ large tokenizers have. The calculator evaluates the longest run of digits, space
 parentheses before the equals sign. Its observation is empty if that run contains no digit.
 
 If the data set has a column ``answer``, the reward of an episode is 1 if its last number equals the
-answer, and otherwise 0. The last number may come from the calculator, so the model need not copy it.
+answer or one of a list of answers, and otherwise 0. The last number may come from the calculator, so the model need not copy it.
 """
 
 import ast
 import re
 from collections.abc import Sequence
 
+from torchtitan.grpo.rewards.gold_values import right_answers
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
 from torchtitan.grpo.types import Prompt
 
@@ -36,12 +37,11 @@ class Calculator(Environment):
     stop_strings: Sequence[str] = ("=",)
 
     def __init__(self) -> None:
-        self._expected: str | None = None
+        self._expected: list[str] = []
         self._result = ""
 
     async def reset(self, prompt: Prompt) -> None:
-        answer = prompt.columns.get("answer")
-        self._expected = None if answer is None else str(answer).strip()
+        self._expected = [text.strip() for text in right_answers(prompt.columns.get("answer"))]
 
     async def step(self, text: str, token_ids: list[int]) -> Observation:
         if not text.endswith("="):
@@ -64,10 +64,10 @@ class Calculator(Environment):
         pass
 
     def _reward(self, text: str) -> float | None:
-        if self._expected is None:
+        if not self._expected:
             return None
         numbers = _NUMBER.findall(text)
-        return float(bool(numbers) and numbers[-1] == self._expected)
+        return float(bool(numbers) and numbers[-1] in self._expected)
 
 
 def calculate(expression: str) -> int:

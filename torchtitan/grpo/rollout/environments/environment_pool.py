@@ -35,7 +35,7 @@ from torchtitan.grpo.rollout.environments.environment_messages import (
 )
 from torchtitan.grpo.types import Prompt
 from torchtitan.grpo.workers.failures import CallFailed, FailureCount
-from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.frames import NotPlainData, Refused, not_passed
 from torchtitan.grpo.workers.surroundings import Surroundings
 from torchtitan.grpo.workers.worker_owner import (
     OUTPUT_HINT,
@@ -246,11 +246,11 @@ class RemoteEnvironment:
                 f"rollout.environment_timeout_seconds = {seconds:g}.",
             ) from error
         except NotPlainData as error:
-            raise EnvironmentFailed(
-                "column",
-                f"A prompt's columns cannot be passed to the environment: {error}. Columns may "
-                "hold plain data only: text, numbers, lists and dictionaries.",
-            ) from error
+            assert isinstance(request, Reset), "only the first request holds what the user wrote"
+            message = not_passed(
+                request.index, request.text, request.columns, "the environment", error
+            )
+            raise EnvironmentFailed("column", message) from error
         if isinstance(reply, Refused):
             raise EnvironmentFailed(reply.kind, f"The environment's {method}: {reply.message}")
         return reply

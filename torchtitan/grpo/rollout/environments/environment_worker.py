@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.grpo.functions import describe_error
 from torchtitan.grpo.rollout.environments.environment_loading import (
     check_environment,
     load_factory,
@@ -37,7 +38,7 @@ from torchtitan.grpo.rollout.environments.environment_messages import (
 )
 from torchtitan.grpo.rollout.environments.protocol import Observation
 from torchtitan.grpo.types import Prompt
-from torchtitan.grpo.workers.frames import NotPlainData, Refused
+from torchtitan.grpo.workers.frames import NotPlainData, Refused, refused
 from torchtitan.grpo.workers.worker_channel import WorkerChannel
 
 # A longer text must be a mistake, because it would exceed any context many times over.
@@ -135,15 +136,17 @@ def _load(
     except Exception as error:  # the user's factory may raise anything
         if not isinstance(error, ValueError):
             traceback.print_exc(file=sys.stderr)
-        text = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        channel.reply(call, Refused("load", text))
+        text = describe_error(error)
+        if isinstance(error, ValueError):  # its text says what to do
+            text = text.removeprefix(f"{type(error).__name__}: ")
+        channel.reply(call, refused("load", text))
         return None
     channel.reply(call, EnvironmentLoaded(stop_strings))
     return factory
 
 
 def _refused(kind: str, error: BaseException) -> Refused:
-    return Refused(kind, f"{type(error).__name__}: {error}")
+    return refused(kind, describe_error(error))
 
 
 def _prompt(request: Reset) -> Prompt:

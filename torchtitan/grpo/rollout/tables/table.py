@@ -42,21 +42,46 @@ class Table(ABC):
 def renamed(row: Mapping[str, Any], rename: Mapping[str, str], where: str) -> dict[str, Any]:
     """Returns the row with its new column names.
 
+    An old name that is no column is a path, such as ``reward_model.ground_truth``. It gives the value within
+    the column a name of its own, and the column stays.
+
     Raises:
         ValueError: If a column does not exist, or if a new name is already taken.
     """
+    result = {rename.get(name, name): value for name, value in row.items()}
     for old, new in rename.items():
-        if old not in row:
-            raise ValueError(
-                f"{where}: prompts.rename names the column {old!r}, which does not exist. "
-                f"Existing columns: {sorted(row)}."
-            )
-        if new in row and new not in rename:
+        if new in row and new not in rename and new != old.partition(".")[0]:
             raise ValueError(
                 f"{where}: prompts.rename would overwrite the column {new!r} with {old!r}. "
                 "Rename that column as well."
             )
-    return {rename.get(name, name): value for name, value in row.items()}
+        if old not in row:
+            result[new] = _within(row, old, where)
+    return result
+
+
+def _within(row: Mapping[str, Any], path: str, where: str) -> Any:
+    """Returns the value at a path of names of columns and keys, and of positions in lists."""
+    value: Any = row
+    for depth, name in enumerate(names := path.split(".")):
+        if value is None:  # as in a row of a parquet file whose column holds nothing
+            return None
+        if isinstance(value, Mapping) and name in value:
+            value = value[name]
+        elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        elif depth == 0:
+            raise ValueError(
+                f"{where}: prompts.rename names the column {path!r}, which does not exist. "
+                f"Existing columns: {sorted(row)}."
+            )
+        else:
+            found = f"keys {sorted(value)}" if isinstance(value, Mapping) else f"{value!r:.80}"
+            raise ValueError(
+                f"{where}: prompts.rename names {path!r}, but {'.'.join(names[:depth])} has no "
+                f"{name!r}, got {found}. Correct the path."
+            )
+    return value
 
 
 def check_column(row: Mapping[str, Any], column: str, where: str) -> None:

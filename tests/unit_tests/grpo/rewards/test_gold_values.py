@@ -1,0 +1,128 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Expected answers that are no plain text: what they say, what is refused, and what they earn."""
+
+import math
+from decimal import Decimal
+
+import numpy as np
+import pyarrow
+import pytest
+
+from torchtitan.grpo.rewards.builtin import boxed_math, exact_match, partial_match
+from torchtitan.grpo.rewards.gold_answers import gold_judge, gold_problem
+from torchtitan.grpo.rewards.gold_values import right_answers
+from torchtitan.grpo.rewards.gsm8k import hash_answer_exact
+
+UNDERSTOOD = [
+    ("21", ["21"]),
+    (21, ["21"]),
+    (21.0, ["21", "21.0"]),
+    (0.5, ["0.5"]),
+    (-3, ["-3"]),
+    (True, ["True", "true"]),
+    (False, ["False", "false"]),
+    (["21"], ["21"]),
+    ([1, 2], ["1", "2"]),
+    (["1/2", "0.5"], ["1/2", "0.5"]),
+    (("a", 2.0), ["a", "2", "2.0"]),
+    ([True, "yes"], ["True", "true", "yes"]),
+    (b"21", ["21"]),
+    (Decimal("1.50"), ["1.50"]),
+    (2**70, [str(2**70)]),
+    (np.float64(21.0), ["21", "21.0"]),
+    (np.int64(21), ["21"]),
+    (np.array(["1", "2"]), ["1", "2"]),
+    (np.array(7), ["7"]),
+    (pyarrow.scalar("21"), ["21"]),
+    (pyarrow.array([1, 2]), ["1", "2"]),
+    (pyarrow.scalar(["a", "b"]), ["a", "b"]),
+]
+REFUSED = [
+    (None, "is null, and"),
+    (math.nan, "is NaN, and"),
+    (np.float32("nan"), "is NaN, and"),
+    (math.inf, "is inf of type float"),
+    ([], "is an empty list"),
+    ([None], "is null within a list"),
+    (["21", None], "is null within a list"),
+    ([["21"]], r"is \['21'\] of type list within a list"),
+    ({}, "is {} of type dict"),
+    ({"ground_truth": "21"}, r'prompts.rename = { "answer.ground_truth" = "answer" }'),
+    ([{"value": 1}], r"answer.value"),
+    (b"\xff", "of type bytes"),
+    (pyarrow.scalar(None), "is null, and"),
+    (1 + 2j, "of type complex"),
+]
+COMPARING = [
+    "exact_match",
+    "partial_match",
+    "boxed_math",
+    "torchtitan.grpo.rewards.gsm8k:hash_answer_exact",
+    "torchtitan.grpo.rewards.gsm8k.hash_answer_exact",
+]
+
+
+@pytest.mark.parametrize(("value", "texts"), UNDERSTOOD, ids=repr)
+def test_every_form_of_a_right_answer_counts(value, texts):
+    assert right_answers(value) == texts
+    assert gold_problem("exact_match", {"answer": value}) is None
+    for text in texts:
+        assert exact_match(["q"], [f" {text}\n"], answer=[value]) == [1.0]
+        assert partial_match(["q"], [text], answer=[value]) == [1.0]
+        assert boxed_math(["q"], [f"\\boxed{{{text}}}"], answer=[value]) == [1.0]
+    assert exact_match(["q"], ["None"], answer=[value]) == [0.0]
+    assert boxed_math(["q"], ["\\boxed{[]}"], answer=[value]) == [0.0]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=repr)
+@pytest.mark.parametrize("function", COMPARING)
+def test_what_is_no_answer_is_refused_by_its_column(value, message, function):
+    problem = gold_problem(function, {"answer": value})
+    assert problem is not None and problem.startswith("the column 'answer' is "), problem
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(problem)
+    assert gold_problem("my_rewards.py:anything", {"answer": value}) is None
+
+
+@pytest.mark.parametrize("function", [exact_match, partial_match, boxed_math, hash_answer_exact])
+@pytest.mark.parametrize(
+    "value", [None, math.nan, [], {}, {"a": 1}, [None], pyarrow.scalar(None)], ids=repr
+)
+def test_what_is_no_answer_leaves_the_completion_unscored(function, value):
+    texts = ["None", "nan", "\\boxed{None}", "\\boxed{nan}", "\\boxed{}", "[]", "#### 0", "{}", ""]
+    assert function(["q"] * len(texts), texts, answer=[value] * len(texts)) == [None] * len(texts)
+
+
+def test_any_number_of_a_list_counts_after_the_hashes():
+    texts = ["#### 21", "#### 22", "#### 23", "21"]
+    for value in (["21", "22"], [21, 22.0], ["6*7=42\n#### 21", "22"], np.array([21, 22])):
+        assert hash_answer_exact(["q"] * 4, texts, answer=[value] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_the_closest_of_several_answers_counts():
+    assert partial_match(["q"] * 2, ["43", "98"], answer=[["4321", "9876"]] * 2) == [0.5, 0.5]
+
+
+def test_every_row_is_judged_however_late_it_comes():
+    for value, message in (
+        (None, "is null"),
+        (math.nan, "is NaN"),
+        ([], "empty list"),
+        ({}, "dict"),
+    ):
+        judge = gold_judge(["think_answer_tags", "boxed_math"])
+        assert [judge({"answer": str(n)}) for n in range(256)] == [None] * 256
+        problem = judge({"answer": value})
+        assert problem is not None and message in problem
+        assert "is missing, and boxed_math compares with it" in (judge({}) or "")
+
+
+def test_only_what_the_reward_functions_read_is_judged():
+    assert gold_judge(["think_answer_tags", "mine.py:reward"])({"answer": None}) is None
+    assert gold_judge(["exact_match"])({"other": 1}) is None  # said for the whole set
+    image = gold_judge(["mine.py:reward"])({"image": object(), "answer": "1"})
+    assert (
+        image is not None and image.startswith("column 'image': ") and "Convert or remove" in image
+    )

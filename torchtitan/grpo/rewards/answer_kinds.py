@@ -1,0 +1,189 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+r"""Answers that are no formulas, although math-verify would read them as such.
+
+``2024-01-05`` is no difference, ``7:30 PM`` no ratio, ``10110_2`` no variable, and ``east`` no product.
+Each function of :data:`KINDS` takes two answers in the form of :func:`~.answer_text.as_latex` and
+returns whether they agree, or ``None`` if they are not of its kind.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import product
+
+from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
+
+_MONTHS = "janfebmaraprmayjunjulaugsepoctnovdec"
+_MONTH = r"(jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
+_DATES = (
+    (re.compile(r"(\d{4})[-/.](\d{1,2})[-/.](\d{1,2})"), ("ymd",)),
+    (re.compile(r"(\d{1,2})[-/.](\d{1,2})[-/.](\d{4})"), ("mdy", "dmy")),
+    (re.compile(rf"{_MONTH}\s+(\d{{1,2}})(?:st|nd|rd|th)?(?:,?\s+(\d{{4}}))?"), ("mdy",)),
+    (re.compile(rf"(\d{{1,2}})(?:st|nd|rd|th)?\s+(?:of\s+)?{_MONTH}(?:,?\s+(\d{{4}}))?"), ("dmy",)),
+)
+_TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?(?::(\d{2}))?\s*([ap]\.?\s?m\.?)?", re.IGNORECASE)
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
+_BASE = re.compile(
+    r"\(?(?P<digits>\d[\dA-Za-z]*|[A-F]{2,})\)?\s*(?:_\s*\{?|\(?(?=base))\s*(?:base\s*)?"
+    rf"(?P<base>\d{{1,2}}|{'|'.join(_BASES)})\s*\}}?\)?"
+)
+_CHOICE = re.compile(r"\(?([A-J])[).:]?\s*|\(([A-Ja-j])\)\s*(.+)?", re.DOTALL)
+_TEXT = re.compile(TEXT_COMMAND + r"\s*\{([^{}]*)\}")
+_NOTHING = re.compile(
+    r"no (?:real )?solutions?(?: exists?)?|none|(?:the )?empty set|there (?:is|are) no (?:real )?solutions?"
+)
+_EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing)|\\\{\s*\\\}|\{\s*\}")
+_UNDEFINED = re.compile(r"dne|does not exist|undefined|not defined")
+_SHORT_WORDS = re.compile("no|on|up|in|of|is|or|an|at|it|to|go|he|we|so|be|by|if|my|us|am|as")
+# Words that a formula may hold.
+_FORMULA = re.compile(
+    "pi|inf|infinity|sqrt|frac|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|min|max|gcd|lcm|det|mod|and|or"
+)
+_LETTERS = re.compile(r"[^\W\d_]+(?:[\s'’.,-]+[^\W\d_]+)*[.!]?")
+
+
+def plain_text(answer: str) -> str:
+    r"""Returns the answer without ``\text{...}`` around its parts, and with single spaces."""
+    return re.sub(r"\s+", " ", _TEXT.sub(r" \1 ", answer)).strip()
+
+
+def same_date(a: str, b: str) -> bool | None:
+    """Compares dates; ``1/2/2024`` may begin with the day or the month, but not differ in that."""
+    if a == b:
+        return None
+    readings = [_dates(plain_text(answer)) for answer in (a, b)]
+    if not any(readings):
+        return None
+    if all(readings) and min(map(len, readings)) > 1:  # the same notation
+        return readings[0][0] == readings[1][0]
+    return any(one == other for one, other in product(*readings))
+
+
+def _dates(text: str) -> list[tuple[int, int, int]]:
+    for pattern, orders in _DATES:
+        found = pattern.fullmatch(text.lower())
+        if found is None:
+            continue
+        parts = [_part(part) for part in found.groups()]
+        readings = [dict(zip(order, parts, strict=True)) for order in orders]
+        dates = [(date["y"], date["m"], date["d"]) for date in readings]
+        return [date for date in dates if 1 <= date[1] <= 12 and 1 <= date[2] <= 31]
+    return []
+
+
+def _part(text: str | None) -> int:
+    if text is None:
+        return 0
+    return int(text) if text.isdigit() else _MONTHS.index(text[:3]) // 3 + 1
+
+
+def same_time(a: str, b: str) -> bool | None:
+    """Compares times of day if one says ``AM`` or ``PM``, or both have seconds."""
+    times = [_TIME.fullmatch(plain_text(answer)) for answer in (a, b)]
+    if not any(time is not None and time[4] is not None for time in times):
+        return None
+    found = [time for time in times if time is not None]
+    # A time without AM or PM may be of either half of the day.
+    clocks = [
+        {_clock(time, half) for half in ([time[4][0].lower()] if time[4] else ["a", "p", ""])}
+        for time in found
+    ]
+    return len(clocks) == 2 and bool(clocks[0] & clocks[1])
+
+
+def _clock(time: re.Match[str], half: str) -> tuple[int, int, int]:
+    hour = int(time[1])
+    if half and hour <= 12:
+        hour = hour % 12 + (12 if half == "p" else 0)
+    return hour, int(time[2] or 0), int(time[3] or 0)
+
+
+def same_based_number(a: str, b: str) -> bool | None:
+    """Compares numbers of which one states its base: digits and stated bases must agree."""
+    (digits, base), (other_digits, other_base) = _based(a), _based(b)
+    if base is None and other_base is None:
+        return None
+    same_base = base is None or other_base is None or base == other_base
+    return same_base and digits == other_digits
+
+
+def _based(answer: str) -> tuple[str, int | None]:
+    """Returns the digits and the base of a number; the base is ``None`` if it states none."""
+    text = plain_text(answer)
+    found = _BASE.fullmatch(text)
+    if found is None:
+        return text.lstrip("0").upper(), None
+    base = found["base"]
+    return found["digits"].lstrip("0").upper(), int(base) if base.isdigit() else _BASES[base]
+
+
+def same_ratio(a: str, b: str) -> bool | None:
+    """Refuses ratios of different lengths, which math-verify divides through."""
+    lengths = [len(answer.split(":")) for answer in (a, b)]
+    return False if max(lengths) > 2 and lengths[0] != lengths[1] else None
+
+
+def same_choice(a: str, b: str) -> bool | None:
+    """Compares choices such as ``A``, ``(A)`` and ``(A) 12``; the latter is also ``12``."""
+    choices = [_CHOICE.fullmatch(plain_text(answer)) for answer in (a, b)]
+    letters = [(choice[1] or choice[2]).upper() for choice in choices if choice is not None]
+    return letters[0] == letters[1] if len(letters) == 2 else None
+
+
+def without_choice(answer: str) -> str:
+    """Returns what stands behind a choice's letter: ``12`` for ``(A) 12``."""
+    found = re.fullmatch(rf"(?:{TEXT_COMMAND}\s*\{{\s*)?\([A-J]\)\s*\}}?\s*(.+)", answer, re.DOTALL)
+    return found[1] if found is not None else answer
+
+
+def same_words(a: str, b: str) -> bool | None:
+    """Compares two answers of which at least one is text; a product such as ``xy`` is none."""
+    words = [_words(answer) for answer in (a, b)]
+    if words[0] is not None and words[1] is not None:
+        return words[0] == words[1]
+    if words[0] is None and words[1] is None:
+        return None
+    other = a if words[0] is None else b
+    return None if re.search(r"[A-Za-z]", other) else False
+
+
+def _words(answer: str) -> str | None:
+    r"""The normalised text of an answer, else ``None``.
+
+    ``\text{...}`` around more than a letter is text, and so are plain words: three letters or more
+    with a vowel, or one of the common words of two letters.
+    """
+    if _EMPTY_SET.fullmatch(answer):
+        return "no solution"
+    text = plain_text(answer)
+    if not _LETTERS.fullmatch(text) or len(text) < 2:
+        return None
+    parts = re.findall(r"[^\W\d_]+", text.lower())
+    if any(map(_FORMULA.fullmatch, parts)):
+        return None
+    is_set_as_text = _TEXT.fullmatch(answer) is not None
+    if not is_set_as_text and not any(map(_is_word, parts)):
+        return None
+    text = " ".join(parts)
+    if _NOTHING.fullmatch(text):
+        return "no solution"
+    return "undefined" if _UNDEFINED.fullmatch(text) else text
+
+
+def _is_word(part: str) -> bool:
+    if not part.isascii():
+        return True
+    if len(part) == 2:
+        return _SHORT_WORDS.fullmatch(part) is not None
+    return len(part) > 2 and re.search("[aeiou]|.y", part) is not None
+
+
+KINDS: tuple[Callable[[str, str], bool | None], ...] = (
+    same_date,
+    same_time,
+    same_based_number,
+    same_ratio,
+    same_choice,
+    same_words,
+)

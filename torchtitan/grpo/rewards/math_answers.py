@@ -1,0 +1,300 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+r"""Decides whether two final answers are the same.
+
+In order: equal text; kinds that are no formulas (`answer_kinds`); units (`units`); plain decimal
+numbers, exactly; brackets and equations that math-verify would not tell apart; and math-verify for
+the rest. Each step works on what `answer_text` writes.
+"""
+
+import functools
+import logging
+import math
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from types import FrameType
+from typing import Any
+
+from torchtitan.grpo.rewards.answer_kinds import KINDS, without_choice
+from torchtitan.grpo.rewards.answer_text import as_latex
+from torchtitan.grpo.rewards.units import Quantity, read_quantity, scaled
+
+PROCESSOR_SECONDS = 3.0
+"""Processor time for one comparison."""
+
+_DECIMAL = re.compile(r"([-+]?)\s*(\d+\.?\d*|\.\d+)")
+_TIMES_POWER = re.compile(r"(.*\d\.?)\s*\\(?:cdot|times)\s*10\s*\^\s*\{?\s*(-?\d{1,6})\s*\}?")
+_ORDERED, _UNORDERED = re.compile(r"\(.*\)", re.DOTALL), re.compile(r"\\\{.*\\\}", re.DOTALL)
+_EQUATION = re.compile(r"(?<![\\<>!:])=(?!=)")
+_RELATION = re.compile(
+    r"[<>≠]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![A-Za-z])"
+)
+_JOINED = re.compile(r"(?<![A-Za-z])(and|or)(?![A-Za-z])")
+# What may stand before the equals sign of an answer: a name, and no equation to be solved.
+_LATEX_LETTERS = re.compile(r"\\[A-Za-z]+")
+_GREEK = re.compile(
+    r"\\(?:alpha|beta|gamma|[dD]elta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle)(?![A-Za-z])"
+)
+_TEXT_GROUP = re.compile(r"\\(?:text|mathrm|operatorname|mbox|textbf)\s*\{[^{}]*\}")
+_INDEX = re.compile(r"_\s*(?:\{[^{}]*\}|\w)")
+# Powers and factorials of numbers, whose values no computer may hold.
+_TOWER = re.compile(r"\d\}?\s*\^\s*\{?\s*-?\s*(\d+)\s*\^\s*\{?\s*-?(\d+)(\s*\}?\s*\^)?")
+_HUGE = re.compile(r"\^\s*\{?\s*-?\s*\d{6,}|\d{5,}\s*!|(?:!\s*){2}")
+_MAX_EXPONENT = 100_000
+_MAX_PLAIN = 4000
+
+
+class OutOfTime(BaseException):
+    """A comparison took more than its processor time.
+
+    It is no ``Exception``, because sympy and math-verify catch those and go on.
+    """
+
+
+def same_answer(given: str, wanted: str) -> bool:
+    r"""Returns whether a completion's final answer is the expected one.
+
+    Args:
+        given: The final answer, such as the content of a ``\boxed{...}``.
+        wanted: The expected answer.
+
+    Raises:
+        OutOfTime: If that takes more than :data:`PROCESSOR_SECONDS` of processor time. Time in which
+            the process does not run does not count.
+    """
+    if given == wanted:
+        return True
+    with _processor_time(PROCESSOR_SECONDS):
+        return _same(as_latex(given), as_latex(wanted))
+
+
+def _same(given: str, wanted: str) -> bool:
+    if _squeezed(given) == _squeezed(wanted):
+        return True
+    if not given or not wanted:
+        return False
+    for kind in KINDS:
+        verdict = kind(given, wanted)
+        if verdict is not None:
+            return verdict
+    given, wanted = without_choice(given), without_choice(wanted)
+    elements = _elements(given), _elements(wanted)
+    if elements[0] and elements[1]:
+        return _same_elements(*elements)
+    return _same_quantity(read_quantity(given), read_quantity(wanted))
+
+
+def _same_quantity(given: Quantity, wanted: Quantity) -> bool:
+    ours, theirs = given.unit, wanted.unit
+    if ours is None or theirs is None:
+        # A sum such as that of 2 h 30 min says nothing without its unit.
+        if _same_value(given.value, wanted.value):
+            return not any("+" in q.value for q in (given, wanted) if q.unit is not None)
+        # 50% is 50 where percent are asked for, and 0.5 where they are not; 180 degrees are pi.
+        pure = {"percent": "\\frac{1}{100}", "angle": "\\frac{\\pi}{180}"}
+        for unit, value, other in (
+            (ours, given.value, wanted.value),
+            (theirs, wanted.value, given.value),
+        ):
+            if unit is not None and unit.only in pure:
+                return _same_value(f"({value})\\cdot {pure[unit.only]}", other)
+        return False
+    if ours.dimensions != theirs.dimensions:
+        return False
+    if not (ours.words <= theirs.words or theirs.words <= ours.words):
+        return False
+    return _same_value(scaled(given.value, ours.factor / theirs.factor), wanted.value)
+
+
+def _same_value(given: str, wanted: str) -> bool:
+    if _squeezed(given) == _squeezed(wanted):
+        return True
+    numbers = _plain_number(given), _plain_number(wanted)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0] == numbers[1]
+    if not _same_brackets(given, wanted):
+        return False
+    if not _EQUATION.search(wanted) and _EQUATION.search(given) and not _RELATION.search(given):
+        return _equation_says(given, wanted)
+    return _math_verify_agrees(given, wanted)
+
+
+def _plain_number(text: str) -> Decimal | None:
+    """The exact value of a decimal number, which math-verify would round."""
+    if len(text) > _MAX_PLAIN:
+        return None
+    power = _TIMES_POWER.fullmatch(text)
+    found = _DECIMAL.fullmatch(power[1] if power is not None else text)
+    if found is None:
+        return None
+    return Decimal(f"{found[1]}{found[2]}e{power[2] if power is not None else 0}")
+
+
+def _same_brackets(given: str, wanted: str) -> bool:
+    """A pair in order is no set, whichever order math-verify takes it in."""
+    texts = [re.sub(r"\\(?:left|right)\s*", "", text) for text in (given, wanted)]
+    has_elements = all("," in text or ";" in text for text in texts)
+    mixed = any(
+        _ORDERED.fullmatch(one) and _UNORDERED.fullmatch(other)
+        for one, other in (texts, reversed(texts))
+    )
+    return not (mixed and has_elements)
+
+
+def _equation_says(given: str, wanted: str) -> bool:
+    """Whether ``x = 5`` or ``3 + 2 = 5`` is the answer 5; ``1 = 5`` and ``2x = 5`` are not."""
+    if "," in given or ";" in given or " or " in given or "\\text" in given.rpartition("=")[2]:
+        return _math_verify_agrees(given, wanted)
+    *left, value = (part.strip() for part in _EQUATION.split(given))
+    for part in left:
+        variables = _variables(part)
+        if not variables:
+            if not _same_value(part, value):
+                return False
+        elif part is left[0] and len(variables) == 1 and not _is_name(part):
+            return False
+    return _same_quantity(read_quantity(value), Quantity(wanted, None))
+
+
+def _variables(text: str) -> set[str]:
+    text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
+    named = set(_GREEK.findall(text))
+    return named | set(re.findall(r"[A-Za-z]", _LATEX_LETTERS.sub(" ", text)))
+
+
+def _is_name(text: str) -> bool:
+    """Whether an expression names what it stands for: ``x``, ``S_n``, ``f(2)``, ``|AB|``, ``\\angle A``."""
+    text = _INDEX.sub("", _TEXT_GROUP.sub("T", text))
+    return re.fullmatch(r"[|\s]*(?:\\?[A-Za-z]+[\s'|]*)+(?:\([^()]*\))?[\s'|]*", text) is not None
+
+
+def _elements(text: str) -> list[str]:
+    """The elements of a list without brackets if one of them has words or units, else none."""
+    parts = re.split(r"\s*(?:,|;|(?:\\text\s*\{\s*)?\b(?:and|or)\b(?:\s*\})?)\s*", text)
+    parts = [part for part in parts if part]
+    if not 1 < len(parts) <= 8 or re.search(r"[()\[\]]|\\[{}]|\\begin|=", text):
+        return []
+    is_plain = all(read_quantity(part).unit is None and not _has_words(part) for part in parts)
+    return [] if is_plain else parts
+
+
+def _has_words(text: str) -> bool:
+    return re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) is not None
+
+
+def _same_elements(given: list[str], wanted: list[str]) -> bool:
+    if len(given) != len(wanted):
+        return False
+    left = list(wanted)
+    for element in given:
+        match = next((i for i, other in enumerate(left) if _same(element, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def _math_verify_agrees(given: str, wanted: str) -> bool:
+    for text in (given, wanted):
+        if _is_huge(text):
+            raise OutOfTime(f"Numbers such as those of {text!r:.100} are not computed.")
+    parse, verify = _math_verify()
+    return bool(verify(parse(wanted), parse(given)))
+
+
+def _is_huge(text: str) -> bool:
+    """Whether a number of an answer would take too long in a way that cannot be interrupted."""
+    return _HUGE.search(text) is not None or any(
+        tower[3] is not None
+        or int(tower[2]) * math.log(max(int(tower[1]), 1)) > math.log(_MAX_EXPONENT)
+        for tower in _TOWER.finditer(text)
+    )
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+@contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """Raises :class:`OutOfTime` in its block after so much processor time of this process.
+
+    Only the main thread can be interrupted. In another one there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def out_of_time(number: int, frame: FrameType | None) -> None:
+        raise OutOfTime(f"Comparing two answers took more than {seconds:g} s of processor time.")
+
+    earlier = signal.signal(signal.SIGPROF, out_of_time)
+    # Again and again, in case a library catches the exception.
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, earlier)
+
+
+@functools.cache
+def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
+    """Imports math-verify when it is first needed.
+
+    That takes seconds, which must not count as time for a user's answer.
+    """
+    left = signal.setitimer(signal.ITIMER_PROF, 0.0)
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import FiniteSet, Intersection, Union
+
+    # It warns once that its own limits are off. Those count the time in which a worker does not run.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # Units are read before, and numbers are not to be picked out of what cannot be read as a whole.
+    normalization = NormalizationConfig(malformed_operators=True, nits=True)
+    extraction = [
+        LatexExtractionConfig(
+            try_extract_without_anchor=False,
+            boxed_match_priority=0,
+            normalization_config=normalization,
+        )
+    ]
+
+    def read(answer: str) -> Any:
+        parsed = parse(f"\\boxed{{{answer}}}", extraction, parsing_timeout=0)  # no limit
+        joined = _JOINED.findall(answer)
+        if (
+            parsed
+            and joined
+            and len(set(joined)) == 1
+            and _RELATION.search(answer)
+            and "," not in answer
+        ):
+            return [
+                _solutions(parsed[0], Union if joined[0] == "or" else Intersection),
+                *parsed[1:],
+            ]
+        return parsed
+
+    def _solutions(relations: Any, join: Any) -> Any:
+        """The set of numbers of ``x < 1 or x > 2``, which math-verify reads as a set of relations."""
+        if not isinstance(relations, FiniteSet) or len(relations.free_symbols) != 1:
+            return relations
+        try:
+            return join(*(relation.as_set() for relation in relations.args))  # pyright: ignore[reportAttributeAccessIssue]
+        except Exception:  # sympy raises many kinds for what it cannot solve
+            return relations
+
+    def agrees(wanted: Any, given: Any) -> bool:
+        return verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=0)
+
+    square = read("x^2")  # the first call builds tables
+    agrees(square, square)
+    signal.setitimer(signal.ITIMER_PROF, *left)
+    return read, agrees

@@ -1,0 +1,331 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+r"""Units of measurement in answers: ``5\text{ cm}``, ``25 cm²``, ``\$3``, ``42 apples``, ``2 h 30 min``.
+
+A unit that only one of two answers states does not matter. If both state one, the quantities must be
+equal: ``5 m`` is ``500 cm`` and neither ``5 cm`` nor ``5 s``. Words that are no units, such as
+``apples``, are units of their own.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torchtitan.grpo.rewards.answer_text import TEXT_COMMAND
+
+# Each line holds what is measured, how many of its first unit the unit is, and the unit's names.
+# Names before the bar take the prefixes of the metric system, and of those the symbols come first.
+_TABLE = """
+length 1 m meter metre |
+length 0.0254 | in inch inches
+length 0.3048 | ft foot feet
+length 0.9144 | yd yard
+length 1609.344 | mi mile
+mass 1 g gram gramme | gm
+mass 1000000 | t tonne
+mass 453.59237 | lb pound
+mass 28.349523125 | oz ounce
+time 1 s sec second |
+time 60 | min minute mins
+time 3600 | h hr hour
+time 86400 | d day
+time 604800 | wk week
+year 1 | yr year
+year 1/12 | mo month
+volume 0.001 l L liter litre |
+volume 0.000001 | cc
+volume 0.003785411784 | gal gallon
+area 10000 | ha hectare
+area 4046.8564224 | acre
+speed 0.44704 | mph
+speed 5/18 | kmh kph kmph
+energy 1 J joule |
+calorie 1 cal calorie |
+power 1 W watt |
+energy 3600 Wh |
+force 1 N newton |
+pressure 1 Pa pascal |
+frequency 1 Hz hertz |
+voltage 1 V volt |
+current 1 A amp ampere |
+resistance 1 Ω ohm |
+charge 1 C coulomb |
+amount 1 mol mole |
+information 1 bit |
+information 8 B byte |
+kelvin 1 K kelvin |
+celsius 1 | °C celsius
+fahrenheit 1 | °F fahrenheit
+angle 1 | ° deg degree
+radian 1 rad radian |
+percent 1 | % percent percentage pct
+dollar 1 | $ dollar USD buck
+dollar 0.01 | ¢ cent
+euro 1 | € euro EUR
+sterling 1 | £ GBP
+yen 1 | ¥ yen JPY
+rupee 1 | ₹ rupee Rs INR
+"""
+_COMPOSED = {"area": ("length", 2), "volume": ("length", 3)}
+_SYMBOL_PREFIXES = {
+    "k": "1e3", "c": "1e-2", "m": "1e-3", "d": "1e-1", "h": "1e2", "M": "1e6", "G": "1e9", "T": "1e12",
+    "u": "1e-6", "µ": "1e-6", "μ": "1e-6", "n": "1e-9",
+}  # fmt: skip
+_NAME_PREFIXES = {
+    "kilo": "1e3", "centi": "1e-2", "milli": "1e-3", "deci": "1e-1", "hecto": "1e2", "mega": "1e6",
+    "giga": "1e9", "tera": "1e12", "micro": "1e-6", "nano": "1e-9",
+}  # fmt: skip
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
+_MULTIPLIERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+# They say nothing about what is counted, or stand for any unit.
+_FILLERS = re.compile(
+    "a|an|the|of|left|more|remaining|altogether|each|away|old|long|tall|wide|high|unit|only"
+)
+# Words behind a number that are no units.
+_OPERATORS = re.compile(
+    "and|or|to|mod|time|plus|minu|if|for|when|where|with|x|pi|sqrt|sin|co|cos|tan|log|ln|exp|choose"
+)
+
+_NUMBER = (
+    r"[-+]?\s*(?:\d+\s*(?:\\frac\s*\{\d+\}\s*\{\d+\}|\\frac\s*\d\s*\d)|\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|"
+    r"\d*\s*\\sqrt\s*\{[^{}]*\}|(?:\d+(?:\.\d*)?|\.\d+)(?:\s*/\s*\d+)?(?:\s*(?:\\cdot|\\times)\s*10\s*\^\s*(?:\{-?\d+\}|\d))?)(?:\s*\\pi)?"
+)
+_POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|(?<=[A-Za-z])\d(?!\d))"
+_WORD = r"[A-Za-zµμΩ\u00b0]+"
+_TEXT = rf"{TEXT_COMMAND}\s*\{{[^{{}}]*\}}"
+_CURRENCY = re.compile(
+    r"([-+]?)\s*(?:\\?([$£€¥₹¢])|(USD|EUR|GBP|JPY|Rs\.?)\s)\s*([-+]?)(?=[\d.\\])"
+)
+_CURRENCY_SIGN = re.compile(r"\\?[$£€¥₹¢]")
+_PERCENT = re.compile(r"(.*[^\s\\])\s*\\?%", re.DOTALL)
+_DEGREES = re.compile(
+    r"(.*?[^\s])\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*"
+    rf"(?:(?:{TEXT_COMMAND}\s*\{{\s*)?(?P<scale>[CF])(?:elsius|ahrenheit)?\s*\}}?)?",
+    re.DOTALL,
+)
+_TAIL = re.compile(
+    rf"(?P<value>.*?[\w)}}\]!])\s*(?P<unit>(?:{_TEXT}|\\frac\s*\{{{_TEXT}\}}\s*\{{{_TEXT}{_POWER}?\}})"
+    rf"(?:\s|/|\\cdot|{_TEXT}|{_POWER}|\{{{_POWER}\}})*)",
+    re.DOTALL,
+)
+_PLAIN = re.compile(rf"({_NUMBER})(\s*)({_WORD}(?:[\s./*·-]|{_POWER}|{_WORD})*)")
+_PARTS = re.compile(rf"({_NUMBER})\s*({_WORD}(?:\s+[A-Za-z]+)*?)(?:\s*,?\s*(?:and\s+)?)(?=\d|$)")
+_TOKEN = re.compile(rf"({_WORD}|[$£€¥₹¢%]){_POWER}?|(/)|([*·])")
+_TEMPERATURE = re.compile(r"\bdeg(?:ree)?s?\.?\s*([CF])(?:elsius|ahrenheit)?\b", re.IGNORECASE)
+_PHRASES = re.compile(r"\bin\s+(?:total|all)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit, or the words that stand in its place.
+
+    Attributes:
+        factor: How many of the first units of its dimensions it is.
+        dimensions: What is measured, with exponents; empty for words.
+        words: The words, if they name no known unit.
+    """
+
+    factor: Fraction
+    dimensions: frozenset[tuple[str, int]] = frozenset()
+    words: frozenset[str] = frozenset()
+
+    @property
+    def only(self) -> str:
+        """The single thing that is measured, such as ``percent``, else an empty string."""
+        return next(iter(self.dimensions))[0] if len(self.dimensions) == 1 else ""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A value in LaTeX and its unit, if it has one."""
+
+    value: str
+    unit: Unit | None
+
+
+def read_quantity(answer: str) -> Quantity:
+    r"""Splits an answer into a value and a unit.
+
+    Args:
+        answer: What :func:`~.answer_text.as_latex` returns.
+
+    Example: ``5\text{ cm}^2`` has the value ``5`` and the unit ``cm^2``; ``2x`` has no unit.
+    """
+    currency = _CURRENCY.match(answer)
+    if currency is not None:
+        sign = currency[1] or currency[4]
+        rest = read_quantity(sign + answer[currency.end() :])
+        return Quantity(rest.value, _known(currency[2] or currency[3].rstrip(".")))
+    for read in (_read_sign, _read_plain, _read_parts, _read_tail):
+        found = read(answer)
+        if found is not None:
+            return found
+    return Quantity(_CURRENCY_SIGN.sub("", answer), None)
+
+
+def _read_sign(answer: str) -> Quantity | None:
+    percent = _PERCENT.fullmatch(answer)
+    if percent is not None:
+        return Quantity(percent[1], _known("%"))
+    degrees = _DEGREES.fullmatch(answer)
+    if degrees is not None and "\\circ" not in degrees[1]:
+        return Quantity(degrees[1], _known("°" + (degrees["scale"] or "")))
+    if answer[-1:] in "¢€" and answer[:-1].strip():
+        return Quantity(answer[:-1].strip(), _known(answer[-1]))
+    return None
+
+
+def _read_plain(answer: str) -> Quantity | None:
+    found = _PLAIN.fullmatch(_flat(answer))
+    if found is None:
+        return None
+    number, space, words = found[1].strip(), found[2], found[3].split()
+    if words[0].lower() in _MULTIPLIERS:
+        number = f"{number}\\cdot 10^{{{_MULTIPLIERS[words.pop(0).lower()]}}}"
+        if not words:
+            return Quantity(number, None)
+    # A letter that touches a number is a variable, unless it is set as text.
+    if not space and len(words[0]) == 1 and "\\" not in answer:
+        return None
+    unit = _unit(" ".join(words))
+    if (
+        unit is not None
+        and unit.words
+        and (not space or any(map(_OPERATORS.fullmatch, unit.words)) or _is_symbol(words))
+    ):
+        return None
+    return Quantity(number, unit)
+
+
+def _is_symbol(words: list[str]) -> bool:
+    return all(len(word) == 1 for word in words)
+
+
+def _read_parts(answer: str) -> Quantity | None:
+    """Reads a sum of quantities of one kind, such as ``2 hours 30 minutes``, in its first unit."""
+    flat = _flat(answer)
+    parts = list(_PARTS.finditer(flat))
+    if len(parts) < 2 or "".join(part[0] for part in parts) != flat:
+        return None
+    units = [_unit(part[2]) for part in parts]
+    first = units[0]
+    if first is None or not all(
+        u and u.dimensions and u.dimensions == first.dimensions for u in units
+    ):
+        return None
+    terms = [
+        f"{scaled(part[1], unit.factor / first.factor)}"
+        for part, unit in zip(parts, units, strict=True)
+        if unit is not None
+    ]
+    return Quantity("+".join(terms), first)
+
+
+def _read_tail(answer: str) -> Quantity | None:
+    found = _TAIL.fullmatch(answer)
+    if found is None:
+        return None
+    flat = re.sub(r"\\frac\s*\{(.*?)\}\s*\{(.*)\}$", r"\1/\2", _flat(found["unit"]))
+    unit = _unit(flat)
+    if unit is not None and any(map(_OPERATORS.fullmatch, unit.words)):
+        return None
+    return Quantity(found["value"].strip(), unit)
+
+
+def _flat(answer: str) -> str:
+    text = re.sub(rf"{TEXT_COMMAND}\s*\{{([^{{}}]*)\}}", r" \1 ", answer)
+    return re.sub(r"\s+(?=\^)", "", re.sub(r"\s+", " ", text.replace("\\cdot", "*"))).strip()
+
+
+def _unit(text: str) -> Unit | None:
+    """Reads the name of a unit; ``None`` if it says nothing, as ``units`` does."""
+    text = _PHRASES.sub("", _TEMPERATURE.sub(lambda m: "°" + m[1].upper(), text))
+    tokens = list(_tokens(text))
+    tokens = [(word, power) for word, power in tokens if not _FILLERS.fullmatch(_stem(word))]
+    if not tokens:
+        return None
+    factor, dimensions = Fraction(1), Counter[str]()
+    sign, pending = 1, 1
+    for word, power in tokens:
+        if word in ("/", "per", "*"):
+            sign = sign if word == "*" else -1
+        elif word.lower() in _POWERS:
+            pending = _POWERS[word.lower()]
+            if word.lower().endswith("ed"):  # behind the unit
+                return _unit(re.sub(r"(\S+)\s+(squared|cubed)", _prefixed, text))
+        else:
+            known = _lookup(word)
+            if known is None:
+                words = frozenset(_stem(word) for word, _ in tokens if word not in "/*")
+                return Unit(Fraction(1), words=words)
+            exponent = sign * power * pending
+            kind, size = known
+            kind, times = _COMPOSED.get(kind, (kind, 1))
+            factor *= size**exponent
+            dimensions[kind] += times * exponent
+            pending = 1
+    if dimensions.keys() == {"speed"}:
+        dimensions = Counter({"length": 1, "time": -1})
+    if not any(dimensions.values()):
+        return None
+    return Unit(factor, frozenset((k, n) for k, n in dimensions.items() if n))
+
+
+def _prefixed(found: re.Match[str]) -> str:
+    return f"{'square' if found[2] == 'squared' else 'cubic'} {found[1]}"
+
+
+def _tokens(text: str) -> Iterator[tuple[str, int]]:
+    for found in _TOKEN.finditer(text):
+        digits = re.search(r"-?\d", found[0])
+        yield found[1] or found[2] or "*", int(digits[0]) if digits else 1
+
+
+def _known(name: str) -> Unit:
+    unit = _unit(name)
+    assert unit is not None, f"{name} is in the table"
+    return unit
+
+
+def _stem(word: str) -> str:
+    word = word.lower()
+    if word.endswith("ies"):
+        return word[:-3] + "y"
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+
+
+def _lookup(word: str) -> tuple[str, Fraction] | None:
+    for name in (word, word.lower()):
+        for form in (name, name.removesuffix("s"), name.removesuffix("es")):
+            if form in _UNITS:
+                return _UNITS[form]
+    return None
+
+
+def _read_table() -> dict[str, tuple[str, Fraction]]:
+    units: dict[str, tuple[str, Fraction]] = {}
+    prefixed: dict[str, tuple[str, Fraction]] = {}
+    for line in _TABLE.strip().splitlines():
+        metric, _, others = line.partition("|")
+        kind, size, *names = metric.split()
+        factor = Fraction(size)
+        for name in (*names, *others.split()):
+            units[name] = (kind, factor)
+        for name in names:
+            prefixes = _SYMBOL_PREFIXES if len(name) <= 3 else _NAME_PREFIXES
+            for prefix, times in prefixes.items():
+                prefixed[prefix + name] = (kind, factor * Fraction(times))
+    return prefixed | units
+
+
+_UNITS = _read_table()
+
+
+def scaled(value: str, factor: Fraction) -> str:
+    """Returns ``value`` times ``factor`` in LaTeX."""
+    if factor == 1:
+        return value
+    return f"({value})\\cdot\\frac{{{factor.numerator}}}{{{factor.denominator}}}"
