@@ -15,7 +15,8 @@ GUARDS = Section(
             "The metrics below show which guard acted. After `guards.max_skipped_steps` skipped steps in a row, the run ends.",
         ),
         Metric(
-            "guards/nonfinite", "optimizer steps", "Optimizer steps whose loss or gradient norm was NaN or infinite.", "0",
+            "guards/nonfinite", "optimizer steps",
+            "Optimizer steps whose loss, gradient norm, or another metric of the loss was NaN or infinite.", "0",
             "Lower `optimizer.lr`, and look for very large rewards and for a policy loss that divides by 0.",
         ),
         Metric(
