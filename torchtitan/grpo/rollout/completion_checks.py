@@ -103,7 +103,7 @@ def rating_problem(
     if top is None:
         return None
     if not len(top.ids) == len(top.logprobs) == num_tokens:
-        return f"teacher_top must hold k ids and k logprobs for each of the {num_tokens} tokens"
+        return f"teacher_top must hold k ids and k logprobs for each of the {num_tokens} completion tokens"
     if not ((top.ids >= 0) & (top.ids < vocab_size)).all():
         return f"the ids of teacher_top must be in [0, {vocab_size}), the model's vocabulary"
     if (np.diff(np.sort(top.ids, axis=1), axis=1) == 0).any():

@@ -238,7 +238,7 @@ def batch(**changes):
         ({"observed": [(1, 3)]}, r"observed must be ascending spans within the 2"),
         ({"observed": [(1, 1), (0, 1)]}, r"observed must be ascending spans"),
         (
-            {"completion_ids": [7] * 9, "logprobs": [-1.0] * 9},
+            {"completion_ids": [7] * 9, "logprobs": [-1.0] * 9, "segments": [(0, 0, 9)]},
             r"at most training\.seq_len \(10\) tokens, got 11",
         ),
     ],
