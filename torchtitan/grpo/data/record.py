@@ -152,15 +152,17 @@ class RolloutRecorder:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._begin(kept)
-            self._file: BinaryIO = self._path.open("ab")
+            # Unbuffered, so that a line that found no room is not written again at the end.
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
 
     def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
         """Appends one batch to the file."""
         record = BatchRecord(version, progress, [_group_record(group) for group in groups])
-        self._file.write(self._line(record))
-        self._file.flush()
+        line = self._line(record)
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()
@@ -190,11 +192,14 @@ class RolloutRecorder:
     def _begin(self, kept: Iterable[BatchRecord]) -> None:
         """Writes the header, followed by the batches that a resumed run keeps."""
         partial = self._path.with_name(self._path.name + ".partial")
-        with partial.open("wb") as file:
-            file.write(self._line(self._header))
-            for batch in kept:
-                file.write(self._line(batch))
-        os.replace(partial, self._path)
+        try:
+            with partial.open("wb") as file:
+                file.write(self._line(self._header))
+                for batch in kept:
+                    file.write(self._line(batch))
+            os.replace(partial, self._path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _line(self, record: RecordHeader | BatchRecord) -> bytes:
         line = _with_sum(msgspec.json.encode(record)) + b"\n"

@@ -237,13 +237,16 @@ def write_hf(
         max_file_bytes: Size beyond which another safetensors file is started.
     """
     partial = target.with_name(target.name + ".partial")
-    writer = _ShardWriter(partial, max_file_bytes)
-    for name, tensor in tensors:
-        writer.add(name, tensor.to("cpu").contiguous())
-    writer.finish()
-    _copy_assets(source, partial, dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    try:
+        writer = _ShardWriter(partial, max_file_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor.to("cpu").contiguous())
+        writer.finish()
+        _copy_assets(source, partial, dtype)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what found no room
 
 
 def full_hf_tensors(

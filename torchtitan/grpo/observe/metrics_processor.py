@@ -154,8 +154,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
         is_supervised = self._config.sft.path is not None
         describe = summarize_supervised if is_supervised else summarize
         summary = describe(outcome, steps, evaluations)
-        write_summary(self._folder, summary)
         print(json.dumps(summary, indent=2), flush=True)
+        write_summary(self._folder, summary)
         if not is_supervised:
             draw_reward_curve(self._folder, steps, evaluations, self._config)
         self.close()

@@ -92,6 +92,10 @@ def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     """Writes ``summary.json`` and returns its path."""
-    file = folder / "summary.json"
-    file.write_text(json.dumps(summary, indent=2) + "\n")
+    file, partial = folder / "summary.json", folder / "summary.json.partial"
+    try:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     return file
