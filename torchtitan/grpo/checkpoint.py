@@ -25,11 +25,12 @@ from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
-from torchtitan.grpo.resume.checkpoint_files import damaged_files, remove_incomplete
+from torchtitan.grpo.resume.checkpoint_files import remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
 from torchtitan.grpo.resume.resumption import Start, describe_start, plan_start
 from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter

@@ -252,7 +252,7 @@ def _tell_torchrun(message: str) -> None:
     }
     # The error has been printed. A directory that is gone must not hide it.
     with contextlib.suppress(OSError):
-        Path(file).write_text(json.dumps(content))
+        Path(file).write_text(json.dumps(content, allow_nan=False))
 
 
 def leave(main: Callable[[], int]) -> None:

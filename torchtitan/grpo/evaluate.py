@@ -8,7 +8,6 @@ Launched servers load the weights that are named; servers at ``inference.urls`` 
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets
@@ -29,7 +29,7 @@ from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model
+from torchtitan.grpo.models.hf_config import HFModel, ModelError, read_hf_model, require_undamaged
 from torchtitan.grpo.models.hub import locate_models
 from torchtitan.grpo.observe.evaluation_records import evaluation_metrics, sample_records
 from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
@@ -107,10 +107,11 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     target = given.output or folder / RESULT_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     record = _record(config, subject, result, servers)
-    target.write_text(json.dumps(record, indent=2) + "\n")
+    target.write_text(strict_json.dumps(record, indent=2) + "\n")
     with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
         file.writelines(
-            json.dumps(sample, ensure_ascii=False) + "\n" for sample in sample_records(result)
+            strict_json.dumps(sample, ensure_ascii=False) + "\n"
+            for sample in sample_records(result)
         )
     print_table(result)
     print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
@@ -190,6 +191,9 @@ def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
     if not config.inference.launch:
         urls = ", ".join(named_urls(config.inference)) or "that register themselves"
         return Subject(model, "servers", f"what the servers {urls} serve")
+    require_undamaged(
+        model.path, "--model" if given.model else "model.hf_assets_path", weights=True
+    )
     return Subject(model, f"model-{model.path.name}", f"the model in {model.path}")
 
 

@@ -178,7 +178,7 @@ def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -
         ("functions", set()),
         ("types", set()),
         ("weight_wire", set()),
-        ("inference", {"monitoring", "system", "types", "weight_wire"}),
+        ("inference", {"monitoring", "strict_json", "system", "types", "weight_wire"}),
         ("losses", {"config", "functions"}),
     ],
 )

@@ -10,6 +10,7 @@ trainer's and the sampling-time logprobs.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,46 @@ from torchtitan.grpo.models.config_sizes import wrong_size
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
 from torchtitan.grpo.models.families import FAMILIES, Family, decoder_args, refusals
+from torchtitan.grpo.system.file_sums import damaged_files
+
+SUMS_FILE = "sums_export.json"
+"""Sizes and checksums of the files of an exported model, beside them."""
 
 
 class ModelError(ValueError):
     """A model directory cannot be used; the message gives the reason."""
+
+
+def require_undamaged(
+    path: Path, setting: str, share: int = 0, num_shares: int = 1, *, weights: bool
+) -> None:
+    """Refuses a directory that this project has exported and that has changed since.
+
+    Other directories have no checksums.
+
+    Args:
+        path: The directory.
+        setting: TOML key that names it.
+        share: Which share of the files is read, so that ranks can divide them.
+        num_shares: Number of shares.
+        weights: Whether the weights are read, or all other files.
+
+    Raises:
+        ModelError: With the names of the files that have changed.
+    """
+    if damaged := list(_damaged(path, share, num_shares, weights)):
+        raise ModelError(
+            f"{setting}: the files of {path} must be what was exported, but these have changed since: "
+            f"{', '.join(damaged[:3])}. Export the model again, or remove {path / SUMS_FILE} if you "
+            "have changed them yourself."
+        )
+
+
+def _damaged(path: Path, share: int, num_shares: int, weights: bool) -> Iterator[str]:
+    def is_wanted(name: str) -> bool:
+        return name.endswith(".safetensors") == weights
+
+    return damaged_files(path, share, num_shares, is_wanted=is_wanted)
 
 
 @dataclass(frozen=True)
@@ -53,10 +90,11 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
         setting: TOML key that names the directory, for error messages.
 
     Raises:
-        ModelError: If ``path`` is not such a directory, its architecture is not supported, it
+        ModelError: If ``path`` is not such a directory, was exported and has changed since, its architecture is not supported, it
             uses a variant that upstream's model lacks, or it names no end-of-sequence token.
     """
     path = Path(path)
+    require_undamaged(path, setting, weights=False)
     config = _read_json(path / "config.json", setting)
     architecture = _architecture(config)
     if architecture not in FAMILIES:

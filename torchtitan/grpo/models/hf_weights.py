@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,8 +22,9 @@ from torchtitan.protocols import BaseStateDictAdapter
 
 from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
-from torchtitan.grpo.models.hf_config import ModelError
+from torchtitan.grpo.models.hf_config import SUMS_FILE, ModelError, require_undamaged
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
+from torchtitan.grpo.system.file_sums import sums_of, write_sums
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -98,8 +100,12 @@ def load_hf_weights(
 
     Raises:
         ModelError: If the directory has no readable safetensors file, a tensor is missing, or
-            the shape of a tensor contradicts ``config.json``.
+            the shape of a tensor contradicts ``config.json``, or the directory was exported and has
+            changed since.
     """
+    is_group = dist.is_initialized()
+    share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
+    require_undamaged(Path(path), setting, *share, weights=True)
     reader = _SafetensorsReader(Path(path), setting)
     with torch.no_grad():
         for name, parameter in named_parameters(model_parts):
@@ -243,6 +249,7 @@ def write_hf(
             writer.add(name, tensor.to("cpu").contiguous())
         writer.finish()
         _copy_assets(source, partial, dtype)
+        write_sums(partial / SUMS_FILE, sums_of(f for f in partial.iterdir() if f.is_file()))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     finally:
@@ -305,7 +312,7 @@ class _ShardWriter:
             (self.folder / f"part-{index}.safetensors").rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
         index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2))
+        (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2, allow_nan=False))
         # The safetensors library lets the owner alone read its files; umask decides about others.
         ordinary = (self.folder / INDEX_FILE).stat().st_mode
         for file in self.folder.glob("*.safetensors"):
@@ -315,11 +322,11 @@ class _ShardWriter:
 def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
     for pattern in _ASSETS:
         for file in source.glob(pattern):
-            if file.name != INDEX_FILE:
+            if file.name not in (INDEX_FILE, SUMS_FILE):
                 shutil.copyfile(file, target / file.name)  # without the source's permissions
     config = json.loads((target / "config.json").read_text())
     # transformers 5 writes `dtype`; version 4 wrote `torch_dtype`. A loader reads either.
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    (target / "config.json").write_text(json.dumps(config, indent=2, allow_nan=True))

@@ -117,7 +117,7 @@ def export_peft(
         partial.mkdir(parents=True)
         try:
             config = partial / "adapter_config.json"
-            config.write_text(json.dumps(peft_config(lora, base_model), indent=2))
+            config.write_text(json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False))
             weights = partial / "adapter_model.safetensors"
             save_file(tensors, weights, metadata={"format": "pt"})
             # The safetensors library lets the owner alone read its files; umask decides about others.

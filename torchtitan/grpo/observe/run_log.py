@@ -11,6 +11,8 @@ from typing import Any
 
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo import strict_json
+
 
 class RunLog:
     """A file of records that a resumed run continues from its checkpoint on.
@@ -43,7 +45,7 @@ class RunLog:
 
         If the disk has no room, the record is kept, and written with the next one that can be.
         """
-        self._unwritten += (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        self._unwritten += (strict_json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._flush()
 
     def read(self) -> list[dict[str, Any]]:
