@@ -26,6 +26,7 @@ from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.controller import process_config
+from torchtitan.grpo.disk_failures import disk_failure
 from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
@@ -104,16 +105,21 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise
         print(f"error: {cause}", file=sys.stderr)
         return 1
+    print_table(result)  # first: what it cost need not be lost with a disk
     target = given.output or folder / RESULT_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
     record = _record(config, subject, result, servers)
-    target.write_text(strict_json.dumps(record, indent=2) + "\n")
-    with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
-        file.writelines(
-            strict_json.dumps(sample, ensure_ascii=False) + "\n"
-            for sample in sample_records(result)
-        )
-    print_table(result)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(strict_json.dumps(record, indent=2) + "\n")
+        with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
+            file.writelines(
+                strict_json.dumps(sample, ensure_ascii=False) + "\n"
+                for sample in sample_records(result)
+            )
+    except OSError as error:
+        message = disk_failure(error, str(target)) or f"{target} cannot be written: {error}."
+        print(f"error: {message}", file=sys.stderr)
+        return 1
     print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
     return 0
 

@@ -85,16 +85,11 @@ def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[s
     A process that was killed may have left an incomplete last line.
     """
     for number, line in enumerate(lines, 1):
-        if not line.endswith(b"}\n"):
-            continue
         try:
-            record = json.loads(line)
-            is_whole = isinstance(record, dict) and type(record.get("step")) is int
+            record = json.loads(line) if line.endswith(b"}\n") else None
         except ValueError:
-            is_whole = False
-        if is_whole:
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
             yield line, record
         else:
-            logger.warning(
-                f"{path}:{number} is damaged and is left out: it is no record of a step."
-            )
+            logger.warning(f"{path}:{number} is damaged or incomplete, and is left out.")
