@@ -24,6 +24,7 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     WholePart,
     split_rows,
 )
+from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.types import TopTokens
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
             on CUDA.
 
     Raises:
-        ValueError: If the directory has no config.json.
+        ValueError: If the directory has no config.json, or was exported and has changed since.
     """
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
@@ -224,6 +225,12 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
+    if damaged := list(damaged_files(Path(path))):
+        raise ValueError(
+            f"The files of --model-path {path} must be what was exported, but these have changed since: "
+            f"{', '.join(damaged[:3])}. Export the model again, or remove its sums_*.json if you have "
+            "changed them yourself."
+        )
     model = AutoModelForCausalLM.from_pretrained(
         path,
         config=AutoConfig.from_pretrained(path, local_files_only=True),
