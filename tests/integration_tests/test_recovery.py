@@ -223,7 +223,7 @@ def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(tra
     assert not list((run.folder / "rollouts").glob("step-4*")), "nothing is kept beside it"
     assert run.summary["steps"] == 4 and (run.folder / "hf/step-4").is_dir()
     assert checkpoints(folder) == ["step-2"], "what was written in part is removed"
-    full = f"The checkpoint {folder}/step-4 could not be written: the disk of {folder} is full, "
+    full = f"The checkpoint {folder}/step-4 could not be written: the disk of {folder} is full: "
     assert run.console.count(full) == 2, "told when it failed, and as the reason of the status"
     assert "The newest whole checkpoint is that of step 2." in run.console
 
