@@ -18,7 +18,8 @@ TARGET = REPOSITORY / "docs/metrics.md"
 HEAD = """# Metrics
 
 In `job.dump_folder`, `metrics.jsonl` has one record for each step, and `evaluations.jsonl` has one record for each evaluation.
-Numbers are rounded to seven significant digits. A metric's key is a path that ends in the unit, if the metric has one. A metric
+Numbers are rounded to seven significant digits. NaN and infinite numbers are null, and `nonfinite_values` counts them, so that
+each record is JSON in the strict sense. A metric's key is a path that ends in the unit, if the metric has one. A metric
 that does not apply to a run is absent.
 
 **wandb and TensorBoard.** `metrics.enable_wandb = true` and `metrics.enable_tensorboard = true` send the same keys to wandb and

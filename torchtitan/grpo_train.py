@@ -34,7 +34,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan.grpo import checkpoint
-from torchtitan.grpo.checkpoint_manager import adopt
+from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager, adopt
 from torchtitan.grpo.controller import open_step_source
 from torchtitan.grpo.data.feed import Feed, Signal, TrainBatch
 from torchtitan.grpo.data.step_source import StepSource
@@ -74,6 +74,7 @@ class GRPOTrainer(Trainer):
         watch: Detects lost ranks, and sends the phase of this rank to the others.
     """
 
+    checkpointer: GRPOCheckpointManager
     metrics_processor: GRPOMetricsProcessor
     publisher: Publisher
 
@@ -85,7 +86,9 @@ class GRPOTrainer(Trainer):
         self.progress = PromptProgress()
         self.stopped = False
         super().__init__(job_config)
-        adopt(self.checkpointer, job_config.checkpoint)
+        self.checkpointer = adopt(
+            self.checkpointer, job_config.checkpoint, job_config.job.dump_folder
+        )
         self.is_rank_zero = dist.get_rank() == 0
         self.runner = build_policy_runner(self)
         adapter = self.train_spec.state_dict_adapter
@@ -267,7 +270,8 @@ class GRPOTrainer(Trainer):
         self.enter("saving a checkpoint")
         self.checkpointer.save(self.step, last_step=is_last)
         config = self.config.checkpoint
-        if config.enable and (is_last or self._is_due(config.interval)) and self.source:
+        is_due = config.enable and (is_last or self._is_due(config.interval))
+        if is_due and self.source and self.checkpointer.missing is None:
             with self.rank_zero.releasing_others():
                 self.source.save(self.step)
 
@@ -276,6 +280,7 @@ class GRPOTrainer(Trainer):
 
         Raises:
             GuardStopped: If a guard has stopped it.
+            LastSaveFailed: If it is finished and its last checkpoint could not be written.
         """
         self.enter("ending")
         is_halted = self.stopped and self.guards.reason is not None
@@ -288,6 +293,8 @@ class GRPOTrainer(Trainer):
             self.stopped = self.rank_zero.run(self.publisher.close)
         if is_halted:
             self.guards.raise_if_stopped()
+        if not self.stopped:
+            self.checkpointer.raise_if_missing()
 
     def _conclude(self) -> None:
         """Exports the model; then serves and evaluates its last version, and reports."""

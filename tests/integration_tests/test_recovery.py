@@ -162,11 +162,11 @@ def test_servers_of_the_user_outlive_restarts_and_a_guard_ends_them(train, serve
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path):
+def small_disk(tmp_path: Path, request):
     """A disk that has room for one checkpoint, which :func:`grow` makes large."""
-    folder = tmp_path / "disk"
+    folder, size = tmp_path / "disk", getattr(request, "param", "9m")
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("NOT TESTED: a full disk, because file systems may not be mounted here")
     yield folder
@@ -194,16 +194,37 @@ def test_a_disk_that_is_full_at_the_start_is_one_message(train, small_disk):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("small_disk", ["12m"], indirect=True)
+def test_a_run_on_a_small_disk_promises_nothing_and_leaves_nothing_half(train, small_disk):
+    """The disk has room for the first of four checkpoints, and for the export."""
+    folder = small_disk / "run"
+    run = train(f"--job.dump_folder={folder}", "--training.steps=8")
+    assert run.finish() == 4, run.console[-6000:]
+    (message,) = run.errors()
+    assert f"{folder}/checkpoint/step-8 could not be written: the disk of" in message
+    assert "The newest whole checkpoint is that of step 2." in message
+    assert run.console.count("saves again") == 2, "after step 4 and 6, and not after the last one"
+    assert not run.has_traceback(), run.console[-6000:]
+    whole = checkpoints(folder / "checkpoint")
+    assert [file.stem for file in (folder / "rollouts").iterdir()] == whole == ["step-2"]
+    assert not list(folder.rglob("*.partial"))
+    run.wait_until_processes_end()
+
+
+@pytest.mark.long
 def test_a_full_disk_costs_checkpoints_only_and_a_damaged_one_is_passed_over(train, small_disk):
     """Then other numbers of ranks and servers, and another layout, go on from what there is."""
     folder = small_disk / "checkpoint"
     on_disk = f"--checkpoint.folder={folder}"
     train = functools.partial(train, "--rollout.max_head_offpolicyness=0")
     run = train(on_disk, "--training.steps=4", "--max-restarts=1")
-    assert run.finish() == 0, run.console[-6000:]
+    assert run.finish() == 4, "the last checkpoint is missing, which no restart makes up for"
+    assert "started again" not in run.console and "saves again" not in run.console
+    assert not list((run.folder / "rollouts").glob("step-4*")), "nothing is kept beside it"
+    assert run.summary["steps"] == 4 and (run.folder / "hf/step-4").is_dir()
     assert checkpoints(folder) == ["step-2"], "what was written in part is removed"
-    full = f"The checkpoint {folder}/step-4 could not be written: the disk of {folder} is full, "
-    assert run.console.count(full) == 1, run.console[-6000:]
+    full = f"The checkpoint {folder}/step-4 could not be written: the disk of {folder} is full: "
+    assert run.console.count(full) == 2, "told when it failed, and as the reason of the status"
     assert "The newest whole checkpoint is that of step 2." in run.console
 
     run = train(on_disk, "--training.steps=6", "--checkpoint.save_failure=stop")

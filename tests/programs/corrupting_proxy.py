@@ -96,6 +96,7 @@ _CHANGES: dict[str, Callable[[Fields], None]] = {
     "infinite logprob": _first_logprob(float("-inf")),
     "positive logprob": _first_logprob(0.7),
     "giant logprob": _first_logprob(-(10**400)),
+    "clipped logprob": _first_logprob(-9999.0),
     "text for a logprob": _first_logprob("-0.5"),
     "version gap": _without_first_version,
     "version beyond the end": _with_versions_beyond_the_end,

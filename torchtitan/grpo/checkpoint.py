@@ -20,16 +20,18 @@ from torchtitan.protocols import BaseStateDictAdapter
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
+from torchtitan.grpo.checkpoint_manager import GRPOCheckpointManager
 from torchtitan.grpo.data.step_source import StepSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import load_hf_weights
 from torchtitan.grpo.models.lora import begin_adapters
-from torchtitan.grpo.resume.checkpoint_files import damaged_files, remove_incomplete
+from torchtitan.grpo.resume.checkpoint_files import remove_incomplete
 from torchtitan.grpo.resume.kept_record import STATE_KEY, CheckpointDamaged, RecordState
 from torchtitan.grpo.resume.resumption import Start, describe_start, plan_start
 from torchtitan.grpo.resume.stopped import describe_stop
 from torchtitan.grpo.rollout.link import RolloutFailed
+from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.training.optimizer_settings import renew_settings, settings_of
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
@@ -152,7 +154,7 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
             again if no step was taken since.
     """
     config, checkpointer, step = trainer.job_config, trainer.checkpointer, trainer.step
-    assert isinstance(config, JobConfig)
+    assert isinstance(config, JobConfig) and isinstance(checkpointer, GRPOCheckpointManager)
     if not checkpointer.enable or step == 0:
         source = None  # without a checkpoint nothing can go on with rollouts
     if source is not None:
@@ -161,11 +163,13 @@ def save_stopped(trainer: Trainer, source: StepSource | None, first_step: int) -
             source.save(step)
     if checkpointer.enable and step > first_step:
         save_whole(checkpointer, step)
-        checkpointer._async_wait()  # one that is written in the background, at its interval
+        checkpointer.finish()  # one may be written in the background, at its interval
     num_rollouts: int | None = 0
     if source is not None:
         seconds = min(_ROLLOUTS_SECONDS, config.grpo.stop_timeout_seconds / 2)
         num_rollouts = source.wait_saved(step, seconds)
+        if checkpointer.missing is not None:
+            checkpointer.discard_rollouts()
     if dist.get_rank() == 0:
         print(describe_stop(config, step, num_rollouts, sys.argv[1:]), flush=True)
 

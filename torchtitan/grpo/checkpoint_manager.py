@@ -7,8 +7,6 @@ Upstream ends the run if a checkpoint cannot be written, whether or not its disk
 at the next one, and it counts interrupted checkpoints among those to keep.
 """
 
-import errno
-import os
 import shutil
 import time
 from concurrent.futures import Future
@@ -24,25 +22,41 @@ from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from torchtitan.grpo.disk_failures import room_problem
 from torchtitan.grpo.job_config import Checkpoint
 from torchtitan.grpo.resume.checkpoint_files import METADATA_FILE, CheckpointWriter, is_whole
+from torchtitan.grpo.rollout.saved import file_of
 from torchtitan.grpo.run_folder.contents import steps_in
 
 # Training that stands still for this share of the time since the last checkpoint is worth a word.
 _SLOW_SHARE = 0.2
 _SLOW_SECONDS = 5.0
+_NONE_FOLLOWS = "It was to be the last one: the run ends without it."
 
 
 class SaveFailed(RuntimeError):
     """A checkpoint could not be written, and the run is to end then (``checkpoint.save_failure``)."""
 
 
+class LastSaveFailed(SaveFailed):
+    """A run has taken all its steps, but its last checkpoint could not be written."""
+
+
 class GRPOCheckpointManager(CheckpointManager):
-    """See the module. An upstream manager becomes one by :func:`adopt`."""
+    """See the module. An upstream manager becomes one by :func:`adopt`.
+
+    Attributes:
+        settings: The table ``[checkpoint]``.
+        dump_folder: ``job.dump_folder``.
+        missing: What became of the newest checkpoint, if it could not be written; else None.
+    """
 
     settings: Checkpoint
+    dump_folder: str
+    missing: str | None = None
     _saving: str | None = None
     _is_told = _is_slow_told = False
+    _then: str | None = None  # what follows a failed save; None while training goes on
     _last_save_at: float | None = None
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
@@ -50,6 +64,9 @@ class GRPOCheckpointManager(CheckpointManager):
         if not self._should_save(curr_step, last_step):
             return
         begin = time.monotonic()
+        self._then = "The next one is written now."
+        self._async_wait()
+        self._then = _NONE_FOLLOWS if last_step else None
         super().save(curr_step, last_step)
         now = time.monotonic()
         if self._last_save_at is not None and not last_step:
@@ -66,7 +83,7 @@ class GRPOCheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Future | AsyncSaveResponse | None:
         """Writes a checkpoint; see upstream. A failure is told, and ends the run if it is to."""
-        self._saving, self._is_told = checkpoint_id, False
+        self._saving, self._is_told, self.missing = checkpoint_id, False, None
         try:
             if to_hf:
                 return super().dcp_save(
@@ -97,7 +114,23 @@ class GRPOCheckpointManager(CheckpointManager):
         super().maybe_wait_for_staging()
         future = cast(Future | None, self.save_future) if self.enable else None
         if future is not None and future.done() and (error := future.exception()) is not None:
-            self._tell_failure(error)
+            self._tell_failure(self._describe_failure(error))
+
+    def finish(self) -> None:
+        """Waits for what is still being written, after which nothing is saved any more. Collective."""
+        self._then = _NONE_FOLLOWS
+        if self.enable:
+            self._async_wait()
+
+    def raise_if_missing(self) -> None:
+        """Raises :class:`LastSaveFailed` if the newest checkpoint could not be written. Collective."""
+        self.finish()
+        if self.missing is not None:
+            raise LastSaveFailed(
+                f"{self.missing} The run has taken all its steps, but cannot be resumed from the last "
+                "one. Make room, or correct job.dump_folder, and start again: the steps since the "
+                "newest whole checkpoint are then taken again."
+            )
 
     def _async_wait(self) -> None:
         future, self.save_future = cast(Future | None, self.save_future), None
@@ -108,15 +141,16 @@ class GRPOCheckpointManager(CheckpointManager):
         except CheckpointException as error:
             self._end_failed(error)
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _tell_failure(self, failure: str) -> None:
         if not self._is_told and dist.get_rank() == 0:
-            next_one = f"again after checkpoint.interval = {self.interval} steps"
-            logger.error(
-                f"{self._describe_failure(error)} Training goes on and saves {next_one}; "
-                'checkpoint.save_failure = "stop" would end it.'
-                if self.settings.save_failure == "warn"
-                else f"{self._describe_failure(error)} The run ends with the next checkpoint."
-            )
+            if self.settings.save_failure == "stop":
+                then = "The run ends with the next checkpoint."
+            else:
+                then = self._then or (
+                    "Training goes on and saves again after checkpoint.interval = "
+                    f'{self.interval} steps; checkpoint.save_failure = "stop" would end it.'
+                )
+            logger.error(f"{failure} {then}")
         self._is_told = True
 
     def _describe_failure(self, error: BaseException) -> str:
@@ -133,14 +167,23 @@ class GRPOCheckpointManager(CheckpointManager):
         Raises:
             SaveFailed: With ``checkpoint.save_failure = "stop"``.
         """
+        # Described first: what is removed gives room.
+        self.missing = self._describe_failure(error)
         if dist.get_rank() == 0 and self._saving and not is_whole(Path(self._saving)):
             shutil.rmtree(self._saving, ignore_errors=True)
+            self.discard_rollouts()
         if self.settings.save_failure == "stop":
             raise SaveFailed(
-                f'{self._describe_failure(error)} The run ends, because checkpoint.save_failure is "stop". '
+                f'{self.missing} The run ends, because checkpoint.save_failure is "stop". '
                 "Make room, or correct job.dump_folder, and start again to go on from that one."
             ) from error
-        self._tell_failure(error)
+        self._tell_failure(self.missing)
+
+    def discard_rollouts(self) -> None:
+        """Removes the rollouts that were kept beside the newest checkpoint, which does not exist."""
+        if self._saving is not None:
+            step = int(Path(self._saving).name.removeprefix("step-"))
+            file_of(self.dump_folder, step).unlink(missing_ok=True)
 
     def _tell_if_slow(self, step: int, seconds: float, since_last: float) -> None:
         if self._is_slow_told or dist.get_rank() != 0:
@@ -168,14 +211,17 @@ class GRPOCheckpointManager(CheckpointManager):
             self.purge_queue.put(str(folder))
 
 
-def adopt(manager: CheckpointManager, settings: Checkpoint) -> None:
+def adopt(
+    manager: CheckpointManager, settings: Checkpoint, dump_folder: str
+) -> GRPOCheckpointManager:
     """Turns an upstream manager into a :class:`GRPOCheckpointManager`.
 
     Upstream's trainer constructs its manager itself and has no seam for another one.
     """
     manager.__class__ = GRPOCheckpointManager
     assert isinstance(manager, GRPOCheckpointManager)
-    manager.settings = settings
+    manager.settings, manager.dump_folder = settings, dump_folder
+    return manager
 
 
 def _reason(error: BaseException, folder: Path) -> str:
@@ -184,15 +230,5 @@ def _reason(error: BaseException, folder: Path) -> str:
     if isinstance(error, CheckpointException):
         causes = [wrapped[0] for wrapped in error.failures.values()]
     text = f"{type(causes[0]).__name__}: {causes[0]}".splitlines()[0]
-    if any(isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT) for c in causes) or (
-        "PytorchStreamWriter" in text or "No space left" in text
-    ):
-        return f"the disk of {folder} is full, {_free_mib(folder)} MiB are free ({text})"
-    return text
-
-
-def _free_mib(folder: Path) -> int:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize // 2**20
+    no_room = room_problem(causes, folder)
+    return f"{no_room} ({text})" if no_room else text

@@ -6,13 +6,19 @@
 import errno
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-# How safetensors, torch's serialization and other libraries without error numbers say it.
-_NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded", re.IGNORECASE)
-_WRITE_FAILED_TEXT = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+")
+# How libraries without error numbers, such as safetensors, and torch's serialization say it. The latter
+# finds only that a file is shorter than what it wrote.
+_TEXTS = {
+    errno.ENOSPC: re.compile(r"No space left on device", re.IGNORECASE),
+    errno.EDQUOT: re.compile(r"Disk quota exceeded", re.IGNORECASE),
+    errno.EFBIG: re.compile(r"File too large", re.IGNORECASE),
+    errno.EROFS: re.compile(r"Read-only file system", re.IGNORECASE),
+}
+_CUT_SHORT = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+")
 _ALMOST_FULL_BYTES = 1 << 20
 
 
@@ -23,18 +29,15 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
         error: One exception, without what it arose from.
         dump_folder: ``job.dump_folder``, where a run writes.
     """
-    number = error.errno if isinstance(error, OSError) else None
     name = getattr(error, "filename", None)
     path = Path(name) if isinstance(name, str) else Path(dump_folder)
-    text = str(error)
-    wrote_half = _WRITE_FAILED_TEXT.search(text) and _free_bytes(path) < _ALMOST_FULL_BYTES
-    if number in _NO_SPACE or _NO_SPACE_TEXT.search(text) or wrote_half:
+    if no_room := room_problem([error], path):
         return (
-            f"The disk of {path} is full: {_free_bytes(path) / 2**20:.0f} MiB are free. Make room, for "
-            "instance with checkpoint.keep_latest_k, or put job.dump_folder on another disk, and start "
-            "the same command again: with checkpoint.enable the run goes on from its last checkpoint."
+            f"{no_room[0].upper()}{no_room[1:]}. Make room, for instance with "
+            "checkpoint.keep_latest_k, or put job.dump_folder on another disk, and start the same "
+            "command again: with checkpoint.enable the run goes on from its last checkpoint."
         )
-    if number in _NOT_WRITABLE and isinstance(error, OSError):
+    if isinstance(error, OSError) and _number(error) in _NOT_WRITABLE:
         return (
             f"{path} must be a place where this user may write, but: {error.strerror}. Change its "
             "permissions, or choose another folder with job.dump_folder."
@@ -42,10 +45,43 @@ def disk_failure(error: BaseException, dump_folder: str) -> str | None:
     return None
 
 
-def _free_bytes(path: Path) -> int:
+def room_problem(errors: list[BaseException], path: Path) -> str | None:
+    """Returns why a disk took no more, in one clause, or ``None`` if that is not what is wrong.
+
+    Args:
+        errors: What was raised where a file was written, on one rank or several.
+        path: What was written, or the folder that it was written into.
+    """
+    numbers, mib = {_number(error) for error in errors}, free_bytes(path) / 2**20
+    is_short = any(_CUT_SHORT.search(str(error)) for error in errors)
+    if errno.EDQUOT in numbers:
+        return f"the quota on the disk of {path} is used up, though {mib:.0f} MiB of it are free"
+    if errno.ENOSPC in numbers or (is_short and free_bytes(path) < _ALMOST_FULL_BYTES):
+        return f"the disk of {path} is full: {mib:.0f} MiB are free"
+    if errno.EFBIG in numbers:
+        return f"a file in {path} would be larger than the system allows (ulimit -f)"
+    if is_short:
+        return (
+            f"the disk of {path} took a part of a file only, with {mib:.0f} MiB free: it was full, or a "
+            "quota or a limit of the size of files (ulimit -f) was reached"
+        )
+    return None
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    return next((number for number, text in _TEXTS.items() if text.search(str(error))), None)
+
+
+def free_bytes(path: Path) -> int:
+    """Returns the free space of the disk that holds a path, which need not exist yet."""
+    return next(_free_above(path), 0)
+
+
+def _free_above(path: Path) -> Iterator[int]:
     for folder in (path, *path.parents):
         try:
-            return shutil.disk_usage(folder).free
+            yield shutil.disk_usage(folder).free
         except OSError:
-            continue  # the path may not exist yet
-    return 0
+            continue

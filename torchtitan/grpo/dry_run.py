@@ -141,7 +141,7 @@ def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputR
     """
     folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys
     try:
-        (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict()))
+        (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), allow_nan=False))
         child = start_child(
             [*LIGHT_PYTHON, "torchtitan.grpo.rollout.input_check", str(folder)],
             env=without_rank_variables(os.environ),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
-from torchtitan.grpo.checkpoint_manager import SaveFailed
+from torchtitan.grpo.checkpoint_manager import LastSaveFailed, SaveFailed
 from torchtitan.grpo.command_line.help_page import help_words, page
 from torchtitan.grpo.config_checks import ConfigError, check_model
 from torchtitan.grpo.config_manager import is_dry_run, load_config
@@ -52,7 +52,7 @@ from torchtitan.grpo.run_folder.contents import remove_run
 from torchtitan.grpo.run_folder.launch import is_restart
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
-from torchtitan.grpo.system.exit_status import STOPPED_BY_GUARD
+from torchtitan.grpo.system.exit_status import LAST_SAVE_FAILED, STOPPED_BY_GUARD
 from torchtitan.grpo.system.rank_watch import RankLost, RankWatch
 from torchtitan.grpo.system.stop import StopRequest
 from torchtitan.grpo.system.store_rounds import separate_rounds
@@ -98,7 +98,8 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
 
     Returns:
         0 after a complete run, 1 after a failure, 2 if the configuration or the model cannot be
-        used, 3 if a guard stopped the run, and 128 plus the signal's number after a stop request.
+        used, 3 if a guard stopped the run, 4 if its last checkpoint could not be written, and 128 plus
+        the signal's number after a stop request.
     """
     args = list(args)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -199,6 +200,8 @@ def _train(
         return 1
     except GuardStopped as error:
         return _report(is_rank_zero, error, STOPPED_BY_GUARD, stop.wait)
+    except LastSaveFailed as error:
+        return _report(is_rank_zero, error, LAST_SAVE_FAILED, stop.wait)
     except _EXPLAINED as error:
         if watch.lost is not None:
             return 1  # the error is a consequence
@@ -261,7 +264,7 @@ def _tell_torchrun(message: str) -> None:
     }
     # The error has been printed. A directory that is gone must not hide it.
     with contextlib.suppress(OSError):
-        Path(file).write_text(json.dumps(content))
+        Path(file).write_text(json.dumps(content, allow_nan=False))
 
 
 def leave(main: Callable[[], int]) -> None:

@@ -8,7 +8,6 @@ Launched servers load the weights that are named; servers at ``inference.urls`` 
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -20,12 +19,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.config.evaluation import evaluation_sets
 from torchtitan.grpo.config_checks import check_model
 from torchtitan.grpo.config_manager import load_config
 from torchtitan.grpo.controller import process_config
+from torchtitan.grpo.disk_failures import disk_failure
 from torchtitan.grpo.inference.local_servers import set_random_keys
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
@@ -38,6 +39,7 @@ from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
 from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.types import PromptProgress
+from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
 FOLDER = "evaluate"
 """Folder in the dump folder with one folder for each set of weights that was evaluated."""
@@ -105,15 +107,21 @@ def evaluate(given: argparse.Namespace, arguments: Sequence[str]) -> int:
             raise
         print(f"error: {cause}", file=sys.stderr)
         return 1
+    print_table(result)  # first: what it cost need not be lost with a disk
     target = given.output or folder / RESULT_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
     record = _record(config, subject, result, servers)
-    target.write_text(json.dumps(record, indent=2) + "\n")
-    with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
-        file.writelines(
-            json.dumps(sample, ensure_ascii=False) + "\n" for sample in sample_records(result)
-        )
-    print_table(result)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(strict_json.dumps(record, indent=2) + "\n")
+        with (folder / SAMPLES_FILE).open("w", encoding="utf-8") as file:
+            file.writelines(
+                strict_json.dumps(sample, ensure_ascii=False) + "\n"
+                for sample in sample_records(result)
+            )
+    except OSError as error:
+        message = disk_failure(error, str(target)) or f"{target} cannot be written: {error}."
+        print(f"error: {message}", file=sys.stderr)
+        return 1
     print(f"The result is in {target}, completions in {folder / SAMPLES_FILE}.")
     return 0
 
@@ -198,6 +206,9 @@ def _subject(config: JobConfig, given: argparse.Namespace) -> Subject:
     if not config.inference.launch:
         urls = ", ".join(named_urls(config.inference)) or "that register themselves"
         return Subject(model, "servers", f"what the servers {urls} serve")
+    require_undamaged(
+        model.path, "--model" if given.model else "model.hf_assets_path", weights=True
+    )
     return Subject(model, f"model-{model.path.name}", f"the model in {model.path}")
 
 

@@ -27,7 +27,10 @@ from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.observe.report import numbers_of
 from torchtitan.grpo.types import GenerateRequest, Generation
+
+_NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,36 @@ class Check:
     holds: bool
 
 
-def read_summary(run: Path) -> dict[str, Any]:
-    """Reads ``summary.json`` of a run.
+def read_summary(run: Path, *more: str) -> dict[str, Any]:
+    """Reads ``summary.json`` of a run, which must have some keys, and those of ``more``.
 
     Raises:
         ValueError: If the run has not finished, or had no servers.
     """
     file = run / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {}
-    if "server_version" not in summary:
-        found = "there is no such file" if not summary else "it names no server_version"
+    summary = read_json(file, file.read_text(errors="replace")) if file.is_file() else {}
+    if missing := [key for key in (*_NEEDED, *more) if key not in summary]:
+        found = "there is no such file" if not summary else f"it names no {missing[0]}"
         raise ValueError(
             f"--run must be job.dump_folder of a finished run with servers, which has written {file}, "
             f"but {found}."
         )
     return summary
+
+
+def read_json(where: Path | str, text: str) -> dict[str, Any]:
+    """Returns a JSON object that a run has written.
+
+    Raises:
+        ValueError: If it is damaged. ``where`` begins the message.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is damaged: it must be a JSON object.")
+    return found
 
 
 def read_prompts(file: Path, number: int) -> list[str]:
@@ -81,7 +99,9 @@ def read_prompts(file: Path, number: int) -> list[str]:
 def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
     """Checks the summary and the metrics that the run has written."""
     summary = read_summary(run)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    file, key = run / "metrics.jsonl", "staleness/mixed_version_fraction"
+    lines = enumerate(file.read_text(errors="replace").splitlines(), 1)
+    records = [read_json(f"{file}:{number}", line) for number, line in lines]
     checks = [
         Check(
             "the server's version is the last step's",
@@ -95,7 +115,7 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
         ),
     ]
     if want_in_flight:
-        mixed = max(record["staleness/mixed_version_fraction"] for record in records)
+        mixed = max(numbers_of(records, key), default=0.0)
         found = f"up to {mixed:.0%} of a step's rollouts span two versions"
         if mixed == 0:
             found += (
@@ -157,7 +177,7 @@ def compare(
 
 def check_server(options: argparse.Namespace) -> list[Check]:
     """Checks versions, logprobs and tokens of completions that the server returns now."""
-    summary = read_summary(options.run)
+    summary = read_summary(options.run, "hf_checkpoint")
     checkpoint = Path(summary["hf_checkpoint"])
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     texts = read_prompts(options.prompts, options.num_prompts)

@@ -4,13 +4,13 @@
 """The process of one check: ``child.py NAME MODULE DEVICE FOLDER``, started by `owner.py`."""
 
 import importlib
-import json
 import os
 import sys
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.check_gpu.owner import ROWS_FILE
 from torchtitan.grpo.check_gpu.row import Settings
 
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     settings = Settings(device, Path(folder) / "work")
     with (Path(folder) / ROWS_FILE).open("a") as file:
         for row in importlib.import_module(module).run(settings):
-            file.write(json.dumps(asdict(replace(row, check=name))) + "\n")
+            file.write(strict_json.dumps(asdict(replace(row, check=name))) + "\n")
             file.flush()
     return 0
 

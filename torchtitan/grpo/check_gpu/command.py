@@ -4,9 +4,9 @@
 """``torchtitan-grpo check-gpu [--only NAME] [--list] [--device cpu]``."""
 
 import argparse
-import json
 from collections.abc import Sequence
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.check_gpu.owner import run_check
 from torchtitan.grpo.check_gpu.report import NOTE, lines_of, machine, summary
 from torchtitan.grpo.check_gpu.row import Row
@@ -40,7 +40,7 @@ def main(arguments: list[str], checks: Sequence[Check] = CHECKS) -> int:
         rows += found
     print(_what_to_send(facts))
     result = summary(rows, options.device, facts)
-    print(json.dumps(result), flush=True)
+    print(strict_json.dumps(result), flush=True)
     return 0 if result["ok"] else 1
 
 

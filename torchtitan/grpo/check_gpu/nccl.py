@@ -68,7 +68,9 @@ async def _receiver_is_killed(device: torch.device, settings: Settings) -> Row:
     group = GroupSettings("127.0.0.1", "nccl", _TIMEOUT_SECONDS, device, NUM_BYTES)
     end = GroupEnd("http://127.0.0.1:9", 2, "nccl", group)
     log = settings.folder / "receiver.log"
-    receiver = start_child([*LIGHT_PYTHON, _RECEIVER, json.dumps(asdict(end.info))], log_file=log)
+    receiver = start_child(
+        [*LIGHT_PYTHON, _RECEIVER, json.dumps(asdict(end.info), allow_nan=False)], log_file=log
+    )
     payload = torch.ones(NUM_BYTES, dtype=torch.uint8).pin_memory()
     try:
         await end.join()

@@ -25,8 +25,9 @@ class Guards:
     """
 
     nonfinite: Action = "skip"
-    """What happens if the loss or the gradient norm is NaN or infinite. An optimizer step with such
-    a gradient would destroy all weights."""
+    """What happens if the loss, the gradient norm, or another metric of the loss, such as
+    ``mismatch/kl``, is NaN or infinite. An optimizer step with such a gradient would destroy all
+    weights, and such a divergence means that logprobs are wrong."""
 
     grad_norm: Action = "warn"
     """What happens if the gradient explodes: its norm is above ``grad_norm_limit``, or above both

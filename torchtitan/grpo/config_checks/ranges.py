@@ -3,6 +3,7 @@
 
 """Settings that must be set, must not be set, or must lie within their bounds."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -64,6 +65,9 @@ _UPSTREAM_BOUNDS = {
 }
 """Bounds of torchtitan's keys. Those of this project's tables stand at their fields."""
 
+_SENT = ("grpo", "prompts", "rollout", "inference", "reward", "workers", "teacher", "evaluation")
+"""Tables that the rollout process receives as JSON, which has no infinite numbers."""
+
 
 def check_ranges(config: JobConfig) -> None:
     """Refuses a value outside of the bounds that its field declares."""
@@ -71,6 +75,11 @@ def check_ranges(config: JobConfig) -> None:
         value = get(config, key)
         if not bounds.allow(value):
             require(False, f"{key} must be {bounds}, got {value}.{_meaning(config, key)}")
+    for table in _SENT:
+        for name, value in vars(getattr(config, table)).items():
+            key, is_float = f"{table}.{name}", isinstance(value, float)
+            if is_float and not math.isfinite(value):
+                require(False, f"{key} must be finite, got {value}.{_meaning(config, key)}")
     require(
         config.checkpoint.last_save_model_only or not config.checkpoint.last_save_in_hf,
         "checkpoint.last_save_in_hf needs checkpoint.last_save_model_only = true, got false: a whole "

@@ -6,12 +6,14 @@
 The file holds JSON lines: a header, then one line for each batch, in the order of training.
 Logprobs are written as float64 numbers that equal the float32 ones exactly, so that reading
 restores the same bits. The most likely tokens of a teacher (``teacher.top_k``), of which there are
-many, are written as base64 of the arrays themselves. If the name ends in ``.gz``, each line is a gzip
+many, are written as base64 of the arrays themselves. Each line begins with the CRC-32 of the rest
+of it; lines of earlier releases have none. If the name ends in ``.gz``, each line is a gzip
 member of its own: a run that ends at any time leaves complete lines, and ``zcat`` shows them.
 """
 
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ from torchtitan.grpo.types import (
 
 FORMAT = "torchtitan-grpo-rollouts"
 FORMAT_VERSION = 3
+_SUM = re.compile(rb'\{"crc32":(\d+),')
 
 
 class RecordHeader(msgspec.Struct):
@@ -149,15 +152,17 @@ class RolloutRecorder:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._begin(kept)
-            self._file: BinaryIO = self._path.open("ab")
+            # Unbuffered, so that a line that found no room is not written again at the end.
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise DataError(f"rollout.record: {path} cannot be written: {error}.") from error
 
     def write(self, version: int, progress: PromptProgress, groups: Sequence[RolloutGroup]) -> None:
         """Appends one batch to the file."""
         record = BatchRecord(version, progress, [_group_record(group) for group in groups])
-        self._file.write(self._line(record))
-        self._file.flush()
+        line = self._line(record)
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()
@@ -187,14 +192,17 @@ class RolloutRecorder:
     def _begin(self, kept: Iterable[BatchRecord]) -> None:
         """Writes the header, followed by the batches that a resumed run keeps."""
         partial = self._path.with_name(self._path.name + ".partial")
-        with partial.open("wb") as file:
-            file.write(self._line(self._header))
-            for batch in kept:
-                file.write(self._line(batch))
-        os.replace(partial, self._path)
+        try:
+            with partial.open("wb") as file:
+                file.write(self._line(self._header))
+                for batch in kept:
+                    file.write(self._line(batch))
+            os.replace(partial, self._path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _line(self, record: RecordHeader | BatchRecord) -> bytes:
-        line = msgspec.json.encode(record) + b"\n"
+        line = _with_sum(msgspec.json.encode(record)) + b"\n"
         return gzip.compress(line, compresslevel=1, mtime=0) if self._path.suffix == ".gz" else line
 
 
@@ -227,6 +235,7 @@ class RecordReader:
         number = 0
         for number, line in enumerate(self._lines(), start=1):
             where = f"{self._key}: {self._path}:{number}"
+            _check_sum(line, where)
             if number == 1:
                 self._check_header(line, where)
             else:
@@ -272,6 +281,19 @@ class RecordReader:
                 "trainer would belong to different distributions. Set rollout.temperature = "
                 f"{header.temperature}."
             )
+
+
+def _with_sum(line: bytes) -> bytes:
+    return b'{"crc32":%d,%b' % (zlib.crc32(line), line[1:])
+
+
+def _check_sum(line: bytes, where: str) -> None:
+    found = _SUM.match(line)
+    if found is not None and zlib.crc32(b"{" + line[found.end() : -1]) != int(found[1]):
+        raise DataError(
+            f"{where}: the line must be what was written, but its checksum differs: the file is "
+            "damaged. Take a copy of it, or remove this line and all behind it."
+        )
 
 
 def read_groups(record: BatchRecord) -> list[RolloutGroup]:
@@ -321,7 +343,7 @@ def _group(record: GroupRecord) -> RolloutGroup:
             completion=r.completion,
             reward=r.reward,
             reward_components=r.reward_components,
-            sampled=_sampled(r.observed, len(r.completion_ids)) if r.observed else None,
+            sampled=sampled_mask(r.observed, len(r.completion_ids)) if r.observed else None,
             num_context=r.num_context,
             new_rows=tuple(r.new_rows),
             teacher_logprobs=(
@@ -364,7 +386,8 @@ def _observed_spans(sampled: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in borders.reshape(-1, 2)]
 
 
-def _sampled(observed: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
+def sampled_mask(observed: Sequence[tuple[int, int]], num_tokens: int) -> np.ndarray:
+    """Returns the mask of trained tokens, [tokens] bool, from the spans of those that are not."""
     sampled = np.ones(num_tokens, np.bool_)
     for start, end in observed:
         sampled[start:end] = False

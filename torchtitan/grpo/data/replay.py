@@ -18,15 +18,16 @@ from torchtitan.grpo.data.record import (
     GroupRecord,
     RecordReader,
     read_groups,
+    sampled_mask,
 )
 from torchtitan.grpo.data.replayed_ratings import check_rated_group, check_ratings_are_used
-from torchtitan.grpo.data.rollout_rows import longest_sequence
 from torchtitan.grpo.data.step_source import OfflineSource
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.rollout.admission import part_size
+from torchtitan.grpo.rollout.completion_checks import completion_problem, length_problem
 from torchtitan.grpo.rollout.rollout_metrics import group_metrics
-from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup
+from torchtitan.grpo.types import BatchPart, PromptProgress, RolloutGroup, VersionSegment
 
 _KEY = "rollout.replay"
 
@@ -164,8 +165,22 @@ def check_batch(batch: BatchRecord, where: str, vocab_size: int, row_len: int) -
     ids = [group.group_id for group in batch.groups]
     _require(len(ids) > 0, f"{where}: a batch must have a group, got none.")
     _require(len(set(ids)) == len(ids), f"{where}: group_id must be unique, got {ids}.")
+    _require(batch.version >= 0, f"{where}: version must be at least 0, got {batch.version}.")
+    borders = [-1, *batch.progress.open, batch.progress.position]
+    _require(
+        all(a < b for a, b in pairwise(borders)),
+        f"{where}: progress.open must be ascending places below progress.position, got "
+        f"{batch.progress}.",
+    )
     for group in batch.groups:
-        _check_group(group, f"{where}, group {group.group_id}", vocab_size, row_len)
+        here = f"{where}, group {group.group_id}"
+        _check_group(group, here, vocab_size, row_len)
+        newest = max(version for r in group.rollouts for version, _, _ in r.segments)
+        _require(
+            newest <= batch.version,
+            f"{here}: segments must name versions up to that of the batch ({batch.version}), got "
+            f"{newest}.",
+        )
 
 
 def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) -> None:
@@ -175,34 +190,21 @@ def _check_group(group: GroupRecord, where: str, vocab_size: int, row_len: int) 
         here = f"{where}, rollout {i}"
         _check_token_ids(rollout.completion_ids, f"{here}, completion_ids", vocab_size)
         num_completion = len(rollout.completion_ids)
-        _check_new_rows(rollout.new_rows, num_completion, here)
-        num_tokens = longest_sequence(len(group.prompt_ids), num_completion, rollout.new_rows)
-        _require(
-            num_tokens <= row_len,
-            f"{here}: prompt and completion must have at most training.seq_len ({row_len}) "
-            f"tokens, got {num_tokens}. Raise training.seq_len.",
+        _check_observed(rollout.observed, num_completion, here)
+        new_rows = tuple(rollout.new_rows)
+        problem = completion_problem(
+            np.array(rollout.completion_ids, np.int64),
+            np.array(rollout.logprobs, np.float64),
+            [VersionSegment(*segment) for segment in rollout.segments],
+            vocab_size=vocab_size,
+            sampled=sampled_mask(rollout.observed, num_completion),
+            num_context=rollout.num_context,
+            new_rows=new_rows,
         )
-        _require(
-            len(rollout.logprobs) == len(rollout.completion_ids),
-            f"{here}: each of the {len(rollout.completion_ids)} completion tokens must have a "
-            f"logprob, got {len(rollout.logprobs)}.",
-        )
-        with np.errstate(over="ignore"):
-            is_finite = np.isfinite(np.array(rollout.logprobs, dtype=np.float32)).all()
-        _require(bool(is_finite), f"{here}: logprobs must be finite in float32.")
-        _require(len(rollout.segments) > 0, f"{here}: segments must name a version, got none.")
-        _check_observed(rollout.observed, len(rollout.completion_ids), here)
+        _require(problem is None, f"{here}: {problem}.")
+        problem = length_problem(len(group.prompt_ids), num_completion, new_rows, row_len)
+        _require(problem is None, f"{here}: {problem}. Raise training.seq_len.")
     check_rated_group(group, where, vocab_size)
-
-
-def _check_new_rows(new_rows: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:
-    borders = [border for start, n in new_rows for border in (start, start + n)]
-    is_ordered = all(a < b for a, b in pairwise([0, *borders, num_tokens]))
-    _require(
-        not new_rows or is_ordered,
-        f"{where}: new_rows must be ascending places (start, num_context) within the {num_tokens} "
-        f"completion tokens, each with tokens before and behind its context, got {list(new_rows)}.",
-    )
 
 
 def _check_observed(spans: Sequence[tuple[int, int]], num_tokens: int, where: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from torchtitan.grpo.data.files import DataError
 from torchtitan.grpo.data.record import BatchRecord, GroupRecord, RolloutRecord, read_top
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.rollout.completion_checks import rating_problem
 
 
 def check_rated_group(group: GroupRecord, where: str, vocab_size: int) -> None:
@@ -37,8 +38,7 @@ def check_rated_group(group: GroupRecord, where: str, vocab_size: int) -> None:
             f"(teacher_top), and others none, got {sorted(numbers)}."
         )
     for i, rollout in enumerate(group.rollouts):
-        _check_rating(rollout, f"{where}, rollout {i}")
-        _check_top(rollout, f"{where}, rollout {i}", vocab_size)
+        _check_rating(rollout, f"{where}, rollout {i}", vocab_size)
 
 
 def check_ratings_are_used(batch: BatchRecord, where: str, config: JobConfig) -> None:
@@ -109,39 +109,16 @@ def _problems(group: GroupRecord, config: JobConfig) -> Iterator[str]:
         )
 
 
-def _check_rating(rollout: RolloutRecord, where: str) -> None:
-    ratings = rollout.teacher_logprobs
-    if ratings is None:
-        return
-    if len(ratings) != len(rollout.completion_ids):
-        raise DataError(
-            f"{where}: each of the {len(rollout.completion_ids)} completion tokens must have a teacher's "
-            f"logprob, got {len(ratings)}."
-        )
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(np.array(ratings, dtype=np.float32)).all()
-    if not is_finite:
-        raise DataError(f"{where}: teacher_logprobs must be finite in float32.")
-
-
-def _check_top(rollout: RolloutRecord, where: str, vocab_size: int) -> None:
-    if rollout.teacher_top is None:
-        return
+def _check_rating(rollout: RolloutRecord, where: str, vocab_size: int) -> None:
+    num_tokens = len(rollout.completion_ids)
     try:
-        top = read_top(rollout.teacher_top)
-        is_whole = len(top.ids) == len(top.logprobs) == len(rollout.completion_ids)
-    except ValueError:
-        is_whole = False
-    if not is_whole:
+        top = None if rollout.teacher_top is None else read_top(rollout.teacher_top)
+    except ValueError as error:
         raise DataError(
-            f"{where}: teacher_top must hold k ids and k logprobs for each of the "
-            f"{len(rollout.completion_ids)} completion tokens, and k must be at least 1."
-        )
-    if not ((top.ids >= 0) & (top.ids < vocab_size)).all():
-        raise DataError(
-            f"{where}: the ids of teacher_top must be in [0, {vocab_size}), the model's vocabulary."
-        )
-    if (np.diff(np.sort(top.ids, axis=1), axis=1) == 0).any():
-        raise DataError(f"{where}: the ids of teacher_top must be different at each token.")
-    if not np.isfinite(top.logprobs).all():
-        raise DataError(f"{where}: the logprobs of teacher_top must be finite.")
+            f"{where}: teacher_top must hold k ids and k logprobs for each of the {num_tokens} "
+            "completion tokens, and k must be at least 1."
+        ) from error
+    ratings = rollout.teacher_logprobs
+    logprobs = None if ratings is None else np.array(ratings, np.float64)
+    if problem := rating_problem(logprobs, top, num_tokens, vocab_size):
+        raise DataError(f"{where}: {problem}.")

@@ -9,8 +9,6 @@ that the server was sent as its prompt. All sequences of a rollout have its samp
 its advantage and its weight, so that it counts as the one sample that it is.
 """
 
-import itertools
-
 import numpy as np
 
 from torchtitan.grpo.data.ratings import teacher_kl, teacher_top
@@ -49,16 +47,3 @@ def sequences_of(rollout: Rollout, **settings: float) -> list[Sample]:
         )
         for part, (prompt, begin, end) in enumerate(zip(prompts, begins, ends, strict=True))
     ]
-
-
-def longest_sequence(num_prompt: int, num_completion: int, new_rows: list[tuple[int, int]]) -> int:
-    """Returns the number of tokens of the longest sequence of a rollout.
-
-    Args:
-        num_prompt: Length of the prompt.
-        num_completion: Length of the completion.
-        new_rows: See `types.NewRows`.
-    """
-    borders = [0, *(start for start, _ in new_rows), num_completion]
-    lengths = [end - start for start, end in itertools.pairwise(borders)]
-    return max(num_prompt + lengths[0], *lengths[1:], 0)

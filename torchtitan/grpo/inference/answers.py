@@ -7,6 +7,7 @@ A wrong count or a missing version would train the policy on tokens that were no
 way. An answer is therefore never repaired: it is exact, or it is refused.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
@@ -14,6 +15,12 @@ import numpy as np
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.http import excerpt
+from torchtitan.grpo.inference.logprob_bounds import (
+    LOWEST_LOGPROB,
+    LOWEST_SAMPLED_LOGPROB,
+    first_bad_logprob,
+    logprob_rule,
+)
 from torchtitan.grpo.types import (
     FinishReason,
     GenerateRequest,
@@ -38,9 +45,6 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError
 """Exceptions that reading an answer may raise if it does not have the expected form."""
 
 _VERSION_DIGITS = 18
-# How far above 0 rounding may put a logprob of 0, in any precision that a server computes in.
-_ROUNDING = 1e-3
-_LOWEST_LOGPROB = float(np.finfo(np.float32).min)
 _ANSWER_BYTES = 2**20
 _ANSWER_BYTES_PER_TOKEN = 1024
 _ANSWER_BYTES_PER_TOP_TOKEN = 128
@@ -160,7 +164,7 @@ def checked_generation(
     if [token for _, token in logprobs] != list(token_ids):
         raise LogprobsError(f"{source}: the logprobs do not belong to the sampled tokens.")
     values = [value for value, _ in logprobs]
-    _require_logprobs(values, f"{source}: logprobs")
+    _require_logprobs(values, f"{source}: logprobs of sampled tokens", LOWEST_SAMPLED_LOGPROB)
     return Generation(
         token_ids=ids,
         logprobs=np.array(values, np.float32),
@@ -201,7 +205,7 @@ def checked_prompt_logprobs(
         entries: Logprob and id of each of these tokens, the first included.
 
     Raises:
-        ServerError: If the ids are not those that were sent, or a logprob is not finite.
+        ServerError: If the ids are not those that were sent, or a logprob cannot be one.
     """
     if [token for _, token in entries] != list(token_ids):
         raise ServerError(
@@ -209,7 +213,7 @@ def checked_prompt_logprobs(
             "sent, but the answer names other tokens."
         )
     values: list[Any] = [value for value, _ in entries[1:]]
-    _require_logprobs(values, f"{source}: prompt logprobs")
+    _require_logprobs(values, f"{source}: prompt logprobs", LOWEST_LOGPROB)
     return [float(value) for value in values]
 
 
@@ -234,7 +238,8 @@ def checked_top_tokens(
             f"was asked, got {sorted(wrong)[0]}."
         )
     logprobs = [value for row in rows for value, _ in row]
-    _require_logprobs(logprobs, f"{source}: logprobs of the most likely tokens")
+    what = f"{source}: logprobs of the most likely tokens"
+    _require_logprobs(logprobs, what, LOWEST_LOGPROB)
     ids = _as_ids([token for row in rows for _, token in row], source).reshape(-1, num_top)
     if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
         raise ServerError(
@@ -293,7 +298,14 @@ def _as_ids(token_ids: Sequence[int], source: str) -> np.ndarray:
     return np.array(token_ids, np.int32)
 
 
-def _require_logprobs(values: Sequence[Any], what: str) -> None:
-    # Python compares integers of any size, and the comparison is false for NaN.
-    if not all(type(v) in (float, int) and _LOWEST_LOGPROB <= v <= _ROUNDING for v in values):
-        raise LogprobsError(f"{what} must be finite and not above 0, got {values!s:.300}.")
+def _require_logprobs(values: Sequence[Any], what: str, lowest: float) -> None:
+    # Integers of any size are numbers in JSON; the largest float stands for one that fits none.
+    numbers = [
+        min(max(v, -sys.float_info.max), sys.float_info.max) if type(v) in (float, int) else np.nan
+        for v in values
+    ]
+    bad = first_bad_logprob(np.array(numbers, np.float64), lowest)
+    if bad is not None:
+        raise LogprobsError(
+            f"{what} {logprob_rule(lowest)}, got {values[bad]!r:.80} at token {bad}."
+        )

@@ -87,7 +87,7 @@ class RequestGuard:
 
 async def _answer(refused: Refusal, send: _Send) -> None:
     error = {"message": refused.message, "code": refused.status}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps({"error": error}, allow_nan=False).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

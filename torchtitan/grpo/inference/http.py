@@ -215,7 +215,7 @@ class HttpConnection:
 
 def excerpt(value: Any) -> str:
     """Returns the beginning of an answer, for an error message."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = value if isinstance(value, str) else json.dumps(value, default=str, allow_nan=True)
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
 
 

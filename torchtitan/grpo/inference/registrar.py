@@ -76,7 +76,7 @@ class Registrar:
             return
         request = urllib.request.Request(
             self._target.rstrip("/") + SERVERS_ROUTE,
-            json.dumps(asdict(registration)).encode(),
+            json.dumps(asdict(registration), allow_nan=False).encode(),
             {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"},
             method=method,
         )

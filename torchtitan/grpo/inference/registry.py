@@ -117,7 +117,7 @@ class RegistryFolder:
         descriptor, name = tempfile.mkstemp(dir=self._path, prefix=".part-")
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(registration), file)
+                json.dump(asdict(registration), file, allow_nan=False)
             os.replace(name, self._file(registration.url))
         except BaseException:
             with contextlib.suppress(OSError):

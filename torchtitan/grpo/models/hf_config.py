@@ -17,7 +17,12 @@ from torchtitan.grpo.models.config_sizes import wrong_size
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
 from torchtitan.grpo.models.families import FAMILIES, Family, decoder_args, refusals
-from torchtitan.grpo.weight_wire.model_folder import ModelError, read_json, refuse_quantised
+from torchtitan.grpo.weight_wire.model_folder import (
+    ModelError,
+    read_json,
+    refuse_quantised,
+    require_undamaged,
+)
 from torchtitan.grpo.weight_wire.sliding_window import attention_window
 
 __all__ = ["HFModel", "ModelError", "read_hf_model"]
@@ -59,10 +64,12 @@ def read_hf_model(
             alone in reading them.
 
     Raises:
-        ModelError: If ``path`` is not such a directory, its architecture is not supported, it
-            uses a variant that upstream's model lacks, or it names no end-of-sequence token.
+        ModelError: If ``path`` is not such a directory, was exported and has changed since, its
+            architecture is not supported, it uses a variant that upstream's model lacks, or it names
+            no end-of-sequence token.
     """
     path = Path(path)
+    require_undamaged(path, setting, weights=False)
     config = read_json(path / "config.json", setting)
     if not may_be_quantised:
         refuse_quantised(config, path / "config.json", setting)

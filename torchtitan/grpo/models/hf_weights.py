@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import save_file
 from torchtitan.protocols import BaseStateDictAdapter
@@ -22,14 +23,20 @@ from torchtitan.grpo.models.adapter_merge import lora_scale, with_adapters
 from torchtitan.grpo.models.collect import Collector, agree_on_assembly
 from torchtitan.grpo.models.shards import in_buckets, local_block, local_tensor
 from torchtitan.grpo.models.tied_embeddings import is_tied
+from torchtitan.grpo.system.file_sums import sums_of, write_sums
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter
 from torchtitan.grpo.weight_wire.model_files import EMBEDDING, INDEX_FILE, OUTPUT, WeightFiles
-from torchtitan.grpo.weight_wire.model_folder import ModelError, read_json
+from torchtitan.grpo.weight_wire.model_folder import (
+    SUMS_FILE,
+    ModelError,
+    read_json,
+    require_undamaged,
+)
 
 # Files of the source directory, other than weights, that are copied into an export.
 _ASSETS = ("*.json", "*.txt", "*.model", "*.jinja")
-# Descriptions of other weights than those that are exported.
-_NOT_COPIED = (".index.json", "adapter_config.json")
+# Descriptions and checksums of other weights than those that are exported.
+_NOT_COPIED = (".index.json", "adapter_config.json", SUMS_FILE)
 # Size of the buckets of whole parameters that an export collects.
 _EXPORT_BUCKET_BYTES = 256 * 1024**2
 
@@ -100,9 +107,12 @@ def load_hf_weights(
 
     Raises:
         ModelError: If the directory has no readable safetensors file; if a tensor is missing or
-            ambiguous, is no plain weight, or has a shape that contradicts ``config.json``; or if its
-            values cannot be those of a model.
+            ambiguous, is no plain weight, or has a shape that contradicts ``config.json``; if its
+            values cannot be those of a model; or if the directory was exported and has changed since.
     """
+    is_group = dist.is_initialized()
+    share = (dist.get_rank(), dist.get_world_size()) if is_group else (0, 1)
+    require_undamaged(Path(path), setting, *share, weights=True)
     files = WeightFiles(Path(path), setting)
     with torch.no_grad():
         for name, parameter in named_parameters(model_parts):
@@ -213,13 +223,17 @@ def write_hf(
         max_file_bytes: Size beyond which another safetensors file is started.
     """
     partial = target.with_name(target.name + ".partial")
-    writer = _ShardWriter(partial, max_file_bytes)
-    for name, tensor in tensors:
-        writer.add(name, tensor.to("cpu").contiguous())
-    writer.finish()
-    _copy_assets(source, partial, dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    try:
+        writer = _ShardWriter(partial, max_file_bytes)
+        for name, tensor in tensors:
+            writer.add(name, tensor.to("cpu").contiguous())
+        writer.finish()
+        _copy_assets(source, partial, dtype)
+        write_sums(partial / SUMS_FILE, sums_of(f for f in partial.iterdir() if f.is_file()))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what found no room
 
 
 def full_hf_tensors(
@@ -278,7 +292,7 @@ class _ShardWriter:
             (self.folder / f"part-{index}.safetensors").rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
         index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2))
+        (self.folder / INDEX_FILE).write_text(json.dumps(index_json, indent=2, allow_nan=False))
         # The safetensors library lets the owner alone read its files; umask decides about others.
         ordinary = (self.folder / INDEX_FILE).stat().st_mode
         for file in self.folder.glob("*.safetensors"):
@@ -296,4 +310,4 @@ def _copy_assets(source: Path, target: Path, dtype: torch.dtype) -> None:
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+    (target / "config.json").write_text(json.dumps(config, indent=2, allow_nan=True))

@@ -115,11 +115,14 @@ def export_peft(
         partial = target.with_name(target.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        config = partial / "adapter_config.json"
-        config.write_text(json.dumps(peft_config(lora, base_model), indent=2))
-        weights = partial / "adapter_model.safetensors"
-        save_file(tensors, weights, metadata={"format": "pt"})
-        # The safetensors library lets the owner alone read its files; umask decides about others.
-        weights.chmod(config.stat().st_mode)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        try:
+            config = partial / "adapter_config.json"
+            config.write_text(json.dumps(peft_config(lora, base_model), indent=2, allow_nan=False))
+            weights = partial / "adapter_model.safetensors"
+            save_file(tensors, weights, metadata={"format": "pt"})
+            # The safetensors library lets the owner alone read its files; umask decides about others.
+            weights.chmod(config.stat().st_mode)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # what found no room

@@ -46,7 +46,7 @@ def write_address(
     named = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in targets]
     labels = {"process": process, "run": Path(dump_folder).resolve().name, **labels}
     partial = folder / f"{process}.json.partial"
-    partial.write_text(json.dumps([{"targets": named, "labels": labels}]) + "\n")
+    partial.write_text(json.dumps([{"targets": named, "labels": labels}], allow_nan=False) + "\n")
     os.replace(partial, folder / f"{process}.json")
 
 

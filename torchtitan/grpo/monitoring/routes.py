@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
 from torchtitan.grpo.monitoring.exposition import CONTENT_TYPE, exposition
 from torchtitan.grpo.monitoring.health import Health
@@ -21,7 +22,8 @@ def healthz(health: Health, *, is_allowed: bool) -> web.Response:
         is_allowed: Whether the client may know more than whether it is well.
     """
     body = health.body() if is_allowed else {"status": health.status}
-    return web.json_response(body, status=200 if health.problem is None else 503)
+    status = 200 if health.problem is None else 503
+    return web.json_response(body, status=status, dumps=strict_json.dumps)
 
 
 def metrics(values: Mapping[str, float]) -> web.Response:

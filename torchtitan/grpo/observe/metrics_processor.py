@@ -8,7 +8,6 @@ loggers. Keys are paths; those of quantities with a unit end in the unit. `metri
 each of them.
 """
 
-import json
 import netrc
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.equal_rewards import EqualRewardsWatch
 from torchtitan.grpo.observe.evaluation_records import (
@@ -154,8 +154,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
         is_supervised = self._config.sft.path is not None
         describe = summarize_supervised if is_supervised else summarize
         summary = describe(outcome, steps, evaluations)
+        print(strict_json.dumps(summary, indent=2), flush=True)
         write_summary(self._folder, summary)
-        print(json.dumps(summary, indent=2), flush=True)
         if not is_supervised:
             draw_reward_curve(self._folder, steps, evaluations, self._config)
         self.close()

@@ -3,10 +3,12 @@
 
 """The summary that a run leaves at its end."""
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchtitan.grpo import strict_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def summarize(
         **taught,
         "heldout_before": evaluations[0]["evaluation/score"] if evaluations else None,
         "heldout_after": evaluations[-1]["evaluation/score"] if evaluations else None,
-        "max_staleness_steps": max((s["staleness/max_steps"] for s in steps), default=0),
+        "max_staleness_steps": max(numbers_of(steps, "staleness/max_steps"), default=0),
         "equal_groups_fraction": mean_over(steps, "reward/equal_groups_fraction"),
         "mismatch_kl_mean": mean_over(steps, "mismatch/kl"),
         "policy_version": outcome.step,
@@ -85,13 +87,23 @@ def summarize_supervised(
 
 
 def mean_over(history: list[dict[str, Any]], key: str) -> float | None:
-    """Returns the mean of a metric over the records that have it, or None if none has it."""
-    values = [record[key] for record in history if key in record]
+    """Returns the mean of a metric over the records that have a number of it, or None without one."""
+    values = numbers_of(history, key)
     return sum(values) / len(values) if values else None
+
+
+def numbers_of(history: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Returns the values of a metric that are finite numbers."""
+    values = (strict_json.finite(record.get(key)) for record in history)
+    return [value for value in values if value is not None]
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     """Writes ``summary.json`` and returns its path."""
-    file = folder / "summary.json"
-    file.write_text(json.dumps(summary, indent=2) + "\n")
+    file, partial = folder / "summary.json", folder / "summary.json.partial"
+    try:
+        partial.write_text(strict_json.dumps(summary, indent=2) + "\n")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     return file

@@ -4,13 +4,16 @@
 """Draws ``reward_curve.png``."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.config.evaluation import EvaluationSet, evaluation_sets
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.observe.report import numbers_of
 from torchtitan.grpo.rewards.reward_loading import short_names
+from torchtitan.grpo.strict_json import finite
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,7 +94,7 @@ def _draw_staleness(axes: "Axes", steps: Records) -> None:
 
     _draw(axes, steps, "staleness/max_steps", "largest", "-", color="C3", drawstyle="steps-mid")
     _draw(axes, steps, "staleness/mean_steps", "mean", "-", color="C1", linewidth=1)
-    largest = max((record["staleness/max_steps"] for record in steps), default=0)
+    largest = max(numbers_of(steps, "staleness/max_steps"), default=0)
     axes.set_ylim(-0.1 * max(largest, 1), 1.6 * max(largest, 1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("staleness\n(steps)")
@@ -99,9 +102,15 @@ def _draw_staleness(axes: "Axes", steps: Records) -> None:
 
 
 def _draw(axes: "Axes", records: Records, key: str, label: str, style: str, **kwargs: Any) -> None:
-    points = [(record["step"], record[key]) for record in records if key in record]
+    # What was not a finite number (null) is a gap in the line.
+    points = [(record["step"], finite(record[key])) for record in records if key in record]
     # A single step would be a line without length.
     marker = {"marker": "o", "markersize": 3} if len(points) == 1 and "o" not in style else {}
     axes.plot(
-        [x for x, _ in points], [y for _, y in points], style, label=label, **marker, **kwargs
+        [x for x, _ in points],
+        [math.nan if y is None else y for _, y in points],
+        style,
+        label=label,
+        **marker,
+        **kwargs,
     )

@@ -5,11 +5,13 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.logging import logger
+
+from torchtitan.grpo import strict_json
 
 
 class RunLog:
@@ -26,12 +28,14 @@ class RunLog:
     def __init__(self, path: Path, step: int) -> None:
         # Replaced at once, so that a process that is killed here does not lose old records.
         partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as kept:
-            if step and path.exists():
-                kept.writelines(
-                    line for line in _whole_lines(path) if json.loads(line)["step"] <= step
-                )
-        os.replace(partial, path)
+        try:
+            with partial.open("wb") as kept:
+                if step and path.exists():
+                    records = _records(path, path.open("rb"))
+                    kept.writelines(line for line, record in records if record["step"] <= step)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
         # Unbuffered, so that a line that could not be written does not wait in a buffer.
         self._stream = path.open("ab", buffering=0)
         self._path, self._unwritten, self._is_told = path, b"", False
@@ -41,13 +45,13 @@ class RunLog:
 
         If the disk has no room, the record is kept, and written with the next one that can be.
         """
-        self._unwritten += (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        self._unwritten += (strict_json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._flush()
 
     def read(self) -> list[dict[str, Any]]:
         """Returns all records of the run, including those of earlier processes."""
-        written = self._path.read_bytes() + self._unwritten
-        return [json.loads(line) for line in written.splitlines() if line.endswith(b"}")]
+        written = (self._path.read_bytes() + self._unwritten).splitlines(keepends=True)
+        return [record for _, record in _records(self._path, written)]
 
     def _flush(self) -> None:
         try:
@@ -67,12 +71,25 @@ class RunLog:
         """Closes the file."""
         if not self._stream.closed:
             self._flush()
+            if number := self._unwritten.count(b"\n"):
+                logger.error(
+                    f"{self._path} lacks its last {number} records: there was no room for them until the "
+                    "end of the run."
+                )
         self._stream.close()
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file. A process that was killed may have left an incomplete last one."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"}\n"):
-                yield line
+def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields the lines of a file with their records; one that is damaged is told and left out.
+
+    A process that was killed may have left an incomplete last line.
+    """
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line) if line.endswith(b"}\n") else None
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            yield line, record
+        else:
+            logger.warning(f"{path}:{number} is damaged or incomplete, and is left out.")

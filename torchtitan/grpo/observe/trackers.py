@@ -4,7 +4,6 @@
 """What this project adds to upstream's wandb and TensorBoard loggers."""
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchtitan.components.metrics import (
 )
 from torchtitan.distributed import ParallelDims
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.observe.sample_log import sample_text
 
 SAMPLES = "samples"
@@ -77,4 +77,4 @@ def _row(sample: Mapping[str, Any]) -> list[Any]:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+    return strict_json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value

@@ -8,11 +8,10 @@ data each rank leaves the sizes and checksums of what it wrote (`sums_<rank>.jso
 moment. A checkpoint of the same step that is there already counts as absent from the first write on.
 """
 
-import json
 import os
 import shutil
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-METADATA_FILE = ".metadata"
-_READ_BYTES = 16 * 2**20
+from torchtitan.grpo.system.file_sums import Sums, read_sums, write_sums
 
-Sums = dict[str, tuple[int, int]]
-"""Size and CRC-32 of files, by name."""
+METADATA_FILE = ".metadata"
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -84,10 +81,7 @@ class _SummingFileSystem(FileSystem):
         super().rename(path, new_path)
 
     def write_sums(self, file: Path) -> None:
-        with file.open("w") as stream:
-            json.dump(self._sums, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_sums(file, self._sums)
 
 
 class _SummingStream:
@@ -150,7 +144,7 @@ def quick_problem(folder: Path) -> str | None:
     if not (folder / METADATA_FILE).is_file():
         return None
     try:
-        sums = _read_sums(folder)
+        sums = read_sums(folder)
         ends: dict[str, int] = {}
         for info in _metadata_of(folder).storage_data.values():
             end = info.offset + info.length
@@ -168,38 +162,3 @@ def quick_problem(folder: Path) -> str | None:
 
 def _metadata_of(folder: Path) -> Any:
     return cast(Any, FileSystemReader(folder).read_metadata())
-
-
-def _read_sums(folder: Path) -> Sums:
-    sums: Sums = {}
-    for file in sorted(folder.glob("sums_*.json")):
-        sums |= {name: (size, crc) for name, (size, crc) in json.loads(file.read_text()).items()}
-    return sums
-
-
-def damaged_files(folder: Path, share: int = 0, num_shares: int = 1) -> Iterator[str]:
-    """Yields the files of a checkpoint whose contents are not what was written.
-
-    A checkpoint that was written without checksums has none.
-
-    Args:
-        folder: The checkpoint.
-        share: Which share of its files is read, so that ranks can divide them.
-        num_shares: Number of shares.
-    """
-    for name, (_, crc) in sorted(_read_sums(folder).items())[share::num_shares]:
-        try:
-            found = _crc_of(folder / name)
-        except OSError as error:
-            yield f"{name} ({error.strerror})"
-            continue
-        if found != crc:
-            yield name
-
-
-def _crc_of(file: Path) -> int:
-    crc = 0
-    with file.open("rb") as stream:
-        while data := stream.read(_READ_BYTES):
-            crc = zlib.crc32(data, crc)
-    return crc

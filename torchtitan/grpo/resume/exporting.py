@@ -18,11 +18,11 @@ from torchtitan.grpo.models.hf_config import HFModel, ModelError
 from torchtitan.grpo.models.hf_weights import named_parameters, write_hf
 from torchtitan.grpo.resume.checkpoint_files import (
     METADATA_FILE,
-    damaged_files,
     is_whole,
     quick_problem,
 )
 from torchtitan.grpo.run_folder.contents import steps_in
+from torchtitan.grpo.system.file_sums import damaged_files
 from torchtitan.grpo.training.weights_check import build_without_memory
 
 

@@ -118,10 +118,13 @@ def unpack_groups(
         frames: The arrays of the groups.
         has_arrays: Pass ``False`` after :func:`without_arrays`. All lengths are then correct, and
             every token ID and logprob is 0, except for the IDs of samples.
+
+    Raises:
+        ValueError: If the arrays are not those of the headers.
     """
     cursor = _Cursor if has_arrays else _Zeros
     prompts, arrays = cursor.of(frames[0], np.int32), _Arrays.of(frames, cursor)
-    return [
+    groups = [
         RolloutGroup(
             group_id=header.group_id,
             prompt_text=header.prompt_text,
@@ -132,6 +135,9 @@ def unpack_groups(
         )
         for header in headers
     ]
+    if has_arrays and not all(each.is_read for each in (prompts, *vars(arrays).values())):
+        raise ValueError("its arrays are longer than its header says")
+    return groups
 
 
 @dataclass
@@ -143,9 +149,14 @@ class _Cursor:
     def of(cls, frame: bytes, dtype: type[np.generic]) -> Self:
         return cls(np.frombuffer(frame, dtype))
 
+    @property
+    def is_read(self) -> bool:
+        return self.position == len(self.array)
+
     def take(self, length: int) -> np.ndarray:
         start, self.position = self.position, self.position + length
-        assert self.position <= len(self.array), "a batch's frames are shorter than its header says"
+        if not start <= self.position <= len(self.array):
+            raise ValueError("its arrays are shorter than its header says")
         return self.array[start : self.position]
 
 

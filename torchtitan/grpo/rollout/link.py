@@ -158,7 +158,7 @@ class RolloutLink:
         config_file = self._directory / link_messages.CONFIG_FILE
         # The configuration may contain the servers' keys. The process removes the file once it is read.
         config_file.touch(mode=0o600)
-        config_file.write_text(json.dumps(self._config.to_dict()))
+        config_file.write_text(json.dumps(self._config.to_dict(), allow_nan=False))
         self._messages = self._connect(zmq.PAIR, link_messages.MESSAGES_SOCKET)
         with self._notices_lock:
             self._notices = self._connect(zmq.PUSH, link_messages.NOTICES_SOCKET)

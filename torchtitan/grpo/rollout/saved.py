@@ -6,10 +6,12 @@
 A resumed run continues with them. Finished groups wait again for their batch, and groups in
 progress keep the completions that exist. Nothing is generated twice, so long answers are not
 at a disadvantage. The file is optional: without it, the prompts are still open in the ledger
-and are generated again.
+and are generated again. So they are if the file is damaged: it holds a checksum, and
+`saved_checks.py` checks what is read.
 """
 
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +81,7 @@ class SavedRollouts:
 
 
 class SavedRolloutsError(ValueError):
-    """Raised if a file of saved rollouts cannot be used. The message gives the remedy."""
+    """Raised if a file of saved rollouts cannot be used. The message says why."""
 
 
 class _Generation(msgspec.Struct):
@@ -98,6 +100,13 @@ class _Unfinished(msgspec.Struct):
     start_version: int
     generations: list[_Generation]
     begun: list[_Generation]
+
+
+class _Sealed(msgspec.Struct):
+    """What is in a file: a :class:`_File` with its CRC-32. Earlier releases wrote a bare one."""
+
+    crc32: int | None = None
+    content: msgspec.Raw = msgspec.Raw()
 
 
 class _File(msgspec.Struct):
@@ -135,13 +144,18 @@ def write_saved(path: Path, saved: SavedRollouts) -> None:
             for g in saved.unfinished
         ],
     )
+    content = msgspec.msgpack.encode(file)
+    sealed = msgspec.msgpack.encode(_Sealed(zlib.crc32(content), msgspec.Raw(content)))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as stream:
-        stream.write(msgspec.msgpack.encode(file))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as stream:
+            stream.write(sealed)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_saved(path: Path, version: int) -> SavedRollouts:
@@ -151,32 +165,38 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
         SavedRolloutsError: If the file is damaged or belongs to another step.
     """
     try:
-        file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
-    except (OSError, msgspec.DecodeError) as error:
-        raise SavedRolloutsError(
-            f"{path} must contain the rollouts saved with the checkpoint of step {version}, but it "
-            f"cannot be read: {error}. Remove the file to generate its rollouts again."
-        ) from error
-    if file.version != version:
-        raise SavedRolloutsError(
-            f"{path} must contain the rollouts of step {version}, got step {file.version}. Remove "
-            "the file to generate its rollouts again."
+        file = msgspec.msgpack.decode(_unsealed(path.read_bytes()), type=_File)
+        saved = SavedRollouts(
+            version=file.version,
+            progress=PromptProgress(file.position, tuple(file.open)),
+            closed=file.closed,
+            finished=tuple(group_frames.unpack_groups(file.finished, file.frames)),
+            unfinished=tuple(
+                UnfinishedGroup(
+                    g.group_id,
+                    g.start_version,
+                    tuple(map(_unpacked, g.generations)),
+                    tuple(map(_unpacked, g.begun)),
+                )
+                for g in file.unfinished
+            ),
         )
-    return SavedRollouts(
-        version=file.version,
-        progress=PromptProgress(file.position, tuple(file.open)),
-        closed=file.closed,
-        finished=tuple(group_frames.unpack_groups(file.finished, file.frames)),
-        unfinished=tuple(
-            UnfinishedGroup(
-                g.group_id,
-                g.start_version,
-                tuple(map(_unpacked, g.generations)),
-                tuple(map(_unpacked, g.begun)),
-            )
-            for g in file.unfinished
-        ),
-    )
+    except (OSError, ValueError, LookupError) as error:  # msgspec's errors are ValueErrors
+        raise SavedRolloutsError(f"the file cannot be read: {error}") from error
+    if saved.version != version:
+        raise SavedRolloutsError(
+            f"it must hold the rollouts of step {version}, got those of step {saved.version}"
+        )
+    return saved
+
+
+def _unsealed(content: bytes) -> bytes | msgspec.Raw:
+    sealed = msgspec.msgpack.decode(content, type=_Sealed)
+    if not sealed.content:
+        return content
+    if sealed.crc32 != zlib.crc32(sealed.content):
+        raise ValueError("its checksum is not that of its content")
+    return sealed.content
 
 
 def discard_after(dump_folder: str, step: int) -> None:

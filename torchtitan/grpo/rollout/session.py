@@ -20,7 +20,8 @@ from torchtitan.grpo.rollout.model_match import model_warnings
 from torchtitan.grpo.rollout.producer import Producer
 from torchtitan.grpo.rollout.prompts import PromptStream
 from torchtitan.grpo.rollout.ranker import LengthRanker
-from torchtitan.grpo.rollout.saved import SavedRollouts, read_saved
+from torchtitan.grpo.rollout.saved import SavedRollouts, SavedRolloutsError, read_saved
+from torchtitan.grpo.rollout.saved_checks import check_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.serving.fleet import ServerFleet, Tell
 from torchtitan.grpo.rollout.session_parts import (
@@ -70,13 +71,12 @@ class RolloutSession:
         self, config: RolloutProcessConfig, announce: Callable[[str], None] | None = None
     ) -> None:
         self.drops = DropLog(announce)
-        self._saved: SavedRollouts | None = None
-        if config.saved_rollouts is not None:
+        self._announce = announce
+        self._saved = self._read_saved(config)
+        if self._saved is not None:
             # This progress is newer than the checkpoint's: it also covers work done since then.
-            self._saved = read_saved(Path(config.saved_rollouts), config.start_version)
             config = replace(config, progress=self._saved.progress)
         self._config = config
-        self._announce = announce
         self._fleet = ServerFleet(config, announce)
         self._teachers: TeacherPool | None = None
         self._pool: RewardPool | None = None
@@ -84,6 +84,23 @@ class RolloutSession:
         self._environments: EnvironmentPool | None = None
         self._stream: PromptStream | None = None
         self.warnings: list[str] = []
+
+    def _read_saved(self, config: RolloutProcessConfig) -> SavedRollouts | None:
+        """Returns the rollouts kept beside the checkpoint; None without, or if they are damaged."""
+        if config.saved_rollouts is None:
+            return None
+        sizes = {"vocab_size": config.vocab_size, "row_len": config.seq_len}
+        try:
+            saved = read_saved(Path(config.saved_rollouts), config.start_version)
+            check_saved(saved, config.progress, **sizes)
+        except SavedRolloutsError as error:
+            (self._announce or logger.warning)(
+                f"The rollouts kept beside the checkpoint of step {config.start_version} "
+                f"({config.saved_rollouts}) are damaged and are not used: {error}. Their prompts are "
+                "issued again."
+            )
+            return None
+        return saved
 
     @property
     def servers(self) -> list[ServerInfo]:

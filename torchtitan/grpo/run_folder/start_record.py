@@ -7,7 +7,6 @@
 configuration, keys masked) and ``environment.json`` (command, versions, commit, machine).
 """
 
-import json
 import os
 import platform
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan.grpo
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.job_config import SECRETS, JobConfig
 from torchtitan.grpo.run_folder.contents import STARTS_FOLDER
 from torchtitan.grpo.run_folder.launch import ENVIRONMENT_FILE, launch_id
@@ -45,7 +45,7 @@ def record_start(
     head = f"# Configuration of a run as it was started after {step} steps.\n\n"
     (folder / "config.toml").write_text(head + to_toml(config.to_dict()), encoding="utf-8")
     content = environment(step, arguments) | {"servers": [asdict(server) for server in servers]}
-    text = json.dumps(content, indent=2, default=str) + "\n"
+    text = strict_json.dumps(content, indent=2, default=str) + "\n"
     (folder / ENVIRONMENT_FILE).write_text(text, encoding="utf-8")
     return folder
 

@@ -47,8 +47,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     # JSON escapes a string as TOML does, but for one control character.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(str(value), ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False, allow_nan=False)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchtitan.grpo.start import local_rendezvous
-from torchtitan.grpo.start.final_status import respecting_guards
+from torchtitan.grpo.start.final_status import respecting_final_statuses
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.rank_status import REPORTED_FILE, read_status
 
@@ -84,7 +84,7 @@ def run_agent(
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(stop_timeout_seconds) + _MARGIN_SECONDS)
     _pass_on_signals()
     try:
-        with respecting_guards():
+        with respecting_final_statuses():
             elastic_launch(config, sys.executable)("-u", "-m", "torchtitan.grpo_train", *arguments)
     except SignalException as error:
         return 128 + error.sigval

@@ -5,3 +5,10 @@
 
 STOPPED_BY_GUARD = 3
 """A guard has stopped the run, with a checkpoint. Starting it again would lead to the same place."""
+
+LAST_SAVE_FAILED = 4
+"""The run has taken all its steps, but its last checkpoint could not be written. Started again at once, it
+would take the steps since the one before for nothing."""
+
+FINAL = (STOPPED_BY_GUARD, LAST_SAVE_FAILED)
+"""Statuses of ranks that are not to be started again."""

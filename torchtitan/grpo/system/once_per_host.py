@@ -83,7 +83,7 @@ def _write(file: Path, answer: dict[str, Any]) -> None:
                 old.unlink()
     # Renamed as a whole, so that nobody reads half of it.
     part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(answer))
+    part.write_text(json.dumps(answer, allow_nan=False))
     part.replace(file)
 
 

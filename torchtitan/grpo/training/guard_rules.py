@@ -7,9 +7,12 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtitan.grpo.job_config import JobConfig
+
+_TERMS = ("loss/policy", "loss/ptx")
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Reading:
         mismatch_kl: Divergence between trainer and servers, in nats per trained token.
         reference_kl: Divergence from the reference model, in nats per trained token; 0 without a
             reference.
+        others: The other metrics of the loss by name, but for those of a policy loss of the user's
+            own, of which infinite ones may be meant.
     """
 
     grad_norm: float
@@ -30,6 +35,7 @@ class Reading:
     entropy: float | None
     mismatch_kl: float
     reference_kl: float
+    others: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, grad_norm: float, metrics: Mapping[str, float]) -> "Reading":
@@ -41,6 +47,7 @@ class Reading:
             entropy if entropy != 0 else None,  # that of a real distribution is above 0
             metrics["mismatch/kl"],
             metrics["loss/reference_kl"],
+            {k: v for k, v in metrics.items() if k in _TERMS or not k.startswith("loss/")},
         )
 
 
@@ -107,9 +114,14 @@ class GuardRules:
 
 
 def _not_finite(reading: Reading) -> str | None:
-    broken = [
-        f"{name} is {value}"
-        for name, value in (("loss/total", reading.loss), ("grad_norm", reading.grad_norm))
-        if not math.isfinite(value)
-    ]
+    numbers = {
+        "loss/total": reading.loss,
+        "grad_norm": reading.grad_norm,
+        "mismatch/kl": reading.mismatch_kl,
+        "loss/reference_kl": reading.reference_kl,
+        "policy/entropy": 0.0 if reading.entropy is None else reading.entropy,
+    } | dict(reading.others)
+    broken = [f"{name} is {v}" for name, v in numbers.items() if not math.isfinite(v)]
+    if (num_more := len(broken) - _MAX_NAMED) > 0:
+        broken[_MAX_NAMED:] = [f"{num_more} more metrics of the loss are not finite"]
     return " and ".join(broken) or None

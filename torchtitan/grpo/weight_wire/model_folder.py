@@ -7,8 +7,14 @@ Trainer and servers share it. It does not import torch.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from torchtitan.grpo.system.file_sums import damaged_files
+
+SUMS_FILE = "sums_export.json"
+"""Sizes and checksums of the files of an exported model, beside them."""
 
 _LFS_POINTER = b"version https://git-lfs"
 _CONVERT = "Convert the weights to safetensors, or name another directory"
@@ -59,6 +65,38 @@ def read_json(file: Path, setting: str) -> dict[str, Any]:
             f"{type(content).__name__} where an object must be. Download the model again."
         )
     return content
+
+
+def require_undamaged(
+    path: Path, setting: str, share: int = 0, num_shares: int = 1, *, weights: bool
+) -> None:
+    """Refuses a directory that this project has exported and that has changed since.
+
+    Other directories have no checksums.
+
+    Args:
+        path: The directory.
+        setting: TOML key that names it.
+        share: Which share of the files is read, so that ranks can divide them.
+        num_shares: Number of shares.
+        weights: Whether the weights are read, or all other files.
+
+    Raises:
+        ModelError: With the names of the files that have changed.
+    """
+    if damaged := list(_damaged(path, share, num_shares, weights)):
+        raise ModelError(
+            f"{setting}: the files of {path} must be what was exported, but these have changed since: "
+            f"{', '.join(damaged[:3])}. Export the model again, or remove {path / SUMS_FILE} if you "
+            "have changed them yourself."
+        )
+
+
+def _damaged(path: Path, share: int, num_shares: int, weights: bool) -> Iterator[str]:
+    def is_wanted(name: str) -> bool:
+        return name.endswith(".safetensors") == weights
+
+    return damaged_files(path, share, num_shares, is_wanted=is_wanted)
 
 
 def refuse_quantised(config: dict[str, Any], file: Path, setting: str) -> None:

@@ -61,7 +61,9 @@ def write_part(
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # raised here only if the file could not be written
         raise OSError(f"Writing {file} failed: {error}. Is the disk full?") from error
-    (directory / f"checksums-rank{rank:05d}.json").write_text(json.dumps(checksums))
+    (directory / f"checksums-rank{rank:05d}.json").write_text(
+        json.dumps(checksums, allow_nan=False)
+    )
     with file.open("rb") as handle:
         os.fsync(handle.fileno())
 
@@ -109,7 +111,7 @@ class VersionDirectories:
         for part in sorted(partial.glob("checksums-rank*.json")):
             checksums |= json.loads(part.read_text())
             part.unlink()
-        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums))
+        (partial / CHECKSUMS_FILE).write_text(json.dumps(checksums, allow_nan=False))
         for file in self._source.glob("*.json"):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, partial / file.name)

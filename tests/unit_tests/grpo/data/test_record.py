@@ -221,3 +221,36 @@ def test_a_file_that_is_no_gzip_file_is_named(tmp_path):
         read(path)
     with pytest.raises(DataError, match=r"missing\.gz cannot be read: .*No such file"):
         read(tmp_path / "missing.gz")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_flipped_bit_anywhere_changes_nothing_or_is_refused_with_its_file(tmp_path, suffix):
+    path = tmp_path / f"rollouts.{suffix}"
+    record(path, [[group(4), group(9, reward=None)], [group(11)]]).close()
+    content, expected = path.read_bytes(), read(path)
+    num_refused = 0
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        reader = RecordReader(str(path), VOCAB_SIZE, TEMPERATURE, "rollout.replay")
+        try:
+            found = [batch for _, batch in reader]
+        except DataError as error:
+            assert str(path) in str(error)
+            num_refused += 1
+        else:  # a line that is cut off is told where it is replayed
+            assert found == expected[: len(found)]
+            assert reader.was_cut_off or len(found) == len(expected), position
+    assert num_refused > len(content) * 0.9
+
+
+def test_lines_of_earlier_releases_have_no_checksum(path):
+    record(path, [[group(4)], [group(9)]]).close()
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as file:
+        lines = file.readlines()
+    assert all(line.startswith(b'{"crc32":') for line in lines)
+    with open_file(path, "wb") as file:
+        file.writelines(b"{" + line.partition(b",")[2] for line in lines)
+    assert [batch.groups[0].group_id for batch in read(path)] == [4, 9]

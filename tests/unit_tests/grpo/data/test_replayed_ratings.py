@@ -29,14 +29,19 @@ def record(*ratings: list[float] | None, **changes) -> BatchRecord:
     rollouts = [
         RolloutRecord(reward=1.0, teacher_logprobs=rating, **fields | changes) for rating in ratings
     ]
-    return BatchRecord(0, 1, [GroupRecord(3, [5, 6], rollouts)])
+    return BatchRecord(0, PromptProgress(), [GroupRecord(3, [5, 6], rollouts)])
 
 
 @pytest.mark.parametrize(
     ("ratings", "message"),
     [
         ([[-1.0], [-1.0, -2.0]], r"file:2, group 3, rollout 0: each of the 2 .*logprob, got 1"),
-        ([[-1.0, -1e300], [-1.0, -2.0]], r"teacher_logprobs must be finite in float32"),
+        ([[-1.0, -1e300], [-1.0, -2.0]], r"teacher_logprobs must be finite, above -9999"),
+        (
+            [[-1.0, -2.0], [-9999.0, -2.0]],
+            r"rollout 1: teacher_logprobs must .* got -9999.0 at token 0",
+        ),
+        ([[-1.0, 0.5], [-1.0, -2.0]], r"rollout 0: teacher_logprobs must .* not above 0, got 0.5"),
         ([[-1.0, -2.0], None], r"all rollouts of a group must have teacher_logprobs.*got 1 of 2"),
     ],
 )
@@ -102,6 +107,14 @@ TOP = top_record([[7, 1], [8, 2]])
         (
             top_record([[7, 1], [8, 2]], [[-1.0, -2.0], [-1.0, -np.inf]]),
             r"logprobs of teacher_top must be finite",
+        ),
+        (
+            top_record([[7, 1], [8, 2]], [[-1.0, -2.0], [-9999.0, -1.0]]),
+            r"logprobs of teacher_top must be finite, above -9999 .* got -9999.0 at token 1",
+        ),
+        (
+            top_record([[7, 1], [8, 2]], [[-1.0, 1e30], [-3.0, -1.0]]),
+            r"logprobs of teacher_top must be finite, .* at token 0",
         ),
     ],
 )

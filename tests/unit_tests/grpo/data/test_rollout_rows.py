@@ -14,9 +14,10 @@ from torchtitan.grpo.config import GRPO
 from torchtitan.grpo.data.cost import token_cost
 from torchtitan.grpo.data.packing_list import packing_list, rows_from, sources_of
 from torchtitan.grpo.data.record import RecordReader, RolloutRecorder, read_groups
-from torchtitan.grpo.data.rollout_rows import longest_sequence, sequences_of
+from torchtitan.grpo.data.rollout_rows import sequences_of
 from torchtitan.grpo.data.step_plan import StepPlan, plan_step
 from torchtitan.grpo.rollout import group_frames
+from torchtitan.grpo.rollout.completion_checks import longest_sequence
 from torchtitan.grpo.rollout.joining import joined
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup, read_saved, write_saved
 from torchtitan.grpo.types import (

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.grpo.inference.answers import UNPUSHED_VERSION, version_segments
-from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.client import LogprobsError, ServerError
 from torchtitan.grpo.inference.kinds import make_client
 from torchtitan.grpo.inference.sglang import client as sglang
 from torchtitan.grpo.inference.sglang.parameter_names import unknown_names
@@ -168,6 +168,30 @@ def test_a_wrong_answer_is_refused(kind: str, path: list[Any], value: Any, messa
     parse, answer = KINDS[kind]
     with pytest.raises(ServerError, match=message):
         parse("http://host:1/generate", REQUEST, change(answer, path, value))
+
+
+IMPOSSIBLE = [-87.4, -100.0, -104.0, -1e4, -9999.0, -3.4e38, -1e38, -88, -(2**70), 0.01, 1e30]
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_logprobs_that_no_sampled_token_can_have_are_refused(kind: str, value: float) -> None:
+    parse, answer = KINDS[kind]
+    path = [*META, "output_token_logprobs", 1, 0] if kind == "sglang" else [*CONTENT, 1, "logprob"]
+    with pytest.raises(LogprobsError) as refused:
+        parse("http://host:1/generate", REQUEST, change(answer, path, value))
+    message = str(refused.value)
+    assert message.startswith("http://host:1/generate: logprobs of sampled tokens must be finite")
+    assert f"got {value!r} at token 1." in message
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1e-30, 5e-4, -1e-30, -60.0, -87.3, -87])
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_logprobs_that_are_rare_are_taken(kind: str, value: float) -> None:
+    parse, answer = KINDS[kind]
+    path = [*META, "output_token_logprobs", 1, 0] if kind == "sglang" else [*CONTENT, 1, "logprob"]
+    found = parse("http://host:1/generate", REQUEST, change(answer, path, value))
+    assert found.logprobs[1] == np.float32(value)
 
 
 @pytest.mark.parametrize("token", [-1, 2**31])

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan.grpo.models.hf_config import ModelError, read_hf_model
+from torchtitan.grpo.models.hf_weights import write_hf
+from torchtitan.grpo.weight_wire.model_folder import require_undamaged
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -168,3 +171,32 @@ def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"a":' + "[" * 200_000 + "]" * 200_000 + "}")
     with pytest.raises(ModelError, match=r"reading .*config\.json failed: .*recursion"):
         read_hf_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_weight"),
+    [
+        ("model-00001-of-00001.safetensors", True), ("config.json", False),
+        ("tokenizer.json", False), ("tokenizer_config.json", False),
+        ("model.safetensors.index.json", False), ("generation_config.json", False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_an_export_that_has_changed_since_is_refused_with_the_file(
+    repository: Path, tmp_path: Path, name: str, is_weight: bool, place: float
+):
+    source, target = repository / "assets/reverse_digits/model", tmp_path / "step-1"
+    write_hf([("a", torch.ones(8))], source, target, torch.float32)
+    read_hf_model(target)
+    require_undamaged(target, "model.hf_assets_path", weights=True)
+    assert read_hf_model(source).vocab_size, "a directory without checksums is taken as it is"
+    content = bytearray((target / name).read_bytes())
+    content[int(len(content) * place)] ^= 1
+    (target / name).write_bytes(content)
+    with pytest.raises(ModelError, match=f"model.hf_assets_path.* changed since: .*{name}"):
+        require_undamaged(target, "model.hf_assets_path", weights=is_weight)
+    if not is_weight:
+        with pytest.raises(ModelError, match=name):
+            read_hf_model(target)
+    (target / "sums_export.json").unlink()
+    require_undamaged(target, "model.hf_assets_path", weights=is_weight)

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.grpo.resume.checkpoint_files import (
     CheckpointWriter,
     clear_folder,
-    damaged_files,
     is_whole,
     quick_problem,
     remove_incomplete,
 )
+from torchtitan.grpo.system.file_sums import damaged_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

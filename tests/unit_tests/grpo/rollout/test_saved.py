@@ -3,8 +3,11 @@
 
 """Rollouts in flight, in a file beside the checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +21,15 @@ from torchtitan.grpo.rollout.saved import (
     remove_others,
     write_saved,
 )
-from torchtitan.grpo.types import Generation, PromptProgress, Rollout, RolloutGroup, VersionSegment
+from torchtitan.grpo.rollout.saved_checks import check_saved
+from torchtitan.grpo.types import (
+    Generation,
+    PromptProgress,
+    Rollout,
+    RolloutGroup,
+    TopTokens,
+    VersionSegment,
+)
 
 
 def some() -> SavedRollouts:
@@ -69,11 +80,11 @@ def test_a_damaged_file_and_one_of_another_step_are_refused(tmp_path: Path):
     path = file_of(str(tmp_path), 4)
     write_saved(path, some())
     with pytest.raises(
-        SavedRolloutsError, match=r"must contain the rollouts of step 5, got step 4. Remove"
+        SavedRolloutsError, match=r"must hold the rollouts of step 5, got those of step 4"
     ):
         read_saved(path, 5)
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(SavedRolloutsError, match=r"saved with the checkpoint of step 4"):
+    with pytest.raises(SavedRolloutsError, match=r"the file cannot be read: "):
         read_saved(path, 4)
 
 
@@ -86,3 +97,126 @@ def test_files_go_with_their_checkpoints(tmp_path: Path):
         "step-4.msgpack",
         "step-6.msgpack",
     ]
+
+
+SIZES = {"vocab_size": 8, "row_len": 8}
+CHECKPOINT = PromptProgress(7, (6,))
+"""Progress in the checkpoint: prompts 7 and 8 were issued after it, and 7 was closed."""
+
+
+def altered(saved: SavedRollouts, **changes: Any) -> SavedRollouts:
+    """Changes fields of the finished group's first rollout."""
+    (group,) = saved.finished
+    first = replace(group.rollouts[0], **changes)
+    return replace(saved, finished=(replace(group, rollouts=(first, *group.rollouts[1:])),))
+
+
+def begun(saved: SavedRollouts, **changes: Any) -> SavedRollouts:
+    """Changes fields of the unfinished completion."""
+    (group,) = saved.unfinished
+    return replace(saved, unfinished=(replace(group, begun=(replace(group.begun[0], **changes),)),))
+
+
+def logprobs(value: float) -> np.ndarray:
+    return np.array([-0.5, value, -0.5], np.float32)
+
+
+TOP = TopTokens(np.array([[1, 2]] * 3, np.int32), np.full((3, 2), -1.0, np.float32))
+WRONG = {
+    "an id beyond the vocabulary": altered(some(), completion_ids=np.array([5, 8, 7], np.int32)),
+    "a negative id": begun(some(), token_ids=np.array([5, -6, 7], np.int32)),
+    "a prompt beyond the vocabulary": altered(some(), prompt_ids=np.array([5, 80], np.int32)),
+    "no prompt": altered(some(), prompt_ids=np.array([], np.int32)),
+    **{
+        f"{make.__name__} with a logprob of {value}": make(some(), **{name: logprobs(value)})
+        for make, name in ((altered, "generator_logprobs"), (begun, "logprobs"))
+        for value in (np.nan, np.inf, -np.inf, -100.0, -9999.0, 0.5, 1e30)
+    },
+    "too few logprobs": begun(some(), logprobs=np.zeros(2, np.float32)),
+    "a gap between versions": begun(some(), segments=(VersionSegment(3, 0, 1),)),
+    "versions that overlap": altered(
+        some(), segments=(VersionSegment(3, 0, 2), VersionSegment(4, 1, 3))
+    ),
+    "a version to come": altered(some(), segments=(VersionSegment(5, 0, 3),)),
+    "a version that was never pushed": begun(some(), segments=(VersionSegment(-7, 0, 3),)),
+    "too many tokens for a row": begun(
+        some(), token_ids=np.zeros(9, np.int32), logprobs=np.zeros(9, np.float32), sampled=None,
+        segments=(VersionSegment(4, 0, 9),),
+    ),
+    "more context than there is": begun(some(), num_context=2),
+    "rows that begin nowhere": altered(some(), new_rows=((3, 1),)),
+    "an infinite reward": altered(some(), reward=np.inf),
+    "a part of the reward that is none": altered(some(), reward_components={"exact": np.nan}),
+    "an infinite reward of an environment": begun(some(), environment_reward=-np.inf),
+    "a rating that is infinite": altered(some(), teacher_logprobs=logprobs(-np.inf)),
+    "a rating that was cut": altered(some(), teacher_logprobs=logprobs(-9999.0)),
+    "likely tokens beyond the vocabulary": altered(
+        some(), teacher_logprobs=logprobs(-1), teacher_top=replace(TOP, ids=TOP.ids + 7)
+    ),
+    "likely tokens without a number": altered(
+        some(), teacher_logprobs=logprobs(-1), teacher_top=replace(TOP, logprobs=TOP.logprobs * np.inf)
+    ),
+    "a prompt that is forgotten": replace(some(), progress=PromptProgress(9, (6,))),
+    "a prompt that is open and closed": replace(some(), progress=PromptProgress(9, (6, 7, 8))),
+    "a prompt that is trained already": replace(some(), progress=PromptProgress(9, (5, 6, 8))),
+    "a position before the checkpoint": replace(some(), progress=PromptProgress(6, (6, 8))),
+    "a group of no prompt": replace(some(), unfinished=(UnfinishedGroup(5, 3, ()),)),
+    "a group twice": replace(some(), unfinished=(UnfinishedGroup(6, 3, ()),)),
+    "a group from the future": replace(some(), unfinished=(UnfinishedGroup(8, 5, ()),)),
+    "a group without rollouts": replace(some(), finished=(RolloutGroup(6, "", (), ""),)),
+}  # fmt: skip
+
+
+def test_what_a_run_keeps_passes_the_checks():
+    rated = altered(some(), teacher_logprobs=logprobs(-1.0), teacher_top=TOP)
+    for saved in (some(), rated, begun(some(), logprobs=logprobs(-87.0), num_context=1)):
+        check_saved(saved, CHECKPOINT, **SIZES)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_kept_rollouts_must_pass_what_a_server_s_answer_must_pass(what):
+    with pytest.raises(SavedRolloutsError):
+        check_saved(WRONG[what], CHECKPOINT, **SIZES)
+
+
+def unsealed(path: Path) -> bytes:
+    """The file as earlier releases wrote it, without a checksum."""
+    return bytes(msgspec.msgpack.decode(path.read_bytes(), type=dict[str, msgspec.Raw])["content"])
+
+
+def test_a_file_of_an_earlier_release_is_read_and_checked_by_value(tmp_path: Path):
+    path = file_of(str(tmp_path), 4)
+    write_saved(path, some())
+    path.write_bytes(unsealed(path))
+    check_saved(read_saved(path, 4), CHECKPOINT, **SIZES)
+    write_saved(path, altered(some(), generator_logprobs=logprobs(np.inf)))
+    path.write_bytes(unsealed(path))
+    with pytest.raises(SavedRolloutsError, match=r"in group 6, its logprobs must be finite"):
+        check_saved(read_saved(path, 4), CHECKPOINT, **SIZES)
+
+
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_no_flipped_bit_is_trained_on_nor_ends_the_run(tmp_path: Path, has_checksum: bool):
+    """Without a checksum, bits that leave all values possible go unnoticed, but nothing else does."""
+    path = file_of(str(tmp_path), 4)
+    write_saved(path, some())
+    content = path.read_bytes() if has_checksum else unsealed(path)
+    num_noticed = 0
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            check_saved(read_saved(path, 4), CHECKPOINT, **SIZES)
+        except SavedRolloutsError:
+            num_noticed += 1
+    assert num_noticed == len(content) if has_checksum else num_noticed > len(content) / 2
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path):
+    path = file_of(str(tmp_path), 4)
+    path.mkdir(parents=True)  # so that it cannot be replaced
+    (path / "x").touch()
+    with pytest.raises(OSError):
+        write_saved(path, some())
+    assert list(path.parent.iterdir()) == [path]

@@ -5,12 +5,16 @@
 
 import asyncio
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from aiohttp import web
 
 from torchtitan.grpo import config as tables
+from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.saved import SavedRollouts, UnfinishedGroup, write_saved
 from torchtitan.grpo.rollout.session import RolloutSession
 from torchtitan.grpo.types import Generation, PromptProgress, VersionSegment
@@ -31,46 +35,97 @@ async def healthy_server() -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
-    repository: Path, tmp_path: Path
-):
-    """Prompts 3 and 5 were drawn after the checkpoint's last batch, and 3 was closed since."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": p, "answer": p}) + "\n" for p in "123456789"))
-    part = Generation(
-        np.array([100], np.int32), np.full(1, -0.5, np.float32), "stop", (VersionSegment(0, 0, 1),)
+def config_of(repository: Path, prompts: Path, url: str, file: Path) -> RolloutProcessConfig:
+    return RolloutProcessConfig(
+        grpo=tables.GRPO(group_size=2, prompts_per_step=2),
+        prompts=tables.Prompts(path=str(prompts), shuffle=False),
+        rollout=tables.Rollout(max_new_tokens=4),
+        inference=tables.Inference(kind="embedded", launch=False, urls=[url]),
+        reward=tables.Reward(functions=["exact_match"], num_workers=1),
+        evaluation=tables.Evaluation(),
+        hf_assets_path=str(repository / "assets/reverse_digits/model"),
+        vocab_size=128,
+        eos_token_ids=[1],
+        seq_len=32,
+        seed=0,
+        dump_folder=str(prompts.parent),
+        server_gpus=[],
+        start_version=1,
+        progress=PromptProgress(3, (2,)),  # the checkpoint's, which is older
+        saved_rollouts=str(file),
     )
-    saved = SavedRollouts(
+
+
+def saved_rollouts(logprob: float) -> SavedRollouts:
+    """Prompts 3 and 5 were drawn after the checkpoint's last batch, and 3 was closed since."""
+    logprobs = np.full(1, logprob, np.float32)
+    part = Generation(np.array([100], np.int32), logprobs, "stop", (VersionSegment(0, 0, 1),))
+    return SavedRollouts(
         version=1,
         progress=PromptProgress(6, (2, 4, 5)),
         closed={3: "failed"},
         unfinished=(UnfinishedGroup(2, 0, (part,)), UnfinishedGroup(4, 1, (), (part,))),
     )
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit": (lambda file: flip_a_bit(file), "its checksum is not that"),
+    "half a file": (lambda file: os.truncate(file, 40), "the file cannot be read: "),
+    "an empty file": (lambda file: os.truncate(file, 0), "the file cannot be read: "),
+    "another file": (lambda file: file.write_text("no rollouts"), "the file cannot be read: "),
+    "rollouts of another step": (
+        lambda file: write_saved(file, replace(saved_rollouts(-0.5), version=2)),
+        "it must hold the rollouts of step 1, got those of step 2",
+    ),
+    "an impossible logprob": (
+        lambda file: write_saved(file, saved_rollouts(-200.0)),
+        "in group 2, its logprobs must be finite, above -87.337 and not above 0, got -200.0",
+    ),
+    "prompts of another run": (
+        lambda file: write_saved(file, replace(saved_rollouts(-0.5), closed={})),
+        "the prompts in it are not those that were open at the checkpoint",
+    ),
+    "no file": (lambda file: file.unlink(), "No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_rollouts_are_told_by_name_and_their_prompts_are_issued_again(
+    repository: Path, tmp_path: Path, damage: str
+):
+    file, (do_damage, reason) = tmp_path / "step-1.msgpack", DAMAGE[damage]
+    write_saved(file, saved_rollouts(-0.5))
+    do_damage(file)
+    told: list[str] = []
+    config = config_of(repository, tmp_path / "prompts.jsonl", "http://127.0.0.1:1", file)
+    session = RolloutSession(config, told.append)
+    (message,) = told
+    assert message.startswith(
+        f"The rollouts kept beside the checkpoint of step 1 ({file}) are damaged and are not used: "
+    )
+    assert reason in message and message.endswith("Their prompts are issued again.")
+    assert session._saved is None
+    assert session._config.progress == config.progress, "the checkpoint's, which the ledger follows"
+
+
+def test_a_resumed_session_holds_what_was_saved_and_goes_on_from_there(
+    repository: Path, tmp_path: Path
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p, "answer": p}) + "\n" for p in "123456789"))
+    saved = saved_rollouts(-0.5)
     file = tmp_path / "step-1.msgpack"
     write_saved(file, saved)
 
     async def body() -> None:
         runner, url = await healthy_server()
-        session = RolloutSession(
-            tables.RolloutProcessConfig(
-                grpo=tables.GRPO(group_size=2, prompts_per_step=2),
-                prompts=tables.Prompts(path=str(prompts), shuffle=False),
-                rollout=tables.Rollout(max_new_tokens=4),
-                inference=tables.Inference(kind="embedded", launch=False, urls=[url]),
-                reward=tables.Reward(functions=["exact_match"], num_workers=1),
-                evaluation=tables.Evaluation(),
-                hf_assets_path=str(repository / "assets/reverse_digits/model"),
-                vocab_size=128,
-                eos_token_ids=[1],
-                seq_len=32,
-                seed=0,
-                dump_folder=str(tmp_path),
-                server_gpus=[],
-                start_version=1,
-                progress=PromptProgress(3, (2,)),  # the checkpoint's, which is older
-                saved_rollouts=str(file),
-            )
-        )
+        session = RolloutSession(config_of(repository, prompts, url, file))
         try:
             await session.open()
             held = session.producer.save(1)

@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Ranks that a guard has stopped are not started again; those that died are."""
+"""Ranks that have ended for good are not started again; those that died are."""
 
 import os
 import subprocess
@@ -23,8 +23,10 @@ sys.exit(run_ranks([], 1, 5.0, max_restarts=2))
 RANK = "import sys; open(sys.argv[1], 'a').write('.'); sys.exit(int(sys.argv[2]))"
 
 
-@pytest.mark.parametrize(("status", "num_starts"), [(3, 1), (1, 3)])
-def test_a_guard_ends_a_run_that_may_be_restarted(tmp_path: Path, status: int, num_starts: int):
+@pytest.mark.parametrize(("status", "num_starts"), [(3, 1), (4, 1), (1, 3)])
+def test_a_guard_or_a_missing_checkpoint_ends_a_run_that_may_be_restarted(
+    tmp_path: Path, status: int, num_starts: int
+):
     rank, starts = tmp_path / "rank.py", tmp_path / "starts"
     rank.write_text(RANK)
     done = subprocess.run(

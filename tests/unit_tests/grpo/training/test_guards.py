@@ -32,6 +32,8 @@ BAD = {
     ),
 }
 
+MORE = ("policy/entropy", "policy/nll", "loss/policy")
+
 
 class Judge:
     """Guards of a run, the lines that they said, and the number of the next step."""
@@ -90,6 +92,47 @@ def test_a_loss_that_is_not_finite_counts_even_if_the_norm_is(loss):
     judge = Judge()
     assert judge(loss=loss) is Verdict.SKIP
     assert f"loss/total is {loss}. " in judge.lines[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mismatch/kl", "loss/reference_kl", "policy/entropy", "mismatch/effective_sample_size",
+        "policy/approx_kl", "policy/nll", "teacher/top_k_kl", "loss/policy", "loss/ptx",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("action", ["skip", "stop", "warn"])
+def test_each_metric_of_the_loss_must_be_finite(name, value, action):
+    metrics = {
+        **dict.fromkeys(("loss/total", "loss/policy", "loss/ptx"), 0.1),
+        **dict.fromkeys(("mismatch/kl", "loss/reference_kl", "policy/entropy"), 0.2),
+        **dict.fromkeys(("mismatch/effective_sample_size", "policy/approx_kl"), 0.3),
+        **dict.fromkeys(("policy/nll", "teacher/top_k_kl"), 0.4),
+    }
+    judge = Judge(nonfinite=action, mismatch_kl="off", reference_kl="off", entropy="off")
+    assert judge.guards.judge(1, Reading.of(1.0, metrics)) is Verdict.TAKE
+    wanted = {"skip": Verdict.SKIP, "stop": Verdict.STOP}.get(action, Verdict.TAKE)
+    assert judge.guards.judge(2, Reading.of(1.0, metrics | {name: value})) is wanted
+    assert judge.count("nonfinite") == 1
+    found = [*judge.lines, judge.guards.reason or ""]
+    assert f"{name} is {value}. With guards.nonfinite" in found[0]
+
+
+def test_a_step_in_which_all_is_broken_is_one_short_line():
+    metrics = dict.fromkeys((*MORE, "loss/total", "mismatch/kl", "loss/reference_kl"), math.nan)
+    judge = Judge()
+    judge.guards.judge(1, Reading.of(math.nan, metrics))
+    assert (
+        "loss/total is nan and grad_norm is nan and mismatch/kl is nan and 4 more metrics of the loss "
+        "are not finite." in judge.lines[0]
+    )
+
+
+def test_an_infinite_metric_of_the_user_s_own_loss_is_the_user_s_to_judge():
+    metrics = dict.fromkeys(("loss/total", "mismatch/kl", "loss/reference_kl"), 0.1)
+    metrics |= {"policy/entropy": 0.2, "loss/largest_ratio": math.inf}
+    assert Judge().guards.judge(1, Reading.of(1.0, metrics)) is Verdict.TAKE
 
 
 def test_a_step_that_is_not_finite_does_not_enter_the_median():

@@ -29,7 +29,12 @@ from torchtitan.grpo.inference.embedded.step_layout import (
 from torchtitan.grpo.inference.model_cards import first_architecture
 from torchtitan.grpo.types import TopTokens
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
-from torchtitan.grpo.weight_wire.model_folder import ModelError, read_json, refuse_quantised
+from torchtitan.grpo.weight_wire.model_folder import (
+    ModelError,
+    read_json,
+    refuse_quantised,
+    require_undamaged,
+)
 from torchtitan.grpo.weight_wire.sliding_window import attention_window
 
 logger = logging.getLogger(__name__)
@@ -258,8 +263,11 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
             on CUDA.
 
     Raises:
-        ValueError: If the directory has no config.json, or its weights are not the model's plain ones.
+        ValueError: If the directory has no config.json, its weights are not the model's plain ones, or it
+            was exported and has changed since.
     """
+    for weights in (False, True):
+        require_undamaged(Path(path), _SETTING, weights=weights)
     (config, window), files = read_config(path), WeightFiles(Path(path), _SETTING)
     for note in files.check(files.own_shapes(), is_tied=config.tie_word_embeddings):
         logger.warning(note)

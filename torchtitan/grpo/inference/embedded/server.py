@@ -10,7 +10,6 @@ and its generation is aborted.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.inference.access import AuthLevel, Keys, refusal
 from torchtitan.grpo.inference.embedded.daemon_thread import run_in_thread
 from torchtitan.grpo.inference.embedded.engine import Engine, EngineError, Events
@@ -156,7 +156,7 @@ class EmbeddedServer:
             for _ in requests:
                 index, num_tokens, _ = await news.get()
                 answers[index] = self._answer(body, requests[index], num_tokens, True)
-        return web.json_response(answers if body.is_list else answers[0])
+        return web.json_response(answers if body.is_list else answers[0], dumps=strict_json.dumps)
 
     @asynccontextmanager
     async def _submitted(
@@ -219,7 +219,7 @@ class EmbeddedServer:
                 answer = {"error": {"message": str(error), "code": 500}}
             if body.is_list:
                 answer["index"] = index
-            await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+            await response.write(b"data: " + strict_json.dumps(answer).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response

@@ -35,7 +35,7 @@ class AdapterNote:
 
     def as_load_format(self) -> str:
         """Returns the text that stands in place of a load format."""
-        return _PREFIX + json.dumps(asdict(self))
+        return _PREFIX + json.dumps(asdict(self), allow_nan=False)
 
 
 def note_of(load_format: str | None) -> AdapterNote | None:

@@ -35,7 +35,10 @@ def launch_command(spec: ServerSpec) -> LaunchCommand:
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     # A teacher returns its most likely tokens (teacher.top_k); vLLM's default limit is 20.
     command += ["--max-logprobs", str(MAX_TOP_TOKENS)]
-    command += ["--weight-transfer-config", json.dumps({"backend": "torchtitan_grpo"})]
+    command += [
+        "--weight-transfer-config",
+        json.dumps({"backend": "torchtitan_grpo"}, allow_nan=False),
+    ]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     command += ["--middleware", GUARD]
     command += ["--tensor-parallel-size", str(spec.tensor_parallel_size)]

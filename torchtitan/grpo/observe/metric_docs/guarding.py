@@ -15,7 +15,13 @@ GUARDS = Section(
             "The metrics below show which guard acted. After `guards.max_skipped_steps` skipped steps in a row, the run ends.",
         ),
         Metric(
-            "guards/nonfinite", "optimizer steps", "Optimizer steps whose loss or gradient norm was NaN or infinite.", "0",
+            "nonfinite_values", "numbers",
+            "How many numbers of this record are NaN or infinite, and null in `metrics.jsonl`. Absent if all are finite.",
+            "absent", "Look at `guards/nonfinite`, and at which metrics are null.",
+        ),
+        Metric(
+            "guards/nonfinite", "optimizer steps",
+            "Optimizer steps whose loss, gradient norm, or another metric of the loss was NaN or infinite.", "0",
             "Lower `optimizer.lr`, and look for very large rewards and for a policy loss that divides by 0.",
         ),
         Metric(

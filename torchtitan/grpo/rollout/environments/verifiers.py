@@ -39,6 +39,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtitan.grpo import strict_json
 from torchtitan.grpo.rollout.environments.protocol import Environment, Observation
 from torchtitan.grpo.types import Prompt
 
@@ -60,7 +61,7 @@ class VerifiersEnvironment(Environment):
     """
 
     def __init__(self, env_id: str, **arguments: Any) -> None:
-        self._home = _home(env_id, json.dumps(arguments, sort_keys=True))
+        self._home = _home(env_id, json.dumps(arguments, sort_keys=True, allow_nan=True))
         self._rollout: _Rollout | None = None
 
     async def reset(self, prompt: Prompt) -> None:
@@ -223,7 +224,10 @@ class _Rollout:
         for body in _TOOL_CALL.findall(text):
             try:
                 call = json.loads(body)
-                name, arguments = call["name"], json.dumps(call.get("arguments", {}))
+                name, arguments = (
+                    call["name"],
+                    json.dumps(call.get("arguments", {}), allow_nan=True),
+                )
             except (ValueError, KeyError, TypeError):
                 continue  # a malformed call counts as plain text, as on inference servers
             self._num_calls += 1
@@ -279,7 +283,7 @@ def write_prompts(env_id: str, path: Path, **arguments: Any) -> int:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             kept = {name: row[name] for name in ("prompt", *_COLUMNS) if name in row}
-            file.write(json.dumps(kept) + "\n")
+            file.write(strict_json.dumps(kept) + "\n")
             count += 1
     return count
 

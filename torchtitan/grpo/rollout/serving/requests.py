@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan.grpo.inference.client import LogprobsError, ServerError
+from torchtitan.grpo.rollout.completion_checks import completion_problem
 from torchtitan.grpo.types import GenerateRequest, Generation, Prompt
 
 
@@ -73,28 +74,24 @@ def check_generation(
 
     Raises:
         ServerError: If the answer is empty, aborted or too long, has token IDs outside the
-            vocabulary or unknown to the tokenizer, lacks a finite logprob for any token, or does not give the version of each
-            token.
+            vocabulary or unknown to the tokenizer, lacks a logprob that a sampled token can have for any
+            token, or does not give the version of each token.
     """
-    ids, num_tokens = generation.token_ids, len(generation.token_ids)
-    covered = [position for s in generation.segments for position in (s.start, s.end)]
-    problem = None
+    num_tokens = len(generation.token_ids)
     if generation.finish_reason == "abort":
         problem = f"it was aborted after {num_tokens} tokens"
     elif not 0 < num_tokens <= request.max_new_tokens:
         problem = f"it has {num_tokens} tokens, expected 1 to {request.max_new_tokens}"
-    elif not (ids.min() >= 0 and ids.max() < vocab_size):
-        problem = f"its token ids are {ids.min()} to {ids.max()}, expected 0 to {vocab_size - 1}"
-    elif (unknown := ids[np.isin(ids, request.unknown_ids)]).size:
+    elif (unknown := generation.token_ids[np.isin(generation.token_ids, request.unknown_ids)]).size:
         problem = (
             f"{unknown.size} of its {num_tokens} tokens, such as {unknown[0]}, are not in the tokenizer, "
             "so its text would lack them. If it happens often, train a model whose vocab_size fits "
             "its tokenizer, or see docs/servers.md"
         )
-    elif len(generation.logprobs) != num_tokens or not np.isfinite(generation.logprobs).all():
-        problem = f"its {len(generation.logprobs)} logprobs are not one finite number per token"
-    elif covered[:1] != [0] or covered[-1:] != [num_tokens] or covered[1:-1:2] != covered[2:-1:2]:
-        problem = f"its version segments {generation.segments} do not cover {num_tokens} tokens"
+    else:
+        problem = completion_problem(
+            generation.token_ids, generation.logprobs, generation.segments, vocab_size=vocab_size
+        )
     if problem is not None:
         kind = LogprobsError if "logprobs" in problem else ServerError
         raise kind(f"{url} returned a completion that cannot be used: {problem}.")

@@ -112,8 +112,13 @@ def test_an_answer_with_a_token_that_the_tokenizer_does_not_have_is_refused(ids,
             {"token_ids": np.full(4, 100, np.int32)},
             "its token ids are 100 to 100, expected 0 to 99",
         ),
-        ({"logprobs": np.full(4, np.nan, np.float32)}, "not one finite number per token"),
+        ({"logprobs": np.full(4, np.nan, np.float32)}, "its logprobs must be finite"),
+        *(
+            ({"logprobs": np.array([-1, -1, value, -1], np.float32)}, "got .* at token 2")
+            for value in (-87.4, -100, -9999, -np.inf, 0.1, 1e30)
+        ),
         ({"logprobs": -np.ones(3, np.float32)}, "its 3 logprobs"),
+        ({"segments": (VersionSegment(-2, 0, 4),)}, "do not cover"),
         ({"segments": ()}, "do not cover 4 tokens"),
         ({"segments": (VersionSegment(0, 0, 3),)}, "do not cover 4 tokens"),
         ({"segments": (VersionSegment(0, 0, 1), VersionSegment(1, 2, 4))}, "do not cover"),
