@@ -354,7 +354,13 @@ class GRPOTrainer(Trainer):
 
     def _wait_for_push(self, version: int) -> None:
         timeout_seconds = self.config.weight_sync.timeout_seconds * 2
-        self.publisher.wait_for(version, timeout_seconds, lambda: self.stop.requested)
+        self.publisher.wait_for(version, timeout_seconds, self._should_stop_waiting)
+
+    def _should_stop_waiting(self) -> bool:
+        """Whether to wait for a push no longer; raises if the rollout process says why it ended."""
+        if self.source is not None:
+            self.source.attend()
+        return self.stop.requested
 
     def _evaluate(self) -> None:
         """Evaluates on rank 0 and waits for the result."""
