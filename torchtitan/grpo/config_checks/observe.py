@@ -6,7 +6,8 @@
 import os
 from pathlib import PurePath
 
-from torchtitan.grpo.config_checks.rules import require
+from torchtitan.grpo.config_checks.rules import ConfigError, require
+from torchtitan.grpo.inference.urls import checked_host
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
 
@@ -20,6 +21,14 @@ def check_observe(config: JobConfig) -> None:
         f"({observe.samples_per_step}), since samples that are written are printed, got "
         f"{observe.print_samples}. Raise observe.samples_per_step.",
     )
+    if observe.monitor:
+        try:
+            checked_host(observe.monitor_host)
+        except ValueError as error:
+            raise ConfigError(
+                "observe.monitor_host must be an address of this host, without scheme, brackets and "
+                f"port (observe.monitor_port), got {observe.monitor_host!r}: {error}."
+            ) from error
     require(
         not observe.monitor
         or is_loopback(observe.monitor_host)

@@ -23,6 +23,7 @@ from torchtitan.grpo.inference.gpu_shares import share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
+from torchtitan.grpo.inference.urls import url_of
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
 from torchtitan.grpo.system.exit_status import describe_status
 from torchtitan.grpo.system.interfaces import interface_of
@@ -59,7 +60,7 @@ class LaunchedServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.spec.host}:{self.spec.port}"
+        return url_of(self.spec.host, self.spec.port)
 
     def note_shared_memory(self) -> None:
         """Notes what shared memory the server uses, so that it is removed if the server leaves it."""
