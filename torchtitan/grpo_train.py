@@ -401,7 +401,7 @@ class GRPOTrainer(Trainer):
         metrics = learned.metrics(times["time/step_seconds"])
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
-        metrics |= self.guards.metrics()
+        metrics |= self.guards.metrics() | self.runner.take_metrics()
         self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
 
     def _report(self, hf_checkpoint: Path) -> None:
