@@ -26,8 +26,12 @@ that does not apply to a run is absent.
 TensorBoard from rank 0, every `metrics.log_freq` steps (1 by default). The samples of the step are sent with them, as a table
 `samples` in wandb and as text in TensorBoard. Each sample has its context with all turns, the reward with its components, the
 advantage, and the columns of the data set. Without an API key, wandb runs in offline mode and writes to a folder in
-`job.dump_folder`; `wandb sync FOLDER` uploads it later. `WANDB_PROJECT`, `WANDB_RUN_NAME` and wandb's other environment variables
-have their usual effect. `tensorboard --logdir outputs/run` shows the metrics in TensorBoard.
+`job.dump_folder`, which the run names at its start and at its end; `wandb sync FOLDER` uploads it later. A resumed run
+continues its run in wandb, whose id is kept in `job.dump_folder`, and `job.overwrite` begins a new one. Steps that a
+resumed run takes again keep the values that they had before, because wandb takes each step once. Without a network each
+start has a folder of its own: upload them in turn, all but the first with `wandb sync --append FOLDER`. `WANDB_PROJECT`,
+`WANDB_RUN_NAME`, `WANDB_RUN_ID` and wandb's other environment variables have their usual effect. `tensorboard --logdir
+outputs/run` shows the metrics in TensorBoard.
 
 **The console line of a step.** On a terminal, the line fits into 80 columns:
 

@@ -362,7 +362,13 @@ class GRPOTrainer(Trainer):
 
     def _wait_for_push(self, version: int) -> None:
         timeout_seconds = self.config.weight_sync.timeout_seconds * 2
-        self.publisher.wait_for(version, timeout_seconds, lambda: self.stop.requested)
+        self.publisher.wait_for(version, timeout_seconds, self._should_stop_waiting)
+
+    def _should_stop_waiting(self) -> bool:
+        """Whether to wait for a push no longer; raises if the rollout process says why it ended."""
+        if self.source is not None:
+            self.source.attend()
+        return self.stop.requested
 
     def _evaluate(self) -> None:
         """Evaluates on rank 0 and waits for the result."""
@@ -403,7 +409,7 @@ class GRPOTrainer(Trainer):
         metrics = learned.metrics(times["time/step_seconds"])
         metrics |= {"lr": learning_rate, "policy_version": float(self.step)}
         metrics |= times | self.rollout_metrics | self.publisher.metrics()
-        metrics |= self.guards.metrics()
+        metrics |= self.guards.metrics() | self.runner.take_metrics()
         self.metrics_processor.log_step(self.step, metrics, self.source.samples.latest)
 
     def _report(self, hf_checkpoint: Path) -> None:

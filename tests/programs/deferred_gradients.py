@@ -104,6 +104,7 @@ def run(arguments: dict, case: dict) -> tuple[dict[str, torch.Tensor], dict[str,
         "split": [asdict(graph) for graph in split_graphs],
         "pending_bytes": store.pending_bytes if store else 0,
         "offload": offload_figures(stages),
+        "metrics": runner.take_metrics(),
     }
 
 

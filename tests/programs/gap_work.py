@@ -36,12 +36,13 @@ def run_case(arguments: dict, case: dict) -> dict:
         return forward(stage, *arguments, **named)
 
     GapStage.forward_one_chunk = counted
-    done, different = [], []
+    done, different, metrics = [], [], [runner.take_metrics()]
     for order in (("old", "ref"), ("ref", "old")):
         for part in built.parts:
             part.zero_grad()
         jobs = {name: ForwardJob(models[name], rows) for name in order}
         runner.forward_backward(rows, weighted, list(jobs.values()))
+        metrics.append(runner.take_metrics())
         done.append([rows.num_rows - job.waiting.num_rows for job in jobs.values()])
         # Before the rest is computed, which must not change the gradients either.
         for name, job in jobs.items():
@@ -56,6 +57,8 @@ def run_case(arguments: dict, case: dict) -> dict:
     stages_of_rank = [*runner.schedule.stages, *(s for s in runner.schedule._stages)]
     return {
         "done": done,
+        "metrics": [*metrics, runner.take_metrics()],
+        "microbatch_rows": runner.forwards.microbatch_rows,
         "passes": passes[0],
         "different": different,
         "held": sum(len(s.args_recv_info) + len(s._leaving) for s in stages_of_rank),

@@ -276,6 +276,12 @@ class RolloutController(StepSource):
 
         return min((v for v in asyncio.run(ask_all()) if v is not None), default=-1)
 
+    def attend(self) -> None:
+        # If the process was killed, the request for the next batch will notice and restart it.
+        with suppress(RolloutKilled):
+            if self._is_ready:
+                self.link.raise_if_ended(wait_milliseconds=0)
+
     def raise_if_ended(self) -> None:
         self.link.raise_if_ended()
 

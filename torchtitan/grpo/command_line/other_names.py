@@ -1,7 +1,7 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""What other projects call a setting, and what is answered to whoever writes that name here.
+"""What other projects call a setting or a value, and what is answered to whoever writes it here.
 
 The names are those of TRL, verl, prime-rl, slime, AReaL, OpenRLHF and the Transformers trainer. The
 last part of a key decides, unless its whole name or its table has an answer of its own.
@@ -24,14 +24,29 @@ _WHERE_SERVERS = (
     "inference.urls names running ones. inference.kind is vllm, sglang or embedded."
 )
 _SERVER_OPTION = "Options of launched servers go to inference.extra_args, as on their command line."
+_TENSOR_PARALLEL = (
+    "Servers: inference.tensor_parallel_size. Trainer: parallelism.tensor_parallel_degree."
+)
 _SCALE = (
     'grpo.advantage decides: "group_norm" divides by the standard deviation of the group, '
     '"group_mean" divides by nothing (Dr.GRPO), "batch_norm" divides by that of the batch.'
 )
+_ADVANTAGE = (
+    'It is called grpo.advantage here: "group_norm" is GRPO, "group_mean" Dr.GRPO, "leave_one_out" RLOO, '
+    '"batch_norm" REINFORCE++-baseline, "max_rl" MaxRL.'
+)
 _LOSS = (
-    'grpo.policy_loss is the loss of a token ("clip", "gspo", "cispo", "reinforce"), and '
-    'grpo.aggregation how tokens become one number ("token_mean" as in DAPO, "sequence_mean" as in '
-    'GRPO, "constant_length" as in Dr.GRPO).'
+    'grpo.policy_loss is the loss of a token ("clip" is PPO\'s, also "gspo", "cispo", "sapo", "gmpo", '
+    '"reinforce"), and grpo.aggregation how tokens become one number ("token_mean" as in DAPO, '
+    '"sequence_mean" as in GRPO, "constant_length" as in Dr.GRPO).'
+)
+_DR_GRPO = (
+    'Dr.GRPO is grpo.advantage = "group_mean" with grpo.aggregation = "constant_length" and '
+    'grpo.policy_loss = "clip".'
+)
+_DAPO = (
+    'DAPO is grpo.policy_loss = "clip" with grpo.clip_high = 0.28, grpo.aggregation = "token_mean" and '
+    "rollout.dynamic_sampling."
 )
 _PRECISION = "training.mixed_precision_param is the type of the forward pass, and training.dtype that of the weights."
 _WANDB = "metrics.enable_wandb = true turns it on; WANDB_PROJECT and WANDB_RUN_NAME name project and run."
@@ -123,13 +138,17 @@ OTHER_NAMES: dict[str, str] = {
     "delta": "grpo.dual_clip bounds the loss of tokens with negative advantages.",
     "loss_type": _LOSS,
     "policy_loss_fn": _LOSS,
+    "loss_mode": _LOSS,
+    "tau_pos": "grpo.sapo_temperature",
+    "tau_neg": "grpo.sapo_temperature_negative",
+    "sapo_temperature_neg": "grpo.sapo_temperature_negative",
     "loss_agg_mode": "grpo.aggregation",
     "importance_sampling_level": 'grpo.policy_loss = "gspo" has one ratio for each sequence; "clip" has one for each token.',
     "scale_rewards": _SCALE,
     "norm_adv_by_std_in_grpo": _SCALE,
     "group_reward_norm": _SCALE,
-    "adv_estimator": _SCALE,
-    "advantage_estimator": _SCALE,
+    "adv_estimator": _ADVANTAGE,
+    "advantage_estimator": _ADVANTAGE,
     "entropy_coeff": "grpo.entropy_coef",
     "entropy_coefficient": "grpo.entropy_coef",
     "ent_coef": "grpo.entropy_coef",
@@ -138,7 +157,6 @@ OTHER_NAMES: dict[str, str] = {
     "tis_imp_ratio_cap": "grpo.importance_cap",
     "tis_clip": "grpo.importance_cap",
     "rollout_is_batch_normalize": "grpo.mismatch_normalize",
-    "off_policy_mask_threshold": "grpo.off_policy_mask_threshold",
     "use_opsm": "grpo.off_policy_mask_threshold",
     "opsm_delta": "grpo.off_policy_mask_threshold",
     "rollout_rs": "The bounds are grpo.mismatch_max_k1, mismatch_max_k3, mismatch_max_tv and mismatch_max_ratio.",
@@ -206,11 +224,12 @@ OTHER_NAMES: dict[str, str] = {
     "engine": "inference.kind",
     "rollout_backend": "inference.kind",
     "backend_name": "inference.kind",
-    "vllm_gpu_memory_utilization": _SERVER_OPTION,
-    "gpu_memory_utilization": _SERVER_OPTION,
-    "mem_fraction_static": _SERVER_OPTION,
-    "vllm_tensor_parallel_size": _SERVER_OPTION,
-    "tensor_model_parallel_size": "Servers: inference.extra_args. Trainer: parallelism.tensor_parallel_degree.",
+    "vllm_gpu_memory_utilization": "inference.gpu_memory_utilization",
+    "mem_fraction_static": "inference.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "inference.tensor_parallel_size",
+    "tensor_model_parallel_size": _TENSOR_PARALLEL,
+    "max_num_batched_tokens": "inference.max_batched_tokens",
+    "vllm_max_model_length": "inference.max_model_len",
     "enforce_eager": _SERVER_OPTION,
     "num_engines": "inference.num_servers",
     "vllm_num_engines": "inference.num_servers",
@@ -271,7 +290,6 @@ OTHER_NAMES: dict[str, str] = {
     "num_train_epochs": _LENGTH,
     "total_epochs": _LENGTH,
     "num_epoch": _LENGTH,
-    "num_epochs_total": _LENGTH,
     "max_steps": "training.steps",
     "num_steps": "training.steps",
     "num_rollout": "training.steps",
@@ -280,7 +298,6 @@ OTHER_NAMES: dict[str, str] = {
     "bf16": _PRECISION,
     "fp16": _PRECISION,
     "torch_dtype": _PRECISION,
-    "model_dtype": _PRECISION,
     "gradient_checkpointing": 'activation_checkpoint.mode = "full" recomputes activations.',
     "enable_gradient_checkpointing": 'activation_checkpoint.mode = "full" recomputes activations.',
     "attn_implementation": "grpo.packed_attention",
@@ -296,15 +313,17 @@ OTHER_NAMES: dict[str, str] = {
     "param_offload": _OFFLOAD,
     "optimizer_offload": _OFFLOAD,
     "cpu_offload": _OFFLOAD,
+    "enable_activation_offload": "grpo.pipeline_offload moves activations of pipeline stages to the host.",
+    "activation_offloading": "grpo.pipeline_offload moves activations of pipeline stages to the host.",
     "ulysses_sequence_parallel_size": "parallelism.context_parallel_degree",
     "context_parallel_size": "parallelism.context_parallel_degree",
     "sequence_parallel_size": "parallelism.context_parallel_degree",
-    "tensor_parallel_size": "Servers: inference.extra_args. Trainer: parallelism.tensor_parallel_degree.",
+    "tensor_parallel_size": _TENSOR_PARALLEL,
     "pipeline_model_parallel_size": "parallelism.pipeline_parallel_degree",
     "fsdp_size": "parallelism.data_parallel_shard_degree",
     "n_gpus_per_node": "The number of ranks is that of torchrun: torchtitan-grpo train X.toml --gpus N.",
     "actor_num_gpus_per_node": "The number of ranks is that of torchrun: torchtitan-grpo train X.toml --gpus N.",
-    "nnodes": "On several hosts start torchrun on each; see the README.",
+    "nnodes": "Start the run on each host, as the README shows under several machines.",
     # Output.
     "output_dir": "job.dump_folder",
     "default_local_dir": "job.dump_folder",
@@ -316,7 +335,6 @@ OTHER_NAMES: dict[str, str] = {
     "experiment_name": _WANDB,
     "run_name": _WANDB,
     "use_wandb": _WANDB,
-    "wandb": _WANDB,
     "report_to": "metrics.enable_wandb and metrics.enable_tensorboard choose where metrics go.",
     "logger": "metrics.enable_wandb and metrics.enable_tensorboard choose where metrics go.",
     "log_completions": "observe.samples_per_step rollouts are written to samples.jsonl in each step.",
@@ -337,7 +355,6 @@ OTHER_NAMES: dict[str, str] = {
     "lora_alpha": "lora.alpha",
     "lora_dropout": "Adapters have no dropout. Remove it.",
     "lora_target_modules": "lora.target_modules",
-    "target_modules": "lora.target_modules",
     "load_in_4bit": "Quantized training is not supported: weights are float32 or bfloat16. Remove it.",
     "load_in_8bit": "Quantized training is not supported: weights are float32 or bfloat16. Remove it.",
     "deepspeed": "Sharding is torchtitan's FSDP2; [parallelism] sets its layout. Remove it.",
@@ -371,17 +388,45 @@ OTHER_TABLES: dict[str, str] = {
     "server": "Servers are set in [inference].",
 }
 
-# Values that a setting of ours had once, by key and value.
-_FORMER_VALUES: dict[tuple[str, str], str] = {
-    ("weight_sync.transport", "group"): (
-        'Process groups are "auto" (the default), "nccl" or "host" now.'
-    ),
+# Values that a setting of ours had once, or that other projects call so, by key and value. A value that
+# is one word stands for "It is called "WORD" here."
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    "weight_sync.transport": {"group": 'Groups are "auto" (the default), "nccl" or "host" now.'},
+    "grpo.policy_loss": {
+        "ppo": "clip",
+        "vanilla": "clip",
+        "grpo": "clip",
+        "bnpo": 'It is grpo.policy_loss = "clip" with grpo.aggregation = "token_mean".',
+        "dr_grpo": _DR_GRPO,
+        "dapo": _DAPO,
+        "geo_mean": "gmpo",
+        "maxrl": 'MaxRL is grpo.advantage = "max_rl".',
+        "rloo": 'RLOO is grpo.advantage = "leave_one_out".',
+    },
+    "grpo.advantage": {
+        "grpo": "group_norm",
+        "dr_grpo": "group_mean",
+        "maxrl": "max_rl",
+        "rloo": "leave_one_out",
+        "reinforce_plus_plus_baseline": "batch_norm",
+        "gae": _CRITIC,
+    },
+    "grpo.aggregation": {
+        "seq_mean_token_mean": "sequence_mean",
+        "seq_mean_token_sum_norm": "constant_length",
+        "grpo": "sequence_mean",
+        "dapo": "token_mean",
+        "dr_grpo": "constant_length",
+    },
+    "grpo.kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
 }
 
 
 def answer_to_value(key: str, value: object) -> str:
     """Returns what is answered to a value that a setting does not take; mostly empty."""
-    return _FORMER_VALUES.get((key, str(value)), "")
+    word = str(value).lower().replace("-", "_")
+    answer = OTHER_VALUES.get(key, {}).get(word, "")
+    return f'It is called "{answer}" here.' if answer and " " not in answer else answer
 
 
 def answer_to(key: str) -> str:

@@ -19,7 +19,7 @@ from torchtitan.grpo.config_checks.guards import check_guards
 from torchtitan.grpo.config_checks.lora import check_lora
 from torchtitan.grpo.config_checks.losses import check_losses
 from torchtitan.grpo.config_checks.machine import check_layout, check_machine, check_model
-from torchtitan.grpo.config_checks.observe import check_observe
+from torchtitan.grpo.config_checks.observe import check_observe, check_profiling
 from torchtitan.grpo.config_checks.optimizer import check_optimizer
 from torchtitan.grpo.config_checks.prompts import check_prompts
 from torchtitan.grpo.config_checks.ranges import check_ranges, check_refused, check_required
@@ -66,6 +66,7 @@ def validate(config: JobConfig) -> None:
         check_weight_sync,
         check_guards,
         check_observe,
+        check_profiling,
         check_lora,
         check_layout,
     ):

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 
 from torchtitan.grpo import config as grpo_config
+from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.config_checks.rules import ConfigError, check_read, require
 from torchtitan.grpo.job_config import JobConfig
 
@@ -77,7 +78,8 @@ def _check_policy_loss(grpo: grpo_config.GRPO) -> None:
         check_policy_function(grpo)
         metric_reductions(grpo)  # refuses metrics whose names are those of every loss
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        answer = answer_to_value("grpo.policy_loss", grpo.policy_loss)
+        raise ConfigError(f"{error} {answer}".rstrip()) from error
 
 
 def _check_mismatch(grpo: grpo_config.GRPO) -> None:

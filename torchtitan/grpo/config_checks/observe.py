@@ -4,8 +4,10 @@
 """Checks what a run prints, writes and serves."""
 
 import os
+from pathlib import PurePath
 
-from torchtitan.grpo.config_checks.rules import require
+from torchtitan.grpo.config_checks.rules import ConfigError, require
+from torchtitan.grpo.inference.urls import checked_host
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE, is_loopback
 
@@ -19,6 +21,14 @@ def check_observe(config: JobConfig) -> None:
         f"({observe.samples_per_step}), since samples that are written are printed, got "
         f"{observe.print_samples}. Raise observe.samples_per_step.",
     )
+    if observe.monitor:
+        try:
+            checked_host(observe.monitor_host)
+        except ValueError as error:
+            raise ConfigError(
+                "observe.monitor_host must be an address of this host, without scheme, brackets and "
+                f"port (observe.monitor_port), got {observe.monitor_host!r}: {error}."
+            ) from error
     require(
         not observe.monitor
         or is_loopback(observe.monitor_host)
@@ -27,3 +37,36 @@ def check_observe(config: JobConfig) -> None:
         f"needs a key in the environment variable {KEY_VARIABLE}, got none. Set it, or leave "
         "observe.monitor_host at 127.0.0.1.",
     )
+
+
+def check_profiling(config: JobConfig) -> None:
+    """Refuses periods of the profilers that are too short, and folders outside of the run's."""
+    settings = config.profiling
+    if not settings.enable_profiling and not settings.enable_memory_snapshot:
+        return
+    needed = 1
+    if settings.enable_profiling:
+        for key, least in (("profiler_active", 1), ("profiler_warmup", 0)):
+            value = getattr(settings, key)
+            require(value >= least, f"profiling.{key} must be at least {least}, got {value}.")
+        needed = settings.profiler_warmup + settings.profiler_active
+    require(
+        settings.profile_freq >= needed,
+        f"profiling.profile_freq must be at least {needed} (with profiling.enable_profiling: "
+        "profiling.profiler_warmup + profiling.profiler_active), because it counts the steps from one "
+        f"profile to the next, got {settings.profile_freq}. Raise it, or lower the others.",
+    )
+    for key in ("save_traces_folder", "save_memory_snapshot_folder"):
+        path = PurePath(folder := getattr(settings, key))
+        require(
+            bool(path.name) and not path.is_absolute() and ".." not in path.parts,
+            f"profiling.{key} must name a folder within job.dump_folder, got {folder!r}.",
+        )
+    if settings.enable_memory_snapshot:
+        import torch  # takes seconds
+
+        require(
+            torch.cuda.is_available() or torch.xpu.is_available(),
+            "profiling.enable_memory_snapshot needs a GPU, because torch records the memory of GPUs "
+            "alone, and none is visible. Remove it; profiling.enable_profiling works on a CPU.",
+        )

@@ -13,7 +13,7 @@ from torchtitan.grpo.config_checks.rules import ConfigError, check_file, check_r
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE
 from torchtitan.grpo.inference.kinds import KINDS, KindRow, kind_row, refuse_keys
 from torchtitan.grpo.inference.registry import registry_folder
-from torchtitan.grpo.inference.urls import checked_urls, named_urls
+from torchtitan.grpo.inference.urls import checked_host, named_urls, split_address
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.loopback import is_loopback
 
@@ -49,13 +49,11 @@ def check_inference(config: JobConfig) -> None:
     )
     check_file("inference.urls_file", inference.urls_file)
     try:
-        if inference.urls:
-            checked_urls(inference.urls, "inference.urls")
-        named_urls(inference)
+        urls = named_urls(inference)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _check_registry(inference)
-    _check_reachable(named_urls(inference))
+    _check_reachable(urls)
     check_read("inference", inference, _INFERENCE_READ_WITH)
     row = _row_of(inference.kind)
     needs_python = inference.launch and row.environment is not None
@@ -99,12 +97,15 @@ def _check_registry(inference: grpo_config.Inference) -> None:
     address = inference.registry_address
     if address is None:
         return
-    host, _, port = address.rpartition(":")
-    require(
-        host not in ("", "0.0.0.0", "[::]") and port.isdecimal() and 0 < int(port) < 2**16,
-        "inference.registry_address must be host:port, where host is the address of rank 0's host "
-        f"that servers reach, got {address!r}.",
-    )
+    try:
+        host, _ = split_address(address)
+        if host in ("0.0.0.0", "::"):
+            raise ValueError("servers cannot connect to all addresses")
+    except ValueError as error:
+        raise ConfigError(
+            "inference.registry_address must be host:port, where host is the address of rank 0's "
+            f"host that servers reach, got {address!r}: {error}."
+        ) from error
     require(
         bool(inference.admin_key or os.environ.get(ADMIN_KEY_VARIABLE)),
         "inference.registry_address needs a key, which servers send when they register: set "
@@ -195,6 +196,14 @@ def check_weight_sync(config: JobConfig) -> None:
         "weight_sync.transport = 'nccl' needs servers on GPUs, got inference.device = 'cpu'. Set "
         "weight_sync.transport = 'auto' or 'host'.",
     )
+    if sync.master_address != "auto":
+        try:
+            checked_host(sync.master_address)
+        except ValueError as error:
+            raise ConfigError(
+                "weight_sync.master_address must be auto, or an address of rank 0's host without scheme, "
+                f"brackets and port, got {sync.master_address!r}: {error}."
+            ) from error
     path = sync.disk_path
     require(
         path is None or Path(path).is_dir() or not Path(path).exists(),

@@ -111,6 +111,10 @@ class StepSource(ABC):
         """Returns the lowest version that a server reports, or -1 if no server answers."""
 
     @abstractmethod
+    def attend(self) -> None:
+        """Passes on what the rollout process says, without waiting; raises if it has ended."""
+
+    @abstractmethod
     def raise_if_ended(self) -> None:
         """Raises the reason if the rollout process has ended by itself."""
 
@@ -136,5 +140,8 @@ class OfflineSource(StepSource):
         """Returns -1, since there is no server."""
         return -1
 
-    def raise_if_ended(self) -> None:
+    def attend(self) -> None:
         """Does nothing, since no rollout process was started."""
+
+    def raise_if_ended(self) -> None:
+        """Does nothing, for the same reason."""

@@ -174,9 +174,12 @@ class HttpConnection:
                 f"{method} {self.url}{route} was not answered within {timeout:.1f} s."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
+            # Whatever ended a connection in the middle was there.
+            doubt = " Is the server up, and is its URL right?"
+            is_doubtful = isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL)
             raise RouteError(
-                f"{method} {self.url}{route} failed: {type(error).__name__}: {error}. "
-                "Is the server up, and is its URL right?"
+                f"{method} {self.url}{route} failed: {type(error).__name__}: {error}."
+                f"{doubt if is_doubtful else ''}"
             ) from error
 
     async def close(self) -> None:

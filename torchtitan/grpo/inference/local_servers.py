@@ -23,7 +23,9 @@ from torchtitan.grpo.inference.gpu_shares import share_gpus
 from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
+from torchtitan.grpo.inference.urls import url_of
 from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.exit_status import describe_status
 from torchtitan.grpo.system.interfaces import interface_of
 from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
@@ -58,7 +60,7 @@ class LaunchedServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.spec.host}:{self.spec.port}"
+        return url_of(self.spec.host, self.spec.port)
 
     def note_shared_memory(self) -> None:
         """Notes what shared memory the server uses, so that it is removed if the server leaves it."""
@@ -72,18 +74,25 @@ class LaunchedServer:
     def describe_end(self) -> str:
         """Returns a message with the exit status and the end of the log."""
         found = remedy(self.log_file, self.log_begin) + first_causes(self.log_file, self.log_begin)
+        status = describe_status(self.process.returncode)
         return (
-            f"The {self.kind} server {self.url} ended with exit status {self.process.returncode}. "
-            f"{found}The end of its log {self.log_file}:\n{self.log_tail()}"
+            f"The {self.kind} server {self.url} ended with {status}. {found}{self.describe_log()}"
         )
+
+    def describe_log(self) -> str:
+        """Returns a sentence with the end of the log, for an error message."""
+        tail = self.log_tail()
+        if not tail.strip():
+            return f"It has written nothing into its log {self.log_file}."
+        return f"The end of its log {self.log_file}:\n{tail}"
 
     def last_line(self) -> str:
         """Returns the last line of the log that is not empty."""
-        return last_line(self.log_file)
+        return last_line(self.log_file, self.log_begin)
 
     def log_tail(self) -> str:
-        """Returns the end of the log, for an error message."""
-        return log_tail(self.log_file)
+        """Returns the end of what this process has written into the log."""
+        return log_tail(self.log_file, self.log_begin)
 
 
 def server_command(

@@ -33,6 +33,7 @@ from torchtitan.grpo.inference.local_servers import default_device, mask_keys, s
 from torchtitan.grpo.inference.registrar import Registrar, run_registered
 from torchtitan.grpo.inference.registry import Registration
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
+from torchtitan.grpo.inference.urls import checked_urls, url_of
 from torchtitan.grpo.system.interfaces import address_of, default_address
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_wire.model_folder import read_json, refuse_quantised
@@ -75,6 +76,8 @@ def parse_arguments(arguments: list[str]) -> tuple[ServerSpec, str | None]:
     parser.add_argument("--max-running-requests", type=int, default=64)
     options, extra = parser.parse_known_args(arguments)
     try:
+        if options.register is not None and _is_url(options.register):
+            checked_urls([options.register], "--register")
         config = model_config(options.model_path)
         check_length(options.max_model_len, config, options.model_path)
         if options.kind == "embedded":
@@ -280,8 +283,7 @@ def main() -> None:
 def _run_registered(
     spec: ServerSpec, register: str, command: list[str], environ: dict[str, str]
 ) -> int:
-    host = f"[{spec.host}]" if ":" in spec.host else spec.host
-    url = f"http://{host}:{spec.port}"
+    url = url_of(spec.host, spec.port)
     registration = Registration(url, spec.kind, socket.gethostname(), os.getpid(), time.time())
     target = register if _is_url(register) else str(Path(register).resolve())
     registrar = Registrar(target, registration, os.environ.get(ADMIN_KEY_VARIABLE))

@@ -45,7 +45,7 @@ def first_causes(log_file: Path, begin: int = 0) -> str:
         if len(causes) == _MAX_CAUSES:
             break
     found = list(causes)
-    tail = log_tail(log_file)
+    tail = log_tail(log_file, begin)
     if not found or all(line in tail for line in found):
         return ""
     return "The first errors in its log:\n  " + "\n  ".join(found) + "\n"
@@ -71,17 +71,17 @@ def remedy(log_file: Path, begin: int = 0) -> str:
     )
 
 
-def last_line(log_file: Path) -> str:
-    """Returns the last line of a log that is not empty."""
-    lines = [line.strip() for line in log_tail(log_file).splitlines() if line.strip()]
+def last_line(log_file: Path, begin: int = 0) -> str:
+    """Returns the last line of a log that is not empty; see :func:`first_causes` for the arguments."""
+    lines = [line.strip() for line in log_tail(log_file, begin).splitlines() if line.strip()]
     return lines[-1][-_LINE_CHARS:] if lines else "(nothing yet)"
 
 
-def log_tail(log_file: Path) -> str:
-    """Returns the end of a log, for an error message."""
+def log_tail(log_file: Path, begin: int = 0) -> str:
+    """Returns the end of a log, for an error message; see :func:`first_causes` for the arguments."""
     try:
         with log_file.open("rb") as file:
-            file.seek(max(0, log_file.stat().st_size - _TAIL_BYTES))
+            file.seek(max(begin, log_file.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError as error:
         return f"(log not readable: {error})"

@@ -1,11 +1,12 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""The URLs of a run's servers, and the file that lists them.
+"""The URLs of a run's servers, the file that lists them, and addresses in general.
 
 The checks of the configuration use this module, so it needs the standard library alone.
 """
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference
 
-_URL = re.compile(r"https?://[^/\s]+:\d+/?")
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
+_LAST_PORT = 2**16 - 1
 _COMMENT = "#"
 
 _Mark = tuple[int, int, int, int]
 
 
 def checked_urls(urls: Sequence[str], source: str) -> list[str]:
-    """Returns the URLs without trailing slashes.
+    """Returns the URLs in one form: in lower case, and without trailing slashes.
 
     Args:
         urls: URLs as written by the user.
@@ -31,10 +33,15 @@ def checked_urls(urls: Sequence[str], source: str) -> list[str]:
         ValueError: If there is no URL, if one is not ``http://host:port``, or if one is
             repeated.
     """
+    checked = []
     for url in urls:
-        if _URL.fullmatch(url) is None:
-            raise ValueError(f"{source} must look like http://host:port, got {url!r}.")
-    checked = [url.rstrip("/") for url in urls]
+        try:
+            checked.append(_checked_url(url))
+        except ValueError as error:
+            shown = re.sub(r"//[^/]*@", "//***@", url)  # it may hold a key
+            raise ValueError(
+                f"{source} must look like http://host:port, got {shown!r}: {error}."
+            ) from error
     if not checked:
         raise ValueError(f"{source} must name at least one server, got none.")
     if twice := sorted({url for url in checked if checked.count(url) > 1}):
@@ -42,6 +49,58 @@ def checked_urls(urls: Sequence[str], source: str) -> list[str]:
             f"{source} must name each server once, got {', '.join(twice)} more than once."
         )
     return checked
+
+
+def _checked_url(url: str) -> str:
+    if re.search(r"[\s,]", url):
+        raise ValueError("it holds a space or a comma, so it is more than one URL, or none")
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme.lower() not in ("http", "https"):
+        raise ValueError("it must begin with http:// or https://")
+    if "@" in rest:
+        raise ValueError("keys are set with inference.api_key and inference.admin_key")
+    address, *path = re.split(r"(?=[/?#])", rest, maxsplit=1)
+    if path not in ([], ["/"]):
+        raise ValueError(
+            f"the paths below it are the client's part, so {path[0]!r} must be left out"
+        )
+    return url_of(*split_address(address), scheme.lower())
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of ``host:port``, the host in lower case and without brackets.
+
+    Raises:
+        ValueError: If it is none. The message is the reason, in words to be appended to a sentence.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or port.endswith("]"):
+        raise ValueError("the port is missing")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _LAST_PORT):
+        raise ValueError(f"the port must be a number from 1 to {_LAST_PORT}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"an IPv6 address stands in brackets, as in [{host}]:{port}")
+    if host.startswith("["):
+        return ipaddress.IPv6Address(host[1:-1]).compressed, int(port)
+    return checked_host(host), int(port)
+
+
+def checked_host(host: str) -> str:
+    """Returns a name or an address without port in lower case.
+
+    Raises:
+        ValueError: If it is none. The message is the reason, in words to be appended to a sentence.
+    """
+    if ":" in host or re.fullmatch(r"[0-9.]+", host):
+        return ipaddress.ip_address(host).compressed
+    if _NAME.fullmatch(host.lower()) is None:
+        raise ValueError(f"{host!r} is no name of a host" if host else "the host is missing")
+    return host.lower()
+
+
+def url_of(host: str, port: int, scheme: str = "http") -> str:
+    """Returns the URL of a server. An IPv6 address is put in brackets."""
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def parse_urls(text: str, source: str) -> list[str]:
@@ -75,10 +134,10 @@ def named_urls(inference: "Inference") -> list[str]:
     this machine, because rank 0 alone needs the file.
 
     Raises:
-        ValueError: If :func:`read_urls` refuses the file.
+        ValueError: If :func:`checked_urls` refuses the URLs, or :func:`read_urls` the file.
     """
     if inference.urls_file is None:
-        return inference.urls
+        return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)
     return read_urls(path) if path.is_file() else []
 

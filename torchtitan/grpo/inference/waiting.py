@@ -98,17 +98,33 @@ class _Wait:
     reminders: Reminders = field(default_factory=Reminders)
 
     async def run(self) -> None:
-        while not await self._is_up():
-            if self.server is not None and self.server.process.poll() is not None:
-                raise RuntimeError(
-                    f"A server must stay up, but it ended early. {self.server.describe_end()}"
-                )
-            waited = time.monotonic() - self.began
-            if waited >= self.timeout_seconds:
+        while True:
+            asking = asyncio.create_task(self._is_up())
+            try:
+                while not asking.done():
+                    await asyncio.wait([asking], timeout=_POLL_SECONDS)
+                    self._look()
+                if asking.result():
+                    return
+            finally:
+                asking.cancel()
+            if time.monotonic() - self.began >= self.timeout_seconds:
                 raise self._timeout()
-            if self.tell is not None and self.reminders.is_due(waited):
-                self.tell(self._describe(waited))
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _look(self) -> None:
+        """Looks at the process, which may have ended while an answer is awaited, and reminds."""
+        if self.server is not None and self.server.process.poll() is not None:
+            raise RuntimeError(
+                f"A server must stay up, but it ended early. {self.server.describe_end()}"
+            )
+        waited = time.monotonic() - self.began
+        if (
+            waited < self.timeout_seconds
+            and self.tell is not None
+            and self.reminders.is_due(waited)
+        ):
+            self.tell(self._describe(waited))
 
     async def _is_up(self) -> bool:
         remaining = self.timeout_seconds - (time.monotonic() - self.began)
@@ -147,10 +163,16 @@ class _Wait:
         return f"{text} The last line of {self.server.log_file}: {self.server.last_line()}"
 
     def _timeout(self) -> TimeoutError:
-        log = f" The end of its log:\n{self.server.log_tail()}" if self.server is not None else ""
-        return TimeoutError(
+        must = (
             f"The server {self.client.url} must be up within inference.startup_timeout_seconds "
-            f"({self.timeout_seconds:g} s). Last answer: {self.last}. Start the server first, "
-            f"correct its URL in {self.urls_key}, or raise "
-            f"inference.startup_timeout_seconds.{log}"
+            f"({self.timeout_seconds:g} s). Last answer: {self.last}."
+        )
+        if self.server is not None:
+            return TimeoutError(
+                f"{must} The run has started it, and it still runs. See what it waits for, or raise "
+                f"inference.startup_timeout_seconds. {self.server.describe_log()}"
+            )
+        return TimeoutError(
+            f"{must} Start the server first, correct its URL in {self.urls_key}, or raise "
+            "inference.startup_timeout_seconds."
         )

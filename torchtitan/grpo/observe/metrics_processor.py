@@ -38,7 +38,7 @@ from torchtitan.grpo.observe.report import (
 from torchtitan.grpo.observe.reward_curve import draw_reward_curve
 from torchtitan.grpo.observe.run_log import RunLog
 from torchtitan.grpo.observe.sample_log import sample_text
-from torchtitan.grpo.observe.trackers import log_samples, without_pipeline
+from torchtitan.grpo.observe.trackers import log_samples, wandb_place, wandb_run, without_pipeline
 from torchtitan.grpo.rollout.results import EvaluationResult
 
 
@@ -59,7 +59,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
     ) -> None:
         _keep_wandb_offline_without_key()
         # Upstream would open wandb and TensorBoard on the rank that sees a pipeline's loss.
-        super().__init__(job_config, without_pipeline(parallel_dims), tag)
+        with wandb_run(job_config):
+            super().__init__(job_config, without_pipeline(parallel_dims), tag)
         self.parallel_dims = parallel_dims
         self._config = job_config
         self.steps: RunLog | None = None
@@ -80,6 +81,8 @@ class GRPOMetricsProcessor(MetricsProcessor):
             self.steps = RunLog(self._folder / "metrics.jsonl", step)
             self.evaluations = RunLog(self._folder / "evaluations.jsonl", step)
             self.evaluated = RunLog(self._folder / "evaluation_samples.jsonl", step)
+            if place := wandb_place(self.logger):
+                self._progress.print(place)
 
     def log_step(
         self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
@@ -158,13 +161,14 @@ class GRPOMetricsProcessor(MetricsProcessor):
         write_summary(self._folder, summary)
         if not is_supervised:
             draw_reward_curve(self._folder, steps, evaluations, self._config)
+        place = wandb_place(self.logger)
         self.close()
-        files = [
-            name
-            for name in ("metrics.jsonl", "samples.jsonl", "reward_curve.png")
-            if (self._folder / name).is_file()
-        ]
+        names = ["metrics.jsonl", "samples.jsonl", "reward_curve.png"]
+        names.append(self._config.profiling.save_traces_folder)
+        files = [name for name in names if (self._folder / name).exists()]
         print(f"Everything is in {self._folder}: {', '.join(files)}.", flush=True)
+        if place:
+            print(place, flush=True)
 
     def close(self) -> None:
         super().close()

@@ -1,15 +1,24 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""Torchtitan's profilers, around the training loop."""
+"""The profilers of ``[profiling]``, around the training loop."""
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+import torch
+import torch.distributed as dist
+from torchtitan.config import Profiling
+from torchtitan.tools.logging import logger
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 
 from torchtitan.grpo.job_config import JobConfig
+
+_RECORDED = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 
 
 @contextmanager
@@ -20,9 +29,61 @@ def profilers(config: JobConfig, step: int) -> Iterator[list[Any]]:
         config: Configuration of the run.
         step: Number of steps that the run has taken so far.
     """
-    settings = {"global_step": step, "base_folder": config.job.dump_folder}
-    with (
-        maybe_enable_profiling(config.profiling, **settings) as trace,
-        maybe_enable_memory_snapshot(config.profiling, **settings) as snapshot,
-    ):
-        yield [profiler for profiler in (trace, snapshot) if profiler is not None]
+    settings, folder = (
+        _within(config.profiling, step, config.training.steps),
+        config.job.dump_folder,
+    )
+    with ExitStack() as stack:
+        running: list[Any] = []
+        if settings.enable_profiling:
+            traces = Path(folder, settings.save_traces_folder)
+            running.append(stack.enter_context(_trace(settings, step, traces)))
+        snapshot = stack.enter_context(
+            maybe_enable_memory_snapshot(settings, global_step=step, base_folder=folder)
+        )
+        if snapshot is not None:
+            running.append(snapshot)
+        yield running
+
+
+def _within(settings: Profiling, step: int, last: int) -> Profiling:
+    """Returns settings under which a run that ends before ``profile_freq`` profiles its last step."""
+    if last // settings.profile_freq > step // settings.profile_freq:
+        return settings
+    active = min(settings.profiler_active, last)
+    warmup = min(settings.profiler_warmup, last - active)
+    return replace(settings, profile_freq=last, profiler_active=active, profiler_warmup=warmup)
+
+
+def _trace(settings: Profiling, first: int, folder: Path) -> torch.profiler.profile:
+    """Returns torch's profiler of what this machine has; upstream's needs a GPU."""
+    action = torch.profiler.schedule(
+        wait=settings.profile_freq - settings.profiler_warmup - settings.profiler_active,
+        warmup=settings.profiler_warmup,
+        active=settings.profiler_active,
+    )
+
+    written: set[int] = set()
+
+    def write(profiler: torch.profiler.profile) -> None:
+        step = first + profiler.step_num
+        has_steps = profiler.step_num > 0 and action(step - 1) in _RECORDED
+        if step in written or not has_steps:  # called once more at the end of the run
+            return
+        written.add(step)
+        file = folder / f"iteration_{step}" / f"rank{dist.get_rank()}_trace.json"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(file))
+        except (OSError, RuntimeError) as error:
+            logger.error(
+                f"The trace {file} cannot be written ({error}). Training goes on without it."
+            )
+
+    # The warning is meant for those who read events from the profiler instead of from the files.
+    warnings.filterwarnings(
+        "ignore", message="Warning: Profiler clears events", category=UserWarning
+    )
+    return torch.profiler.profile(
+        schedule=lambda taken: action(first + taken), on_trace_ready=write, record_shapes=True
+    )

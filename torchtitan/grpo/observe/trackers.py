@@ -4,9 +4,14 @@
 """What this project adds to upstream's wandb and TensorBoard loggers."""
 
 import copy
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
@@ -16,7 +21,9 @@ from torchtitan.components.metrics import (
 from torchtitan.distributed import ParallelDims
 
 from torchtitan.grpo import strict_json
+from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.observe.sample_log import sample_text
+from torchtitan.grpo.run_folder.contents import WANDB_ID_FILE
 
 SAMPLES = "samples"
 """Name of the table in wandb, and of the text in TensorBoard."""
@@ -43,6 +50,42 @@ def without_pipeline(parallel_dims: ParallelDims) -> ParallelDims:
     view = copy.copy(parallel_dims)
     view.pp = 1
     return view
+
+
+@contextmanager
+def wandb_run(config: JobConfig) -> Iterator[None]:
+    """Lets upstream open the same wandb run in each start of a run, for as long as it opens loggers.
+
+    The id is kept in ``job.dump_folder``. An id, or another way to resume, that the environment names
+    is left as it is. The variables are set for a moment only, because user code may use wandb, too.
+    """
+    named = ("WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
+    if not config.metrics.enable_wandb or any(os.environ.get(name) for name in named):
+        yield
+        return
+    file = Path(config.job.dump_folder) / f"{WANDB_ID_FILE}{dist.get_rank()}"
+    before = {name: os.environ.get(name) for name in ("WANDB_RUN_ID", "WANDB_RESUME")}
+    kept = file.read_text().strip() if file.is_file() else ""
+    os.environ["WANDB_RUN_ID"] = kept or secrets.token_hex(4)
+    os.environ["WANDB_RESUME"] = before["WANDB_RESUME"] or "allow"
+    try:
+        yield
+        if not kept:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(os.environ["WANDB_RUN_ID"] + "\n")
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def wandb_place(tracker: BaseLogger) -> str | None:
+    """Returns a sentence that says where wandb's files are, or None without wandb."""
+    for one in _loggers(tracker):
+        if isinstance(one, WandBLogger) and (run := one.wandb.run) is not None:
+            folder = Path(run.dir).parent
+            end = f": upload them with `wandb sync {folder}`" if run.offline else f" ({run.url})"
+            return f"wandb's files are in {folder}{end}."
+    return None
 
 
 def log_samples(tracker: BaseLogger, samples: Sequence[Mapping[str, Any]], step: int) -> None:

@@ -35,6 +35,7 @@ class ActivationOffload:
     Attributes:
         host_bytes: Number of bytes that are on the host now.
         peak_host_bytes: Maximum of ``host_bytes`` so far.
+        moved_bytes: Number of bytes that were moved so far.
         saved_bytes: For each stage, the number of bytes that its last forward pass in the context
             :meth:`saving` has moved, or could have moved.
     """
@@ -43,7 +44,7 @@ class ActivationOffload:
         self.copies, self._least_bytes = HostCopies(device), least_bytes
         self._device_type = device.type
         self._moved: dict[Key, dict[Any, _Moved]] = {}
-        self.host_bytes = self.peak_host_bytes = 0
+        self.host_bytes = self.peak_host_bytes = self.moved_bytes = 0
         self.saved_bytes: dict[int, int] = {}
 
     @contextmanager
@@ -86,6 +87,7 @@ class ActivationOffload:
         if moves:
             self._moved[key] = moved
             self.host_bytes += self.saved_bytes[key[0]]
+            self.moved_bytes += self.saved_bytes[key[0]]
             self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     def fetch(self, key: Key) -> None:

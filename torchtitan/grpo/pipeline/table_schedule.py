@@ -52,6 +52,8 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._gap_models: list[GapModel] = []
         self._number_stages()
         self._offload: OffloadPlan | None = None
+        self._num_gap_microbatches: int | None = None
+        self._moved_bytes = 0
 
         @cache
         def filled(num_microbatches: int, num_waiting: int) -> Table:
@@ -147,6 +149,17 @@ class TableSchedule(_PipelineScheduleRuntime):
         last = next((stage for stage in self.stages if stage.is_last), None)
         return list(last.output_chunks) if last is not None and returns_outputs else []
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns what this rank's gaps and its host memory took up since the last call."""
+        in_gaps, self._num_gap_microbatches = self._num_gap_microbatches, None
+        metrics = {} if in_gaps is None else {"pipeline/gap_microbatches": float(in_gaps)}
+        if self._offload is not None:
+            memory, before = self._offload.memory, self._moved_bytes
+            self._moved_bytes = memory.moved_bytes
+            metrics["pipeline/offload_gib"] = (memory.moved_bytes - before) / 2**30
+            metrics["pipeline/offload_peak_gib"] = memory.peak_host_bytes / 2**30
+        return metrics
+
     def _prepare(self, waiting: Sequence[GapRows]) -> list[GapRows]:
         """Sets the actions and the stages of a pass, and returns the rows that run in its gaps."""
         waits = [rows for rows in waiting for _ in rows.named_inputs]
@@ -156,6 +169,8 @@ class TableSchedule(_PipelineScheduleRuntime):
         )
         for rows in waiting:
             rows.num_done = sum(one is rows for one in fitting)
+        if waiting:
+            self._num_gap_microbatches = (self._num_gap_microbatches or 0) + len(fitting)
         in_gaps = [rows for rows in waiting if rows.num_done]
         gap_stages = [stage for rows in in_gaps for stage in rows.model.stages]
         self._stages = [*self.stages, *dict.fromkeys(gap_stages)]

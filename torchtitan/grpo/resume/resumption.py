@@ -34,7 +34,7 @@ from torchtitan.grpo.resume.kept_record import (
 )
 from torchtitan.grpo.run_folder.contents import describe_run, next_free_folder, steps_in
 from torchtitan.grpo.run_folder.launch import is_restart
-from torchtitan.grpo.training.lr_schedule import schedule_of
+from torchtitan.grpo.training.lr_schedule import describe_shortened, schedule_of
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,11 @@ def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
         earlier = describe_run(config)
         if earlier and not config.job.overwrite:
             yield f"Begins anew in {config.job.dump_folder}, with step 1: there is no checkpoint."
+            yield from _describe_lengths(config, start)
             return
         removed = f", where {earlier} will be removed (job.overwrite)" if earlier else ""
         yield f"A new run in {config.job.dump_folder}{removed}."
+        yield from _describe_lengths(config, start)
         return
     for step, reason in sorted(start.damaged.items()):
         yield (
@@ -291,7 +293,13 @@ def describe_start(config: JobConfig, start: Start) -> Iterator[str]:
             "  Rollouts kept beside the checkpoint were made under the old "
             f"{' and '.join(keys)}. They are not used; their prompts are sampled again."
         )
+    yield from _describe_lengths(config, start)
     yield from _describe_rate(config, start)
+
+
+def _describe_lengths(config: JobConfig, start: Start) -> Iterator[str]:
+    if used := describe_shortened(config.lr_scheduler, start.record.schedule_steps):
+        yield f"  {used}"
 
 
 def _describe_rate(config: JobConfig, start: Start) -> Iterator[str]:

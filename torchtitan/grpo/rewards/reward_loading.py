@@ -55,6 +55,42 @@ def call_function(
     return function(**available)
 
 
+_FOREIGN_ARGUMENTS = {
+    **dict.fromkeys(("solution_str", "data_source"), "verl"),
+    **dict.fromkeys(("queries", "labels"), "OpenRLHF"),
+    **dict.fromkeys(("sample", "args"), "slime"),
+    **dict.fromkeys(("completion", "parser", "info", "state"), "verifiers"),
+}
+"""Arguments by which reward functions of other projects are known."""
+
+
+def foreign_signature(function: RewardFunction, missing: Iterable[str]) -> str:
+    """Returns what to do with a function that has another project's signature; empty if it has not.
+
+    Args:
+        function: The function.
+        missing: Its arguments that are no columns; see :func:`missing_arguments`.
+    """
+    project = next(
+        (_FOREIGN_ARGUMENTS[name] for name in missing if name in _FOREIGN_ARGUMENTS), None
+    )
+    if project is None:
+        return ""
+    name = getattr(function, "__name__", "function")
+    if project == "verl":
+        wrapped = (
+            f"[{name}(None, c, a, None) for c, a in zip(completions, answer)]` (with the names of your "
+            "columns; chat completions are lists of messages, whose text is c[-1]['content'])"
+        )
+    else:
+        wrapped = "[... for each completion]`"
+    return (
+        f"It has the signature of {project}. Here a function is called once for several completions, "
+        "with lists and with the columns by their names, as in TRL. Name one that calls yours: `def "
+        f"reward(prompts, completions, answer, **columns): return {wrapped}."
+    )
+
+
 def missing_arguments(function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """Returns the arguments that a function requires and that are no columns of the prompts."""
     given = {*columns, "prompts", "completions", "completion_ids"}

@@ -17,6 +17,7 @@ from torchtitan.grpo.functions import describe_error
 from torchtitan.grpo.rewards.reward_loading import (
     RewardFunction,
     call_function,
+    foreign_signature,
     load_function,
     missing_arguments,
 )
@@ -100,8 +101,12 @@ def _call(function: RewardFunction, path: str, request: Score) -> Values:
         raise BadReward(
             f"{path} argument",
             f"Reward function {path!r} needs the argument {missing[0]!r}, which is no column of the "
-            f"prompts. Their columns are {sorted(request.columns)}. Rename one with "
-            f'prompts.rename = {{ column = "{missing[0]}" }}, or give the argument a default.',
+            f"prompts. Their columns are {sorted(request.columns)}. "
+            + (
+                foreign_signature(function, missing)
+                or f'Rename one with prompts.rename = {{ column = "{missing[0]}" }}, or give the argument '
+                "a default."
+            ),
         )
     result = call_function(
         function, request.prompts, request.completions, request.completion_ids, request.columns

@@ -238,8 +238,7 @@ class RolloutLink:
 
     def take_evaluation(self) -> EvaluationResult | None:
         """Returns the result of the requested evaluation if it has arrived. Never waits."""
-        while self._receive(wait_milliseconds=0):
-            pass
+        self.raise_if_ended(wait_milliseconds=0)
         return self._evaluation.take_from(self._unclaimed)
 
     def wait_evaluation(
@@ -281,9 +280,9 @@ class RolloutLink:
             self._receive()
         return self._saved.get(version)
 
-    def raise_if_ended(self) -> None:
-        """Raises :class:`RolloutFailed`, with the process's own message, if it has ended."""
-        while self._receive():
+    def raise_if_ended(self, wait_milliseconds: int = _POLL_MILLISECONDS) -> None:
+        """Announces what the process says; raises its :class:`RolloutFailed` if it has ended."""
+        while self._receive(wait_milliseconds):
             pass
 
     def notify_version(self, url: str, version: int) -> None:

@@ -13,6 +13,9 @@ from torchtitan.grpo.job_config import JobConfig
 STARTS_FOLDER = "starts"
 """Folder in the dump folder with one numbered folder for each start of the run."""
 
+WANDB_ID_FILE = "wandb_id_rank"
+"""Beginning of the name of the file with the id of a rank's run in wandb."""
+
 _WRITTEN = (
     *("metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "ledger.jsonl"),
     *("metrics.jsonl.partial", "evaluations.jsonl.partial"),
@@ -89,6 +92,8 @@ def _patterns(config: JobConfig) -> Iterator[str]:
     yield from _WRITTEN
     yield f"{config.checkpoint.folder}/step-*"
     yield f"{config.metrics.save_tb_folder}/**/events.out.tfevents*"
+    yield f"{WANDB_ID_FILE}[0-9]*"
+    yield f"{config.metrics.save_tb_folder}/[0-9]*/**/wandb"
     yield f"{config.comm.save_traces_folder}/{config.comm.save_traces_file_prefix}[0-9]*"
     yield f"{config.profiling.save_traces_folder}/iteration_*"
     yield f"{config.profiling.save_memory_snapshot_folder}/iteration_*"

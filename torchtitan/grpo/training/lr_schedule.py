@@ -40,15 +40,40 @@ def build_lr_schedulers(
     """
     total = config.total_steps if config.total_steps is not None else training_steps
     total = total if num_steps is None else num_steps
-    warmup = min(config.warmup_steps, total)
-    ratio = 1.0 if config.decay_ratio is None else config.decay_ratio
-    decay = min(round(total * ratio), total - warmup)
+    warmup, decay = lengths_of(config, total)
     fitting = replace(config, warmup_steps=warmup, decay_ratio=decay / total, total_steps=total)
     container = build_upstream(optimizers, fitting, training_steps)
     for scheduler in container.schedulers:
         held = [partial(_held, factor=f, last=total - 1) for f in factors_of(scheduler)]
         scheduler.lr_lambdas = held  # pyright: ignore[reportAttributeAccessIssue]
     return container
+
+
+def lengths_of(config: LRScheduler, num_steps: int) -> tuple[int, int]:
+    """Returns over how many steps the learning rate rises, and over how many it falls."""
+    warmup = min(config.warmup_steps, num_steps)
+    return warmup, min(_asked_decay(config, num_steps), num_steps - warmup)
+
+
+def describe_shortened(config: LRScheduler, num_steps: int) -> str | None:
+    """Returns what is used in place of lengths that do not fit into the schedule, if any does not.
+
+    ``decay_ratio = 1`` always fits: the learning rate then falls from the end of the warm-up on.
+    """
+    warmup, decay = lengths_of(config, num_steps)
+    used = []
+    if warmup < config.warmup_steps:
+        used.append(f"it rises over {warmup} (lr_scheduler.warmup_steps is {config.warmup_steps})")
+    if decay < (asked := _asked_decay(config, num_steps)) < num_steps:
+        ratio = f"lr_scheduler.decay_ratio, {config.decay_ratio:g}, would be {asked}"
+        used.append(f"it falls over {decay} ({ratio})")
+    if not used:
+        return None
+    return f"The schedule of the learning rate has {num_steps} steps, so {' and '.join(used)}."
+
+
+def _asked_decay(config: LRScheduler, num_steps: int) -> int:
+    return round(num_steps * (1.0 if config.decay_ratio is None else config.decay_ratio))
 
 
 def _held(num_taken: int, factor: Factor, last: int) -> float:

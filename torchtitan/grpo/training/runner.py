@@ -66,6 +66,10 @@ class ModelRunner(ForwardRunner):
                 first. Only a pipeline has such time.
         """
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns metrics of the passes since the last call. Only a pipeline has any."""
+        return {}
+
 
 class WholeModelRunner(ModelRunner):
     """Runs a model that is not divided into pipeline stages.

@@ -106,6 +106,9 @@ class PipelineRunner(ModelRunner):
                 stage.store.check_empty()
         self.stage_loss.loss = None
 
+    def take_metrics(self) -> dict[str, float]:
+        return self.schedule.take_metrics()
+
     def _gap_rows(self, job: ForwardJob) -> GapRows:
         first = job.runner.stages[0]
         if first not in self._gap_models:

@@ -5,9 +5,10 @@
 
 import pytest
 
+from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.config_checks import unused_server_settings
-from torchtitan.grpo.config_checks.rules import ConfigError
-from torchtitan.grpo.config_checks.servers import check_inference
+from torchtitan.grpo.config_checks.observe import check_observe
+from torchtitan.grpo.config_checks.servers import check_inference, check_weight_sync
 from torchtitan.grpo.job_config import JobConfig
 
 
@@ -44,3 +45,45 @@ def test_a_token_budget_must_be_above_the_running_requests_of_a_server():
     config.inference.max_batched_tokens = 16
     with pytest.raises(ConfigError, match=r"max_batched_tokens must be 0 or above 16.*got 16"):
         check_inference(config)
+
+
+ADDRESSES = {
+    "::1:8000": "in brackets, as in",
+    "a:70000": "from 1 to 65535",
+    "a:0": "from 1 to 65535",
+    "a:http": "from 1 to 65535",
+    "a": "the port is missing",
+    ":8000": "the host is missing",
+    "http://a:8000": "is no name of a host|in brackets",
+    "10.0.0.256:8000": "does not appear to be",
+    "a b:8000": "is no name of a host",
+    "0.0.0.0:8000": "cannot connect to all addresses",
+    "[::]:8000": "cannot connect to all addresses",
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_registry_needs_an_address_that_servers_reach(address, monkeypatch):
+    config = JobConfig()
+    config.inference.admin_key = "x"
+    config.inference.registry_address = "[::1]:8000"
+    check_inference(config)
+    config.inference.registry_address = address
+    with pytest.raises(ConfigError, match=rf"registry_address must be .*{ADDRESSES[address]}"):
+        check_inference(config)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "http://127.0.0.1", "127.0.0.1:9000", "[::1]", "a b", "300.0.0.1", "127.0.0.1/"]
+)
+def test_addresses_of_this_host_have_neither_scheme_nor_port(host):
+    config = JobConfig()
+    for good in ("127.0.0.1", "::1", "localhost"):
+        config.observe.monitor_host = config.weight_sync.master_address = good
+        check_observe(config)
+        check_weight_sync(config)
+    config.observe.monitor_host = config.weight_sync.master_address = host
+    with pytest.raises(ConfigError, match="monitor_host must be an address of this host"):
+        check_observe(config)
+    with pytest.raises(ConfigError, match="master_address must be auto, or an address"):
+        check_weight_sync(config)

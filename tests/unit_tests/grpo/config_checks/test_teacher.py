@@ -24,6 +24,11 @@ def test_a_teacher_needs_no_reward_and_no_group():
     ("more", "message"),
     [
         (["--teacher.urls=localhost"], r"teacher\.urls must look like http://host:port"),
+        (["--teacher.urls=http://a:99999"], r"teacher\.urls must .* from 1 to 65535"),
+        (
+            ["--inference.no-launch", "--inference.urls=HTTP://127.0.0.1:9000/"],
+            r"must be other servers than those of inference\.urls",
+        ),
         (["--rollout.temperature=0.7"], r"teacher\.urls needs rollout\.temperature = 1, got 0\.7"),
         (["--rollout.top_p=0.9"], r"teacher\.urls needs rollout\.top_p = 1, got 0\.9"),
         (["--teacher.coef=0"], r"teacher\.coef must be above 0 without reward\.functions"),

@@ -271,7 +271,8 @@ def test_a_server_that_is_started_again_writes_behind_its_last_words(tmp_path: P
     again.process.wait(60)
     again.stop()
     assert again.url == first.url
-    assert again.log_tail() == "hello\nhello\n"
+    assert again.log_file.read_text() == "hello\nhello\n"
+    assert again.log_tail() == again.last_line() + "\n" == "hello\n"
     assert "ended with exit status 3" in again.describe_end()
 
 
@@ -297,34 +298,70 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 def start_script(tmp_path: Path, script: str) -> LaunchedServer:
     """Starts a server whose interpreter is a shell script that ignores its arguments."""
     python = tmp_path / "python"
+    tmp_path.mkdir(exist_ok=True)
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     spec = replace(SPEC, python=str(python), port=free_ports(1)[0])
     return start_server(spec, tmp_path / "servers" / "vllm-0.log")
 
 
-async def wait(server: LaunchedServer, timeout_seconds: float) -> None:
-    client = make_client("vllm", server.url)
+async def wait(*servers: LaunchedServer, timeout_seconds: float) -> None:
+    clients = [make_client("vllm", s.url, control_timeout_seconds=3600) for s in servers]
     try:
-        await wait_until_up([client], [server], timeout_seconds)
+        await wait_until_up(clients, servers, timeout_seconds)
     finally:
-        await client.close()
+        await asyncio.gather(*(client.close() for client in clients))
 
 
-def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    server = start_script(tmp_path, "echo out of memory; exit 3")
+# The server's process ends while a worker of it keeps the connection of a request that it never answers.
+LEAVES_A_WORKER = f"""exec {sys.executable} - "$@" <<'END'
+import os, signal, socket, sys, time
+listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+server = os.getpid()
+if os.fork() == 0:
+    connection, _ = listener.accept()
+    connection.recv(1)
+    print("RuntimeError: engine dead", flush=True)
+    os.kill(server, signal.SIGUSR1)
+time.sleep(3600)
+END"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo out of memory; exit 3", r"ended with exit status 3\. .*vllm-0\.log.*out of memory"),
+        ("echo done; exit 0", r"ended with exit status 0\. .*done"),
+        ("exit 1", r"exit status 1\. It has written nothing into its log .*vllm-0\.log"),
+        ("echo loading; kill -9 $$", r"exit status -9 \(SIGKILL, as the kernel .* memory.*loading"),
+        ("echo loading; kill -SEGV $$", r"exit status -11 \(SIGSEGV\)\. .*loading"),
+        ("kill -40 $$", r"exit status -40\."),
+        ("exec ./no-such-program", r"exit status 127\. .*no-such-program"),
+        (LEAVES_A_WORKER, r"exit status -10 \(SIGUSR1\)\. .*engine dead"),
+    ],
+)
+def test_a_server_that_ends_early_is_reported_at_once_with_its_own_reason(
+    tmp_path: Path, script: str, said: str
+) -> None:
+    loading = start_script(tmp_path / "other", "echo loading; exec sleep 3600")
+    server = start_script(tmp_path / "this", script)
     try:
-        with pytest.raises(RuntimeError, match=r"(?s)exit status 3.*vllm-0\.log.*out of memory"):
-            asyncio.run(wait(server, timeout_seconds=60))
+        with pytest.raises(RuntimeError, match=f"(?s)A server must stay up.*{said}"):
+            asyncio.run(wait(loading, server, timeout_seconds=3600))
     finally:
+        loading.stop()
         server.stop()
 
 
 def test_a_server_that_does_not_come_up_is_given_up_and_can_be_stopped(tmp_path: Path) -> None:
     server = start_script(tmp_path, "echo loading; exec sleep 600")
     try:
-        with pytest.raises(TimeoutError, match=r"startup_timeout_seconds .*ClientConnector"):
+        said = (
+            r"(?s)startup_timeout_seconds .*ClientConnector.*it still runs.*vllm-0\.log:\nloading"
+        )
+        with pytest.raises(TimeoutError, match=said) as caught:
             asyncio.run(wait(server, timeout_seconds=0.5))
+        assert "inference.urls" not in str(caught.value)
     finally:
         started = time.monotonic()
         server.stop()

@@ -20,7 +20,7 @@ from torchtitan.grpo.observe.metric_docs import SECTIONS, undescribed
 METRICS = [metric for section in SECTIONS for metric in section.metrics]
 FAMILIES = (
     "reward|rollout|loss|policy|mismatch|staleness|data|time|memory|weight_sync|environment|servers"
-    "|evaluation|guards|monitor|server"
+    "|evaluation|guards|monitor|server|pipeline"
 )
 FORM = re.compile(rf"({FAMILIES})/[a-z0-9_]+(/[a-z0-9_]+)?")
 NOT_METRICS: set[str] = set()

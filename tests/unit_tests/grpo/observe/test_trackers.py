@@ -4,6 +4,7 @@
 """wandb without a network, and TensorBoard: both are given each step's metrics and samples."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger, WandBLogger
 
 from torchtitan.grpo.job_config import JobConfig
-from torchtitan.grpo.observe.trackers import COLUMNS, log_samples, without_pipeline
+from torchtitan.grpo.observe.trackers import (
+    COLUMNS,
+    log_samples,
+    wandb_place,
+    wandb_run,
+    without_pipeline,
+)
+from torchtitan.grpo.run_folder.contents import remove_run
 
 SAMPLE = {
     "step": 1, "group_id": 7, "prompt": "12->", "completion": "21", "reward": 0.5,
@@ -42,6 +50,86 @@ def test_samples_are_a_table_in_wandb(tmp_path: Path, monkeypatch):
     row = dict(zip(COLUMNS, table["data"][0], strict=True))
     assert row["context"] == "[prompt] 12->\n[model, trained] 21<eos>"
     assert (row["reward"], row["columns"]) == (0.5, '{"answer": "21"}')
+
+
+@pytest.fixture
+def wandb_config(tmp_path: Path, monkeypatch) -> JobConfig:
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path / "run")
+    config.metrics.enable_wandb = True
+    return config
+
+
+def opened(config: JobConfig, start: int = 1) -> tuple[str, str, str]:
+    """Opens wandb as a start of the run does; returns its id, how it resumes, and where it is."""
+    folder = Path(config.job.dump_folder) / config.metrics.save_tb_folder / f"20260101-000{start}"
+    with wandb_run(config):
+        resume = os.environ["WANDB_RESUME"]
+        tracker = WandBLogger(str(folder), config)
+    try:
+        place = wandb_place(tracker)
+        assert place is not None
+        return tracker.wandb.run.id, resume, place
+    finally:
+        tracker.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # wandb's own
+def test_a_run_has_one_id_in_wandb_until_it_is_removed(wandb_config: JobConfig):
+    folder = Path(wandb_config.job.dump_folder)
+    before = dict(os.environ)
+    first, resume, place = opened(wandb_config)
+    assert resume == "allow"
+    assert place.startswith(f"wandb's files are in {folder}/tb/20260101-0001/wandb/offline-run-")
+    assert f"-{first}: upload them with `wandb sync {folder}" in place
+    assert opened(wandb_config, 2)[0] == opened(wandb_config, 3)[0] == first
+    # User code that uses wandb must not write into the run.
+    assert {k: v for k, v in os.environ.items() if k.startswith("WANDB_RU")} == {
+        k: v for k, v in before.items() if k.startswith("WANDB_RU")
+    }
+    assert "WANDB_RESUME" not in os.environ
+    remove_run(wandb_config)
+    assert list(folder.iterdir()) == []
+    assert opened(wandb_config, 4)[0] != first
+
+
+@pytest.mark.filterwarnings("ignore")  # wandb's own
+@pytest.mark.parametrize("damage", ["", " \n"])
+def test_a_file_without_an_id_is_replaced(wandb_config: JobConfig, damage: str):
+    file = Path(wandb_config.job.dump_folder) / "wandb_id_rank0"
+    file.parent.mkdir()
+    file.write_text(damage)
+    assert opened(wandb_config)[0] == file.read_text().strip() != ""
+
+
+@pytest.mark.parametrize("name", ["WANDB_RUN_ID", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"])
+def test_what_the_environment_names_is_left_to_it(wandb_config: JobConfig, monkeypatch, name: str):
+    monkeypatch.setenv(name, "mine")
+    with wandb_run(wandb_config):
+        assert os.environ[name] == "mine" and "WANDB_RESUME" not in os.environ
+    assert not Path(wandb_config.job.dump_folder).exists()
+
+
+def test_ranks_that_all_log_have_runs_of_their_own(wandb_config: JobConfig, monkeypatch):
+    ids = set()
+    for rank in (0, 1, 2):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)  # noqa: B023
+        for _ in range(2):
+            with wandb_run(wandb_config):
+                ids.add(os.environ["WANDB_RUN_ID"])
+    assert len(ids) == 3
+
+
+def test_without_wandb_nothing_is_kept(wandb_config: JobConfig):
+    wandb_config.metrics.enable_wandb = False
+    with wandb_run(wandb_config):
+        assert "WANDB_RUN_ID" not in os.environ
+    assert not Path(wandb_config.job.dump_folder).exists()
 
 
 def test_samples_are_text_in_tensorboard(tmp_path: Path):

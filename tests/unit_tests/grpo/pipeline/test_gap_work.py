@@ -83,4 +83,9 @@ def test_outputs_and_gradients_are_those_of_separate_passes(
             (first, _), (other_first, _) = found["done"]
             assert first == other_first > 0
             assert found["passes"] > 0
+            before, *of_passes, after = found["metrics"]
+            assert before == after == {}, "nothing waited"
+            for metrics, num_rows in zip(of_passes, found["done"], strict=True):
+                in_gaps = sum(num_rows) / found["microbatch_rows"]
+                assert metrics == {"pipeline/gap_microbatches": in_gaps}
             assert found["held"] == 0

@@ -145,8 +145,16 @@ def test_a_pipeline_has_equal_gradients(num_ranks, layout, make_model, run_ranks
         for found in (half, whole, hidden):
             assert found["different"] == []
             assert found["offload"]["left_bytes"] == 0
-        assert plain["offload"] is None
+        assert plain["offload"] is None and plain["metrics"] == {}
+        for found in (half, whole, hidden):
+            names = {"pipeline/offload_gib", "pipeline/offload_peak_gib"}
+            assert set(found["metrics"]) == names
+            peak = found["metrics"]["pipeline/offload_peak_gib"] * 2**30
+            assert peak == found["offload"]["peak_bytes"]
         assert hidden["offload"]["bandwidth"] > 0
     # On the first rank, which keeps activations while the others compute.
     _, half, whole, _ = results[0]["results"]
     assert 0 < half["offload"]["peak_bytes"] <= whole["offload"]["peak_bytes"]
+    moved = [found["metrics"]["pipeline/offload_gib"] * 2**30 for found in (half, whole)]
+    assert 0 < moved[0] <= moved[1]
+    assert half["offload"]["peak_bytes"] < moved[0], "all steps since the last call count"

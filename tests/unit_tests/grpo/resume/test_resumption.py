@@ -207,6 +207,20 @@ def test_a_constant_learning_rate_needs_no_words(world):
     assert "learning rate" not in world.describe(constant, "--training.steps=300")
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_told_as_what_is_used(world):
+    used = "so it rises over 4 (lr_scheduler.warmup_steps is 10)"
+    short = ("--training.steps=4", "--lr_scheduler.warmup_steps=10")
+    assert used in world.describe(*short)
+    assert "it rises" not in world.describe("--training.steps=4", "--lr_scheduler.warmup_steps=4")
+    world.checkpoint(2, world.plan("--training.steps=4").record)
+    text = world.describe(*short)
+    assert "lr_scheduler.warmup_steps: 20 -> 10" in text and used in text
+    # Without a change, the schedule stays laid over the steps that the run began with.
+    assert "so it rises over 4 (lr_scheduler.warmup_steps is 20)" in world.describe(
+        "--training.steps=99"
+    )
+
+
 def test_a_checkpoint_without_a_record_is_resumed_with_the_settings_of_the_start(world):
     world.checkpoint(40, None)
     start = world.plan("--optimizer.lr=1e-5")

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from torchtitan.grpo.rewards.builtin import exact_match
-from torchtitan.grpo.rewards.reward_loading import call_function, load_function, short_names
+from torchtitan.grpo.rewards.reward_loading import (
+    call_function,
+    foreign_signature,
+    load_function,
+    missing_arguments,
+    short_names,
+)
 
 
 def test_bare_name_is_a_builtin():
@@ -77,3 +83,36 @@ def test_only_accepted_keywords_are_passed():
 def test_names_for_metrics_are_short_unless_two_are_equal():
     assert short_names(["exact_match", "a.b:f"]) == ["exact_match", "f"]
     assert short_names(["a.b:f", "c:f"]) == ["a.b:f", "c:f"]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None): ...
+def verl_with_its_columns(solution_str, ground_truth): ...
+def openrlhf(queries, prompts, labels): ...
+def slime(args, sample, **kwargs): ...
+def verifiers(completion, answer, **kwargs): ...
+def verifiers_state(prompts, completions, state): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "project"),
+    [
+        (verl, "verl"),
+        (verl_with_its_columns, "verl"),
+        (openrlhf, "OpenRLHF"),
+        (slime, "slime"),
+        (verifiers, "verifiers"),
+        (verifiers_state, "verifiers"),
+    ],
+)
+def test_a_signature_of_another_project_is_named_with_what_to_write(function, project):
+    missing = missing_arguments(function, ["ground_truth", "answer"])
+    said = foreign_signature(function, missing)
+    assert said.startswith(f"It has the signature of {project}. ")
+    assert "def reward(prompts, completions, answer, **columns)" in said
+    assert ("verl(None, c, a, None)" in said) == (function is verl)
+
+
+def test_a_missing_column_alone_is_no_signature_of_another_project():
+    def mine(completions, solution): ...
+
+    assert foreign_signature(mine, missing_arguments(mine, ["answer"])) == ""

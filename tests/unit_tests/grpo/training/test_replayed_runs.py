@@ -510,6 +510,9 @@ def test_a_pipeline_that_fills_its_gaps_takes_the_same_steps(world, run_ranks):
         assert result["filled"]["num_in_gaps"] >= NUM_STEPS
         assert result["apart"]["num_in_gaps"] == 0
         assert result["filled"]["events"] == result["apart"]["events"]
+    key = "pipeline/gap_microbatches"
+    assert sum(record.get(key, 0) for record in world.metrics("filled")) >= NUM_STEPS
+    assert not any(key in record for record in world.metrics("apart"))
     filled, apart = (world.exported(name) for name in ("filled", "apart"))
     assert all(torch.equal(filled[name], apart[name]) for name in apart)
     assert filled.keys() == apart.keys()

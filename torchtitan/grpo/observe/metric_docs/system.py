@@ -56,6 +56,26 @@ TIME = Section(
             "memory/peak_gib", "GiB", "Peak reserved device memory on rank 0 during the step; 0 on CPU.",
             "at least a tenth below the device's memory", "Lower `training.local_batch_size` or `training.seq_len`.",
         ),
+        Metric(
+            "pipeline/gap_microbatches", "microbatches",
+            "Forward passes of later minibatches, or of the reference, that ran in the idle time of rank 0's training passes "
+            "(`grpo.pipeline_fill_gaps`). Present in a pipeline in which such passes waited.",
+            "above 0",
+            "The gaps are too short for another pass: nothing needs to be done. [schedules.md](schedules.md) shows the gaps.",
+        ),
+        Metric(
+            "pipeline/offload_gib", "GiB",
+            "Activations that rank 0 moved to host memory, and back, in the step. Present with `grpo.pipeline_offload`.",
+            "as much as memory requires",
+            "0 means that nothing is kept long enough, or that tensors are below 64 KiB. If steps take longer than without it, "
+            "lower `grpo.pipeline_offload`, or set -1 (auto).",
+        ),
+        Metric(
+            "pipeline/offload_peak_gib", "GiB",
+            "Most activations of rank 0 that were in host memory at the same time, since the start of the process. Present with "
+            "`grpo.pipeline_offload`.",
+            "well below the host's memory divided by its ranks", "Lower `grpo.pipeline_offload`.",
+        ),
     ),
 )  # fmt: skip
 

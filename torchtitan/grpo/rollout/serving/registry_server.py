@@ -16,6 +16,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder, parse_registration
+from torchtitan.grpo.inference.urls import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ class RegistryServer:
     """
 
     def __init__(self, address: str, key: str, folder: RegistryFolder) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
+        self._host, self._port = split_address(address)
         self._key, self._folder = key, folder
         self._runner: web.AppRunner | None = None
 
@@ -49,9 +49,8 @@ class RegistryServer:
         app.router.add_delete("/servers", self._delete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await self._runner.setup()
-        host = self._host.strip("[]")
         try:
-            await web.TCPSite(self._runner, host, self._port).start()
+            await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
             raise ValueError(
                 "inference.registry_address must be a free port on an address of rank 0's host, got "

@@ -53,6 +53,7 @@ class Server:
         version: Attested policy version. ``None`` while the server is not READY.
         is_down: Whether the server's process is known to have ended.
         is_lost: Whether the server has left READY and was not attested since.
+        was_attested: Whether the server has ever been READY.
         window: Limits the completions in flight on the server. ``None`` sets no limit.
         jobs: Completions in flight on the server.
         reported: The load that the server last reported. ``None`` if it is unknown.
@@ -68,6 +69,7 @@ class Server:
     version: int | None = None
     is_down: bool = False
     is_lost: bool = False
+    was_attested: bool = False
     window: ConcurrencyWindow | None = None
     jobs: set[Job] = field(default_factory=set)
     reported: ServerLoad | None = None
@@ -163,7 +165,7 @@ class Server:
     def attest(self, version: int) -> None:
         """Records that the server serves ``version`` and is READY."""
         self.version = version
-        self.is_lost = False
+        self.is_lost, self.was_attested = False, True
         self.retry_at = 0.0
         former, self._attested = self._attested, None
         if former is not None:

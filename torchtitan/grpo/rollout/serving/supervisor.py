@@ -15,6 +15,9 @@ of its model directory. It gets requests again once the weight pusher has pushed
 weights. Once it has been up for ten minutes, its restarts count from 0 again: a server that ends
 once a day is restarted every day, and one that ends right after each start is soon given up.
 
+A server that ends before any server of the run has taken weights is not restarted, because no work
+would be lost: the run ends at once with the reason.
+
 A server whose engine has died may hang forever while it shuts down; vLLM does so. Such a server has
 already closed its socket, and the supervisor ends it. A frozen or busy server still has its socket
 and is left alone.
@@ -69,11 +72,14 @@ class Supervisor:
             dispatcher: Notified immediately when the server is DOWN.
 
         Raises:
+            RuntimeError: If it ends before any server of the run has taken weights.
             ValueError: If ``inference.python`` can no longer be run.
         """
         max_restarts = self._inference.max_restarts
         backoff = Backoff(self._inference.restart_seconds, self._inference.max_restart_seconds)
         end = await self._wait_for_end()
+        if not any(each.was_attested for each in dispatcher.servers.values()):
+            raise RuntimeError(f"A server must stay up, but it ended before the run used it. {end}")
         while True:
             dispatcher.set_down(self.client.url, "its process has ended")
             self.server = None

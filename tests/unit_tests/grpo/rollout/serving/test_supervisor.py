@@ -20,6 +20,7 @@ from torchtitan.grpo.config import Inference
 from torchtitan.grpo.inference.local_servers import LaunchedServer, free_ports
 from torchtitan.grpo.inference.server_spec import ServerSpec
 from torchtitan.grpo.rollout.serving import supervisor
+from torchtitan.grpo.rollout.serving.server_state import Server
 from torchtitan.grpo.system.child import start_child
 
 # Listens until SIGUSR1, and then hangs, as vLLM does when its engine has died.
@@ -48,10 +49,12 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[LaunchedServer]:
     launched.stop(grace_seconds=0.0)
 
 
-def supervise(server: LaunchedServer, seconds: float) -> str | None:
+def supervise(server: LaunchedServer, seconds: float, *, was_attested: bool = True) -> str | None:
     """Returns how the server has ended; None if it has not within ``seconds``."""
     client: Any = SimpleNamespace(url=server.url)
-    dispatcher: Any = SimpleNamespace(set_down=lambda url, reason: None)
+    servers = {url: Server(client, was_attested=False) for url in ("a", server.url)}
+    servers["a"].was_attested = was_attested
+    dispatcher: Any = SimpleNamespace(set_down=lambda url, reason: None, servers=servers)
     one = supervisor.Supervisor(server, client, Inference(max_restarts=0))
 
     async def run() -> str | None:
@@ -69,6 +72,15 @@ def test_a_server_that_no_longer_listens_is_ended(server: LaunchedServer):
     end = supervise(server, 60.0)
     assert end is not None and "It was stopped, because it had not listened for 0.5 s." in end
     assert server.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGUSR1])
+def test_a_server_that_ends_before_any_has_weights_is_not_restarted(server, signum):
+    server.process.send_signal(signum)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)ended before the run used it.*exit status.*listens"
+    ):
+        supervise(server, 60.0, was_attested=False)
 
 
 def test_a_server_that_is_frozen_is_left_to_the_weight_pusher(server: LaunchedServer):
@@ -93,10 +105,12 @@ def pauses_until(
 
     monkeypatch.setattr(supervisor, "start_server", start)
     monkeypatch.setattr(supervisor, "wait_until_up", is_up)
-    dispatcher: Any = SimpleNamespace(
-        set_down=lambda url, reason: None, set_running=lambda url: None
-    )
     client: Any = SimpleNamespace(url=server.url)
+    dispatcher: Any = SimpleNamespace(
+        set_down=lambda url, reason: None,
+        set_running=lambda url: None,
+        servers={server.url: Server(client, was_attested=True)},
+    )
     one = supervisor.Supervisor(server, client, inference)
 
     def pauses() -> list[float]:

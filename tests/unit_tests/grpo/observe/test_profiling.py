@@ -1,0 +1,130 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""The profilers of a run: which steps are traced, and which settings are refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.grpo.config_checks.observe import check_profiling
+from torchtitan.grpo.config_checks.rules import ConfigError
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.observe.profiling import profilers
+from torchtitan.grpo.run_folder.contents import remove_run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> JobConfig:
+    config = JobConfig()
+    config.job.dump_folder = str(tmp_path / "run")
+    config.profiling.enable_profiling = True
+    return config
+
+
+@pytest.fixture
+def rank():
+    """Makes this process a rank of two."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield 1
+    dist.destroy_process_group()
+
+
+def run(config: JobConfig, first: int, stop: int) -> dict[str, set[int]]:
+    """Takes the steps from ``first + 1`` to ``stop``; returns the steps in each trace."""
+    with profilers(config, first) as running:
+        for step in range(first + 1, stop + 1):
+            with torch.profiler.record_function(f"step {step}"):
+                torch.ones(3).sum()
+            for profiler in running:
+                profiler.step()
+    folder = Path(config.job.dump_folder)
+    return {
+        str(file.relative_to(folder)): set(map(int, re.findall(r'"step (\d+)"', file.read_text())))
+        for file in folder.rglob("*.json")
+    }
+
+
+DEFAULT = (10, 3, 1)  # profile_freq, profiler_warmup, profiler_active
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+@pytest.mark.parametrize(
+    ("settings", "first", "steps", "stop", "traced"),
+    [
+        (DEFAULT, 0, 21, 21, {10: {10}, 20: {20}}),
+        (DEFAULT, 0, 3, 3, {3: {3}}),  # a run that is too short for one period
+        (DEFAULT, 0, 1, 1, {1: {1}}),
+        (DEFAULT, 9, 12, 12, {10: {10}}),  # resumed
+        (DEFAULT, 12, 17, 17, {17: {17}}),
+        (DEFAULT, 0, 20, 7, {}),  # stopped before the first trace
+        (DEFAULT, 10, 10, 10, {}),  # nothing left to do
+        ((4, 3, 1), 0, 8, 8, {4: {4}, 8: {8}}),
+        ((1, 0, 1), 0, 2, 2, {1: {1}, 2: {2}}),
+        ((3, 1, 2), 0, 7, 7, {3: {2, 3}, 6: {5, 6}}),
+        ((5, 1, 3), 0, 20, 4, {4: {3, 4}}),  # stopped while it records
+    ],
+)
+def test_a_run_without_gpu_is_traced(rank, config, settings, first, steps, stop, traced):
+    names = ("profile_freq", "profiler_warmup", "profiler_active")
+    for name, value in zip(names, settings, strict=True):
+        setattr(config.profiling, name, value)
+    config.training.steps = steps
+    check_profiling(config)
+    found = run(config, first, stop)
+    assert found == {
+        f"profile_traces/iteration_{step}/rank{rank}_trace.json": inside
+        for step, inside in traced.items()
+    }
+    if found:
+        remove_run(config)
+        assert list(Path(config.job.dump_folder).iterdir()) == []
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(rank, config):
+    config.training.steps = 2
+    Path(config.job.dump_folder).mkdir()
+    Path(config.job.dump_folder, "profile_traces").write_text("a file stands in the folder's place")
+    assert run(config, 0, 2) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("profile_freq", 2, "at least 4"),
+        ("profile_freq", 0, "at least 4"),
+        ("profile_freq", -10, "at least 4"),
+        ("profiler_warmup", 10, "at least 11"),
+        ("profiler_active", 0, "at least 1"),
+        ("profiler_active", -1, "at least 1"),
+        ("profiler_warmup", -1, "at least 0"),
+        ("save_traces_folder", "", "within job.dump_folder"),
+        ("save_traces_folder", "/tmp/traces", "within job.dump_folder"),
+        ("save_traces_folder", "../traces", "within job.dump_folder"),
+        ("save_memory_snapshot_folder", "a/../..", "within job.dump_folder"),
+        ("enable_memory_snapshot", True, "needs a GPU"),
+    ],
+)
+def test_what_the_profilers_cannot_do_is_refused(config, name, value, said):
+    setattr(config.profiling, name, value)
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_profiling(config)
+    assert f"profiling.{name}" in str(caught.value)
+
+
+def test_snapshots_need_a_period_as_well(config):
+    config.profiling.enable_profiling = False
+    config.profiling.enable_memory_snapshot = True
+    config.profiling.profile_freq = 0
+    with pytest.raises(ConfigError, match="profile_freq must be at least 1"):
+        check_profiling(config)
+
+
+def test_settings_of_profilers_that_are_off_do_not_matter(config):
+    config.profiling.enable_profiling = False
+    config.profiling.profile_freq = 2
+    check_profiling(config)
