@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchtitan.grpo.inference.client import InferenceClient
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.waiting import wait_until_up
+from torchtitan.grpo.system.regular_files import check_folder, open_regular, read_regular
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 
@@ -51,7 +52,7 @@ def read_summary(run: Path) -> dict[str, Any]:
         ValueError: If the run has not finished, or had no servers.
     """
     file = run / "summary.json"
-    summary = json.loads(file.read_text()) if file.is_file() else {}
+    summary = json.loads(read_regular(file)) if file.exists() else {}
     if "server_version" not in summary:
         found = "there is no such file" if not summary else "it names no server_version"
         raise ValueError(
@@ -67,7 +68,7 @@ def read_prompts(file: Path, number: int) -> list[str]:
     Raises:
         ValueError: If a line has no text in the column ``prompt``.
     """
-    with file.open(encoding="utf-8") as lines:
+    with open_regular(file) as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(number), strict=False)]
     for line, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
@@ -80,7 +81,7 @@ def read_prompts(file: Path, number: int) -> list[str]:
 def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
     """Checks the summary and the metrics that the run has written."""
     summary = read_summary(run)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in read_regular(run / "metrics.jsonl").splitlines()]
     checks = [
         Check(
             "the server's version is the last step's",
@@ -198,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wait", type=float, default=30.0, help="seconds until the server is up")
     options = parser.parse_args(arguments)
     try:
+        check_folder(read_summary(options.run)["hf_checkpoint"])
         checks = check_run(options.run, want_in_flight=not options.synchronous)
         read_prompts(options.prompts, options.num_prompts)
     except (ValueError, OSError) as error:

@@ -35,6 +35,7 @@ from torchtitan.grpo.inference.registrar import Registrar, run_registered
 from torchtitan.grpo.inference.registry import Registration
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.system.interfaces import address_of, default_address
+from torchtitan.grpo.system.regular_files import check_folder, read_regular
 from torchtitan.grpo.types import ServerKind
 from torchtitan.grpo.weight_wire.routes import source_address
 
@@ -190,7 +191,8 @@ def model_config(model_path: str) -> dict[str, Any]:
         )
     file = folder / "config.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        check_folder(folder)
+        return json.loads(read_regular(file))
     except (OSError, ValueError) as error:
         raise ValueError(f"{wanted}, but {file} cannot be read: {error}.") from error
 

@@ -18,6 +18,7 @@ from torchtitan.grpo.models.config_sizes import wrong_size
 from torchtitan.grpo.models.decoder import DecoderArgs
 from torchtitan.grpo.models.eos_tokens import NoEosTokenError, eos_token_ids
 from torchtitan.grpo.models.families import FAMILIES, Family, decoder_args, refusals
+from torchtitan.grpo.system.regular_files import check_folder, read_regular
 
 
 class ModelError(ValueError):
@@ -81,7 +82,8 @@ def read_hf_model(path: str | Path, *, setting: str = "model.hf_assets_path") ->
 
 def _read_json(file: Path, setting: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        check_folder(file.parent)
+        content = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{setting} must be a readable Hugging Face model directory; reading {file} failed: "

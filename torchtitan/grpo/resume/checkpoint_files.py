@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan.grpo.system.regular_files import open_regular
+
 METADATA_FILE = ".metadata"
 _READ_BYTES = 16 * 2**20
 
@@ -199,7 +201,7 @@ def damaged_files(folder: Path, share: int = 0, num_shares: int = 1) -> Iterator
 
 def _crc_of(file: Path) -> int:
     crc = 0
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         while data := stream.read(_READ_BYTES):
             crc = zlib.crc32(data, crc)
     return crc

@@ -19,6 +19,7 @@ import numpy as np
 
 from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.system.regular_files import read_regular
 from torchtitan.grpo.types import (
     FinishReason,
     Generation,
@@ -151,7 +152,7 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
         SavedRolloutsError: If the file is damaged or belongs to another step.
     """
     try:
-        file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+        file = msgspec.msgpack.decode(read_regular(path), type=_File)
     except (OSError, msgspec.DecodeError) as error:
         raise SavedRolloutsError(
             f"{path} must contain the rollouts saved with the checkpoint of step {version}, but it "

@@ -24,6 +24,7 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     WholePart,
     split_rows,
 )
+from torchtitan.grpo.system.regular_files import check_folder
 from torchtitan.grpo.types import TopTokens
 
 logger = logging.getLogger(__name__)
@@ -215,7 +216,9 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
 
     Raises:
         ValueError: If the directory has no config.json.
+        NotRegularError: If a file in it is a pipe, a device or a socket.
     """
+    check_folder(path)
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
             f"--model-path must be a Hugging Face directory with a config.json, got {path}."

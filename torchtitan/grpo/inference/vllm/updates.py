@@ -37,6 +37,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from torchtitan.grpo.system.regular_files import open_regular
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (
     WIRE_DTYPES,
@@ -421,7 +422,7 @@ def checkpoint_headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]
     """Returns dtype and shape of each tensor in a directory's safetensors files."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(header_bytes))
         for name, entry in header.items():
