@@ -137,14 +137,10 @@ class RolloutRecorder:
 
     def __init__(self, path: str, vocab_size: int, temperature: float, version: int) -> None:
         self._path = Path(path)
-        if self._path.exists() and not self._path.is_file():
-            raise DataError(
-                f"rollout.record must name a regular file, or one that does not exist, got {path}. Name "
-                "another one."
-            )
         self._header = RecordHeader(FORMAT, FORMAT_VERSION, vocab_size, temperature)
         # A run that ended before its first batch has left nothing to keep.
-        kept = self._batches() if self._path.exists() and self._path.stat().st_size else iter(())
+        is_empty = self._path.is_file() and not self._path.stat().st_size
+        kept = self._batches() if self._path.exists() and not is_empty else iter(())
         if version == 0 and next(kept, None) is not None:
             raise DataError(
                 f"rollout.record must name a file without batches, got {path}: a new run would "

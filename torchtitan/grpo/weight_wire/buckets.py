@@ -3,7 +3,7 @@
 
 """The bytes of buckets, and directories of safetensors files.
 
-Servers import this module too, so it needs torch and safetensors alone besides the standard library.
+Servers import this module too, so it needs torch and safetensors alone.
 """
 
 import json
@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from torchtitan.grpo.system.regular_files import check_folder
 from torchtitan.grpo.weight_wire.checksum import tensor_checksum
 from torchtitan.grpo.weight_wire.sparse import delta_bytes
 from torchtitan.grpo.weight_wire.transfer_messages import BucketSpec
@@ -111,7 +110,6 @@ def read_safetensors(directory: str) -> dict[str, torch.Tensor]:
         ValueError: If there are none, or if the directory has a ``checksums.json`` with which
             they disagree.
     """
-    check_folder(directory)
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise ValueError(f"model_path must hold safetensors files, found none in {directory}.")
