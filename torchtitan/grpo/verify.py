@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wait", type=float, default=30.0, help="seconds until the server is up")
     options = parser.parse_args(arguments)
     try:
-        check_folder(read_summary(options.run)["hf_checkpoint"])
+        check_folder(read_summary(options.run).get("hf_checkpoint", ""))
         checks = check_run(options.run, want_in_flight=not options.synchronous)
         read_prompts(options.prompts, options.num_prompts)
     except (ValueError, OSError) as error:

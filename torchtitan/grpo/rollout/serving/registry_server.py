@@ -16,11 +16,13 @@ from collections.abc import Callable
 from aiohttp import web
 
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder, parse_registration
+from torchtitan.grpo.system.http_site import answered, listen, read_body
 
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
 _SHUTDOWN_SECONDS = 0.3
+_MAX_CONNECTIONS = 512
 
 
 class RegistryServer:
@@ -37,6 +39,7 @@ class RegistryServer:
         self._port = int(port)
         self._key, self._folder = key, folder
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Starts to listen.
@@ -44,14 +47,14 @@ class RegistryServer:
         Raises:
             ValueError: If the address does not belong to this host or is in use.
         """
-        app = web.Application(client_max_size=_MAX_BYTES)
+        app = web.Application(middlewares=[answered])
         app.router.add_put("/servers", self._put)
         app.router.add_delete("/servers", self._delete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await self._runner.setup()
         host = self._host.strip("[]")
         try:
-            await web.TCPSite(self._runner, host, self._port).start()
+            self._listener = await listen(self._runner, host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
             raise ValueError(
                 "inference.registry_address must be a free port on an address of rank 0's host, got "
@@ -61,6 +64,8 @@ class RegistryServer:
     async def close(self) -> None:
         """Stops listening. This method is idempotent."""
         runner, self._runner = self._runner, None
+        if self._listener is not None:
+            self._listener.close()
         if runner is not None:
             await runner.cleanup()
 
@@ -79,7 +84,7 @@ class RegistryServer:
         if request.content_type != "application/json":
             return web.Response(status=415, text="A registration must be sent as application/json.")
         try:
-            registration = parse_registration(await request.read())
+            registration = parse_registration(await read_body(request, _MAX_BYTES))
             await asyncio.to_thread(change, registration)
         except ValueError as error:
             return web.Response(status=400, text=str(error))
