@@ -39,9 +39,14 @@ _BUSY = (
 )
 
 
-def body_seconds(num_bytes: int) -> float:
-    """Returns how long after its beginning a body, of which so much has arrived, may send nothing more."""
-    return min(_BODY_SECONDS, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
+def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
+    """Returns the time from the beginning of a body until more must follow what has arrived of it.
+
+    Args:
+        num_bytes: How much has arrived.
+        most: Maximum time for the whole body.
+    """
+    return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
