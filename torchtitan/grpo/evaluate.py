@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +37,8 @@ from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
-from torchtitan.grpo.system.descendants import adopt_orphans, end_descendants
+from torchtitan.grpo.system.descendants import end_marked
+from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.types import PromptProgress
 
 FOLDER = "evaluate"
@@ -213,13 +215,13 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
     assert working is not None
     # What was started must end with the command, also if a scheduler ends it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
-    adopt_orphans()
+    mark = os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     try:
         await session.open()
         return await session.evaluate(), [server.url for server in session.servers]
     finally:
         await session.close()
-        end_descendants()
+        end_marked(mark)  # what rewards have started and left behind
 
 
 def _record(
