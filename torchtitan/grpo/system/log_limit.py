@@ -83,15 +83,14 @@ class LogLimit:
 
 
 def _copy_end(log: Path, kept: Path, size: int) -> None:
-    """Copies the newest ``MAX_LOG_BYTES`` of a log, readable by this user alone."""
+    """Copies the newest ``MAX_LOG_BYTES`` of a log, and what it grows by, readable by this user alone."""
     kept.unlink(missing_ok=True)
     descriptor = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with log.open("rb") as source, open(descriptor, "wb") as target:
         source.seek(size - MAX_LOG_BYTES)
-        left = MAX_LOG_BYTES
-        while left and (block := source.read(min(left, _BLOCK_BYTES))):
+        # To its end, also if it still grows, so that as little as possible is lost when it is emptied.
+        while target.tell() < 2 * MAX_LOG_BYTES and (block := source.read(_BLOCK_BYTES)):
             target.write(block)
-            left -= len(block)
 
 
 log_limit = LogLimit()
