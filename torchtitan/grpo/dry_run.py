@@ -25,15 +25,15 @@ from torchtitan.grpo.controller import process_config
 from torchtitan.grpo.data.planner import StepPlanner
 from torchtitan.grpo.data.record import RecordReader
 from torchtitan.grpo.data.supervised import open_examples
+from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.inference.urls import named_urls
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
 from torchtitan.grpo.models.hf_weights import named_parameters
 from torchtitan.grpo.models.lora import add_adapters
+from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.input_check import REPORT_FILE, InputReport
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
-from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.training.weights_check import build_without_memory, check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_sync.memory_plan import describe_placement, predict_memory
@@ -142,23 +142,21 @@ def check_inputs(config: RolloutProcessConfig, timeout_seconds: float) -> InputR
     folder = Path(tempfile.mkdtemp(prefix="grpo-check-"))  # mode 0700: there may be keys
     try:
         (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), allow_nan=False))
-        child = start_child(
-            [*LIGHT_PYTHON, "torchtitan.grpo.rollout.input_check", str(folder)],
-            env=without_rank_variables(os.environ),
-            log_file=folder / _OUTPUT_FILE,
+        child, mark = start_process(
+            "torchtitan.grpo.rollout.input_check", folder, config, folder / _OUTPUT_FILE
         )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout_seconds)
         finally:
-            stop_children([child])
+            end_process(child, mark)
         return _read_report(folder, timeout_seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_report(folder: Path, timeout_seconds: float) -> InputReport:
-    lines = (folder / _OUTPUT_FILE).read_text(errors="replace").splitlines()
+    lines = log_tail(folder / _OUTPUT_FILE).splitlines()
     output = "\n".join(f"  {line}" for line in lines[-_SHOWN_OUTPUT_LINES:])
     said = f" Its output ends with:\n{output}" if output else ""
     file = folder / REPORT_FILE

@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from torchtitan.grpo.resume.exporting import export_checkpoint, find_checkpoint
 from torchtitan.grpo.rollout.evaluation_session import EvaluationSession
 from torchtitan.grpo.rollout.process import first_cause
 from torchtitan.grpo.rollout.results import EvaluationResult
+from torchtitan.grpo.system.descendants import end_marked
+from torchtitan.grpo.system.environment import RUN_VARIABLE
 from torchtitan.grpo.training.weights_check import check_weights
 from torchtitan.grpo.types import PromptProgress
 from torchtitan.grpo.weight_wire.model_folder import require_undamaged
@@ -231,11 +234,13 @@ async def _run(config: RolloutProcessConfig) -> tuple[EvaluationResult, list[str
     assert working is not None
     # What was started must end with the command, also if a scheduler ends it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
+    mark = os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     try:
         await session.open()
         return await session.evaluate(), [server.url for server in session.servers]
     finally:
         await session.close()
+        end_marked(mark)  # what rewards have started and left behind
 
 
 def _record(

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchtitan.grpo.system.regular_files import NotRegularError, check_regular
+
 _ERROR_CHARS = 2000
 
 
@@ -81,8 +83,12 @@ def _load_module(module_name: str, subject: str) -> ModuleType:
 
 def _load_file(file_name: str, subject: str) -> ModuleType:
     file = Path(file_name).expanduser().resolve()
-    if not file.is_file():
-        raise ValueError(f"{subject}: the file {file} does not exist.")
+    try:
+        check_regular(file)
+    except NotRegularError as error:
+        raise ValueError(f"{subject}: {error}.") from error
+    except OSError as error:
+        raise ValueError(f"{subject}: the file {file} does not exist.") from error
     spec = importlib.util.spec_from_file_location(f"grpo_user_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{subject}: {file} must be a Python file ending in .py.")

@@ -28,6 +28,7 @@ from torchtitan.grpo.inference.embedded.model import load_model
 from torchtitan.grpo.inference.kinds import KINDS, make_client
 from torchtitan.grpo.inference.waiting import wait_until_up
 from torchtitan.grpo.observe.report import numbers_of
+from torchtitan.grpo.system.regular_files import check_folder, open_regular, read_regular
 from torchtitan.grpo.types import GenerateRequest, Generation
 
 _NEEDED = ("server_version", "policy_version", "steps", "weight_sync_failures")
@@ -86,7 +87,7 @@ def read_prompts(file: Path, number: int) -> list[str]:
     Raises:
         ValueError: If a line has no text in the column ``prompt``.
     """
-    with file.open(encoding="utf-8") as lines:
+    with open_regular(file) as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(number), strict=False)]
     for line, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
@@ -100,7 +101,7 @@ def check_run(run: Path, *, want_in_flight: bool) -> list[Check]:
     """Checks the summary and the metrics that the run has written."""
     summary = read_summary(run)
     file, key = run / "metrics.jsonl", "staleness/mixed_version_fraction"
-    lines = enumerate(file.read_text(errors="replace").splitlines(), 1)
+    lines = enumerate(read_regular(file).decode(errors="replace").splitlines(), 1)
     records = [read_json(f"{file}:{number}", line) for number, line in lines]
     checks = [
         Check(
@@ -219,6 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wait", type=float, default=30.0, help="seconds until the server is up")
     options = parser.parse_args(arguments)
     try:
+        check_folder(read_summary(options.run).get("hf_checkpoint", ""))
         checks = check_run(options.run, want_in_flight=not options.synchronous)
         read_prompts(options.prompts, options.num_prompts)
     except (ValueError, OSError) as error:

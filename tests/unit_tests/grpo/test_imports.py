@@ -175,7 +175,7 @@ def test_rooms_of_one_floor_do_not_import_each_other_in_a_circle(graph: Graph) -
 @pytest.mark.parametrize(
     ("room", "allowed"),
     [
-        ("functions", set()),
+        ("functions", {"system"}),
         ("types", set()),
         ("weight_wire", set()),
         ("inference", {"monitoring", "strict_json", "system", "types", "weight_wire"}),

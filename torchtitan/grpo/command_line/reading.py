@@ -19,6 +19,7 @@ from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.command_line.keys import check_keys
 from torchtitan.grpo.command_line.other_names import answer_to_value
 from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.system.regular_files import open_regular
 
 _KEY_VARIABLES = {
     "inference.api_key": "TORCHTITAN_GRPO_API_KEY",
@@ -74,7 +75,7 @@ def _read_toml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return tomllib.load(file)
     except FileNotFoundError as error:
         raise ConfigError(

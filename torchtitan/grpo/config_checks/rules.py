@@ -5,12 +5,12 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan.grpo import config as grpo_config
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import SECRETS, JobConfig, Optimizer
+from torchtitan.grpo.system.regular_files import NotRegularError, check_regular
 
 
 def require(holds: bool, message: str) -> None:
@@ -66,10 +66,14 @@ def check_read(
 
 def check_file(key: str, path: str | None) -> None:
     """Requires a file on the machine of rank 0. Other machines do not read it."""
-    require(
-        path is None or not _is_rank_zero_here() or Path(path).is_file(),
-        f"{key} must be a file, got {path}.",
-    )
+    if path is None or not _is_rank_zero_here():
+        return
+    try:
+        check_regular(path)
+    except NotRegularError as error:
+        raise ConfigError(f"{key} = {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"{key} must be a file, got {path}.") from error
 
 
 def _is_rank_zero_here() -> bool:

@@ -8,7 +8,6 @@ negative log-likelihood of some given completions.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from torchtitan.grpo.data.files import DataError, decode_line
 from torchtitan.grpo.data.rows import Sample
 from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.regular_files import open_regular
 
 _KEY = "grpo.ptx_path"
 
@@ -123,7 +123,7 @@ class PtxStream:
 def _examples(path: str) -> Iterator[tuple[str, _Example]]:
     """Yields the examples of the file, each with its place. Blank lines are skipped."""
     try:
-        file: BinaryIO = open(path, "rb")  # noqa: SIM115 - closed below
+        file = open_regular(path)
     except OSError as error:
         raise DataError(f"{_KEY}: {path} cannot be read: {error.strerror}.") from error
     with file:

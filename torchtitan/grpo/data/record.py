@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from torchtitan.grpo.data.files import DataError, decode_line
+from torchtitan.grpo.system.regular_files import check_regular, open_regular
 from torchtitan.grpo.types import (
     FinishReason,
     PromptProgress,
@@ -141,7 +142,8 @@ class RolloutRecorder:
         self._path = Path(path)
         self._header = RecordHeader(FORMAT, FORMAT_VERSION, vocab_size, temperature)
         # A run that ended before its first batch has left nothing to keep.
-        kept = self._batches() if self._path.exists() and self._path.stat().st_size else iter(())
+        is_empty = self._path.is_file() and not self._path.stat().st_size
+        kept = self._batches() if self._path.exists() and not is_empty else iter(())
         if version == 0 and next(kept, None) is not None:
             raise DataError(
                 f"rollout.record must name a file without batches, got {path}: a new run would "
@@ -257,9 +259,10 @@ class RecordReader:
             raise DataError(f"{self._key}: {self._path} cannot be read: {error}.") from error
 
     def _open(self) -> BinaryIO:
+        check_regular(self._path)
         if self._path.endswith(".gz"):
             return cast(BinaryIO, gzip.open(self._path, "rb"))
-        return open(self._path, "rb")
+        return open_regular(self._path)
 
     def _check_header(self, line: bytes, where: str) -> None:
         header = decode_line(line, RecordHeader, where)

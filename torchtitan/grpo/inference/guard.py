@@ -3,11 +3,14 @@
 
 """Stands before the HTTP routes of a vLLM or SGLang server, and refuses what `access.py` refuses.
 
+It also puts the limits of `system/connections.py` before the server's sockets, and reads bodies in time.
+
 Both servers are ASGI applications, and their environments lack the libraries of the trainer. The
 guard is therefore plain ASGI and needs the standard library alone. It reads the keys from the
 environment of the server.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
@@ -18,6 +21,14 @@ from torchtitan.grpo.inference.access import (
     Refusal,
     keys_of_environment,
     refusal,
+)
+from torchtitan.grpo.system.connections import (
+    MAX_CONNECTIONS,
+    SLOW_BODY,
+    ConnectionLimits,
+    answering,
+    body_seconds,
+    raise_descriptor_limit,
 )
 
 _Scope = MutableMapping[str, Any]
@@ -50,11 +61,13 @@ class RequestGuard:
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] not in ("http", "websocket"):  # the start and the end of the server
+            _limit_connections()
             await self._app(scope, receive, send)
             return
         refused = self._refusal(scope)
         if refused is None:
-            await self._app(scope, receive, send)
+            with answering(has_key=self._keys.of(self._level(scope)) is not None):
+                await self._answer(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -68,6 +81,18 @@ class RequestGuard:
         above = {"/".join(parts[: i + 1]) for i in range(1, len(parts))}
         return AuthLevel.CONTROL if self._generation.isdisjoint(above) else AuthLevel.NORMAL
 
+    async def _answer(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "http":
+            try:
+                receive = _after(await _whole_body(receive), receive)
+            except TimeoutError:
+                await _answer(Refusal(408, SLOW_BODY), send)
+                return
+        await self._app(scope, receive, send)
+
+    def _level(self, scope: _Scope) -> AuthLevel:
+        return self.level_of(scope["path"].removeprefix(scope.get("root_path", "")))
+
     def _refusal(self, scope: _Scope) -> Refusal | None:
         # As aiohttp decodes them for the embedded server.
         headers = {
@@ -76,13 +101,55 @@ class RequestGuard:
         }
         server = scope.get("server")
         return refusal(
-            self.level_of(scope["path"].removeprefix(scope.get("root_path", ""))),
+            self._level(scope),
             self._keys,
             method=scope.get("method", "GET"),
             headers=headers,
             # The second element is the port; a Unix socket has none.
             local_address=server[0] if server and server[1] is not None else None,
         )
+
+
+def _limit_connections() -> None:
+    """Puts limits before the sockets of uvicorn, which says that it starts before it listens."""
+    loop: Any = asyncio.get_running_loop()
+    create_server, most = loop.create_server, raise_descriptor_limit(MAX_CONNECTIONS)
+    if getattr(create_server, "has_limits", False):
+        return
+
+    def limited(make_protocol: Any, *args: Any, **options: Any) -> Awaitable[Any]:
+        if getattr(make_protocol, "__module__", None) == "uvicorn.server":
+            make_protocol = ConnectionLimits(make_protocol, most).make_protocol
+        return create_server(make_protocol, *args, **options)
+
+    limited.has_limits = True  # pyright: ignore[reportFunctionMemberAccess]
+    loop.create_server = limited
+
+
+async def _whole_body(receive: _Receive) -> list[Any]:
+    """Returns the messages of a request's body, or of its end if the client has left.
+
+    Raises:
+        TimeoutError: If the body arrives too slowly.
+    """
+    begun, num_bytes, messages = asyncio.get_running_loop().time(), 0, []
+    while not messages or messages[-1].get("more_body", False):
+        async with asyncio.timeout_at(begun + body_seconds(num_bytes)):
+            messages.append(await receive())
+        num_bytes += len(messages[-1].get("body", b""))
+    return messages
+
+
+def _after(messages: list[Any], receive: _Receive) -> _Receive:
+    """Returns what receives the messages first."""
+    waiting = iter(messages)
+
+    async def receive_next() -> Any:
+        for message in waiting:
+            return message
+        return await receive()
+
+    return receive_next
 
 
 async def _answer(refused: Refusal, send: _Send) -> None:

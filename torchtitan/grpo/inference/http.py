@@ -1,7 +1,11 @@
 # Copyright (c) the torchtitan-grpo authors.
 # SPDX-License-Identifier: BSD-3-Clause
 
-"""JSON over HTTP, with keys, timeouts and errors that name the server and the route."""
+"""JSON over HTTP, with keys, timeouts and errors that name the server and the route.
+
+Redirections are not followed: a server at another address would be sent prompts that are not for it, and
+perhaps keys.
+"""
 
 import asyncio
 import json
@@ -15,6 +19,7 @@ import aiohttp
 
 from torchtitan.grpo.inference.access import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.system.connections import body_seconds
 
 _EXCERPT_CHARS = 600
 _MAX_ANSWER_BYTES = 64 * 2**20
@@ -39,7 +44,7 @@ class RouteError(ServerError):
     @property
     def is_refusal(self) -> bool:
         """Whether the server refused the request as such, so that repeating it is of no use."""
-        return self.status is not None and 400 <= self.status < 500
+        return self.status is not None and 300 <= self.status < 500
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class HttpConnection:
 
         Raises:
             RouteError: If there is no connection or no answer in time, if the status is another
-                one, or if the answer is too long or not UTF-8.
+                one, or if the answer is too long, too slow or not UTF-8.
         """
         timeout = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         subject = f"{method} {self.url}{route}"
@@ -148,6 +153,7 @@ class HttpConnection:
         self, method: str, route: str, body: Any, key: str | None, timeout: float, max_bytes: int
     ) -> tuple[int, bytes | None]:
         """Returns status and answer; see :func:`_read` for the answer."""
+        subject = f"{method} {self.url}{route}"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Only one request begins in each turn of the event loop. A thousand that begin at once,
         # at the start of a run or when a server is lost, would block everything else meanwhile.
@@ -162,24 +168,26 @@ class HttpConnection:
                     json=body,
                     headers=headers,
                     timeout=aiohttp.ClientTimeout(total=timeout),
+                    allow_redirects=False,
                 ) as response,
             ):
+                if 300 <= response.status < 400:
+                    raise RouteError(_redirection(subject, response), response.status)
                 if response.status >= 500 and session is self._session:
                     # The server may be about to close this connection (uvicorn does so after an
                     # internal error), and the next request on it would be lost.
                     self._session = None
-                return response.status, await _read(response, max_bytes)
+                return response.status, await _read(response, max_bytes, timeout)
+        except _SlowAnswer as error:
+            raise RouteError(f"{subject} was answered too slowly: {error}.") from error
         except TimeoutError as error:
-            raise RouteError(
-                f"{method} {self.url}{route} was not answered within {timeout:.1f} s."
-            ) from error
+            raise RouteError(f"{subject} was not answered within {timeout:.1f} s.") from error
         except (aiohttp.ClientError, OSError) as error:
             # Whatever ended a connection in the middle was there.
             doubt = " Is the server up, and is its URL right?"
             is_doubtful = isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL)
             raise RouteError(
-                f"{method} {self.url}{route} failed: {type(error).__name__}: {error}."
-                f"{doubt if is_doubtful else ''}"
+                f"{subject} failed: {type(error).__name__}: {error}.{doubt if is_doubtful else ''}"
             ) from error
 
     async def close(self) -> None:
@@ -222,15 +230,33 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "..."
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
+class _SlowAnswer(Exception):
+    """An answer has begun, and what follows arrives too slowly."""
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int, timeout: float) -> bytes | None:
     """Returns the whole answer, or ``None`` if it is longer than ``max_bytes``."""
-    chunks, size = [], 0
-    async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > max_bytes:
-            return None
-        chunks.append(chunk)
-    return b"".join(chunks)
+    begun, content = asyncio.get_running_loop().time(), bytearray()
+    while len(content) <= max_bytes:
+        try:
+            async with asyncio.timeout_at(begun + body_seconds(len(content), timeout)) as limit:
+                chunk = await response.content.readany()
+        except TimeoutError as error:
+            if not limit.expired():  # it is the request's own
+                raise
+            raise _SlowAnswer(f"{len(content)} bytes had arrived when it stalled") from error
+        if not chunk:
+            return bytes(content)
+        content += chunk
+    return None
+
+
+def _redirection(subject: str, response: aiohttp.ClientResponse) -> str:
+    return (
+        f"{subject} answered {response.status}, a redirection to "
+        f"{response.headers.get('Location', 'nowhere')!r:.300}, which is not followed. Name the server "
+        "itself, and check what answers at that address."
+    )
 
 
 def _parse(text: str) -> Any:

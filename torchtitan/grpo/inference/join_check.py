@@ -22,6 +22,7 @@ from torchtitan.grpo.inference.identify import WrongKind
 from torchtitan.grpo.inference.kinds import kind_row
 from torchtitan.grpo.inference.model_cards import first_architecture
 from torchtitan.grpo.system.loopback import is_loopback
+from torchtitan.grpo.system.regular_files import read_regular
 from torchtitan.grpo.types import ServerKind
 
 # Settings in config.json that decide the shapes of the weights.
@@ -179,7 +180,7 @@ def config_json(model_path: str | None) -> dict[str, Any]:
     if model_path is None:
         return {}
     try:
-        config = json.loads((Path(model_path) / "config.json").read_bytes())
+        config = json.loads(read_regular(Path(model_path, "config.json")))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -24,7 +24,8 @@ from torchtitan.grpo.inference.kinds import KINDS, kind_row
 from torchtitan.grpo.inference.server_log import first_causes, last_line, log_tail, remedy
 from torchtitan.grpo.inference.server_spec import LOOPBACK, ServerSpec
 from torchtitan.grpo.inference.urls import url_of
-from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.environment import server_environment
 from torchtitan.grpo.system.exit_status import describe_status
 from torchtitan.grpo.system.interfaces import interface_of
 from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
@@ -109,7 +110,8 @@ def server_command(
     """
     command = kind_row(spec.kind).launch_command(spec)
     defaults = dict(command.defaults)
-    kept = without_rank_variables(environ)
+    own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key} | command.keys
+    kept = server_environment(environ, tuple(own_keys))
     # Without bytecode files, each start would spend a minute on compiling the server's sources.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     if spec.device == "cpu":
@@ -122,8 +124,7 @@ def server_command(
     elif (interface := interface_of(spec.host)) is not None:
         # The trainer reaches the server there, so its weight groups belong there as well.
         defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    own_keys = {API_KEY_VARIABLE: spec.api_key, ADMIN_KEY_VARIABLE: spec.admin_key}
-    keys = {name: key for name, key in {**own_keys, **command.keys}.items() if key}
+    keys = {name: key for name, key in own_keys.items() if key}
     return command.arguments + list(spec.extra_args), {**defaults, **kept, **keys}
 
 

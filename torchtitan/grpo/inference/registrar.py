@@ -11,20 +11,23 @@ import contextlib
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from torchtitan.grpo.inference.registry import BEAT_SECONDS, Registration, RegistryFolder
 from torchtitan.grpo.system.child import start_child, stop_children
 
 SERVERS_ROUTE = "/servers"
 _REQUEST_SECONDS = 5.0
+_EXCERPT_BYTES = 500
 _STOP_SECONDS = 5.0
 
 
@@ -55,7 +58,9 @@ class Registrar:
             self._is_registered = False
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                _say(f"cannot register at {self._target}: {_reason(error)}. It is tried again.")
+                _say(
+                    f"cannot register at {self._target}: {type(error).__name__}: {error}. It is tried again."
+                )
             return
         self._trouble = ""
         if not self._is_registered:
@@ -67,34 +72,62 @@ class Registrar:
         try:
             self._send("DELETE", self._registration)
         except (OSError, http.client.HTTPException) as error:
-            _say(f"cannot leave {self._target}: {_reason(error)}. It counts as dead in 30 s.")
+            _say(
+                f"cannot leave {self._target}: {type(error).__name__}: {error}. It counts as dead in 30 s."
+            )
 
     def _send(self, method: str, registration: Registration) -> None:
         if not self._target.startswith(("http://", "https://")):
             folder = RegistryFolder(self._target)
             (folder.write if method == "PUT" else folder.remove)(registration)
             return
-        request = urllib.request.Request(
-            self._target.rstrip("/") + SERVERS_ROUTE,
-            json.dumps(asdict(registration), allow_nan=False).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"},
-            method=method,
-        )
-        _open(request)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        body = json.dumps(asdict(registration), allow_nan=False).encode()
+        _exchange(method, self._target.rstrip("/") + SERVERS_ROUTE, body, headers)
 
 
-def _open(request: urllib.request.Request | str) -> None:
-    # Without a proxy, as the trainer reaches the servers.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_REQUEST_SECONDS) as answer:
-        answer.read()
+def _exchange(
+    method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> None:
+    """Sends a request, without a proxy, as the trainer reaches the servers, and follows no redirection.
+
+    Raises:
+        OSError: If there is no answer in time, or one that does not grant the request.
+        http.client.HTTPException: If the answer is no HTTP.
+    """
+    address = urlsplit(url)
+    is_https = address.scheme == "https"
+    kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
+    connection = kind(address.netloc, timeout=_REQUEST_SECONDS)
+    connection.connect()
+    # The timeout of the socket begins anew with each byte of an answer, so a timer ends the connection.
+    deadline = time.monotonic() + _REQUEST_SECONDS
+    limit = threading.Timer(_REQUEST_SECONDS, _end, [connection.sock])
+    limit.name, limit.daemon = "request-limit", True
+    limit.start()
+    too_late = TimeoutError(f"no whole answer within {_REQUEST_SECONDS:g} s")
+    try:
+        connection.request(method, address.path or "/", body, dict(headers or {}))
+        answer = connection.getresponse()
+        text = answer.read(_EXCERPT_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        if time.monotonic() >= deadline:
+            raise too_late from error
+        raise
+    finally:
+        limit.cancel()
+        connection.close()
+    if time.monotonic() >= deadline:  # the end of the connection may look like the answer's
+        raise too_late
+    if not 200 <= answer.status < 300:
+        where = answer.getheader("Location")
+        pointing = f", a redirection to {where!r:.300}, which is not followed" if where else ""
+        raise OSError(f"it answered {answer.status}{pointing}: {text}")
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        with contextlib.suppress(OSError):
-            return f"{error}: {error.read(500).decode(errors='replace')}"
-    return f"{type(error).__name__}: {error}"
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has just been closed
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def run_registered(
@@ -135,7 +168,7 @@ def run_registered(
 
 def _answers(url: str) -> bool:
     try:
-        _open(f"{url}/health")
+        _exchange("GET", f"{url}/health")
     except (OSError, http.client.HTTPException):
         return False
     return True

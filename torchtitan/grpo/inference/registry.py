@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.grpo.inference.urls import checked_urls
+from torchtitan.grpo.system.regular_files import open_regular
 from torchtitan.grpo.types import ServerKind
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class RegistryFolder:
 
 def _read(file: Path) -> Registration | None:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             return parse_registration(opened.read(_MAX_BYTES))
     except (OSError, ValueError):
         return None

@@ -102,6 +102,7 @@ def _lines(log_file: Path, begin: int) -> Iterator[str]:
     """
     try:
         with log_file.open("rb") as file:
+            begin = begin if begin <= log_file.stat().st_size else 0  # it was emptied meanwhile
             file.seek(begin)
             while file.tell() < begin + _SEARCHED_BYTES and (line := file.readline(_LONGEST_LINE)):
                 yield line.decode(errors="replace").rstrip("\r\n")

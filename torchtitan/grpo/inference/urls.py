@@ -3,7 +3,7 @@
 
 """The URLs of a run's servers, the file that lists them, and addresses in general.
 
-The checks of the configuration use this module, so it needs the standard library alone.
+The checks of the configuration use this module, so it imports little.
 """
 
 import ipaddress
@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torchtitan.grpo.system.regular_files import read_regular
 
 if TYPE_CHECKING:
     from torchtitan.grpo.config import Inference
@@ -121,7 +123,7 @@ def read_urls(path: Path) -> list[str]:
     """
     source = f"inference.urls_file ({path})"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} must be a readable text file: {error}.") from error
     return parse_urls(text, source)
@@ -139,7 +141,7 @@ def named_urls(inference: "Inference") -> list[str]:
     if inference.urls_file is None:
         return checked_urls(inference.urls, "inference.urls") if inference.urls else []
     path = Path(inference.urls_file)
-    return read_urls(path) if path.is_file() else []
+    return read_urls(path) if path.exists() else []
 
 
 class UrlsFile:

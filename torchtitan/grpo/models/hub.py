@@ -16,6 +16,7 @@ from typing import Any
 from torchtitan.grpo.command_line.errors import ConfigError
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.system.once_per_host import once_per_host
+from torchtitan.grpo.system.regular_files import check_folder
 from torchtitan.grpo.weight_wire.model_folder import about_folder
 
 # Time in which the first rank of a host downloads a model while the others wait.
@@ -93,6 +94,7 @@ def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str,
     """Returns the folder of a model, and a sentence about it if the Hub's cache comes into it."""
     model = HubModel.parse(text)
     if Path(text).is_dir():
+        _check_folder(text, setting)
         return text, _about_folder(text, setting, model)
     if Path(text).exists():
         raise ConfigError(
@@ -112,7 +114,15 @@ def locate_model(text: str, setting: str, *, weights: bool = True) -> tuple[str,
     if "error" in answer:
         raise ConfigError(answer["error"])
     path = answer["path"]
+    _check_folder(path, setting)
     return path, [f"{setting} = {text}: revision {Path(path).name} of the Hub, in {path}"]
+
+
+def _check_folder(path: str, setting: str) -> None:
+    try:
+        check_folder(path)
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error}.") from error
 
 
 def _about_folder(text: str, setting: str, model: HubModel | None) -> list[str]:

@@ -12,6 +12,7 @@ from torchtitan.grpo import strict_json
 from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
 from torchtitan.grpo.monitoring.exposition import CONTENT_TYPE, exposition
 from torchtitan.grpo.monitoring.health import Health
+from torchtitan.grpo.system.http_site import answered
 
 
 def healthz(health: Health, *, is_allowed: bool) -> web.Response:
@@ -50,7 +51,7 @@ class Routes:
 
     def app(self) -> web.Application:
         """Returns the aiohttp application."""
-        app = web.Application(client_max_size=0)
+        app = web.Application(middlewares=[answered])
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/metrics", self._metrics)
         return app

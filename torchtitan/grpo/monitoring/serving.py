@@ -10,11 +10,13 @@ from concurrent.futures import Future
 from aiohttp import web
 
 from torchtitan.grpo.monitoring.routes import Routes
+from torchtitan.grpo.system.http_site import listen
 from torchtitan.grpo.system.priority import yield_to_training
 
 _START_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 0.3
 _IDLE_SECONDS = 15.0
+_MAX_CONNECTIONS = 128
 
 
 class MonitorError(RuntimeError):
@@ -32,6 +34,7 @@ class MonitorSite:
 
     def __init__(self, routes: Routes, host: str, port: int) -> None:
         self._host, self._port = host, port
+        self._listener: asyncio.Server | None = None
         self._runner = web.AppRunner(
             routes.app(),
             access_log=None,
@@ -47,7 +50,7 @@ class MonitorSite:
         """
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
             await self._runner.cleanup()
             raise MonitorError(
@@ -55,11 +58,13 @@ class MonitorSite:
                 f"{self._port}: {error}. Choose another observe.monitor_port (0 takes a free one), "
                 "or set observe.monitor = false."
             ) from error
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._listener.sockets[0].getsockname()[:2]
         return host, port
 
     async def close(self) -> None:
         """Stops listening, and closes all connections."""
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
 
 

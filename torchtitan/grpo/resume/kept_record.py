@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.grpo.job_config import JobConfig
 from torchtitan.grpo.models.hf_config import HFModel
+from torchtitan.grpo.system.regular_files import open_regular
 
 STATE_KEY = "run_record"
 """Name of the record among the states of a checkpoint."""
@@ -108,7 +109,7 @@ def weights_digest(folder: Path) -> str:
     for file in files:
         size = file.stat().st_size
         digest.update(str(size).encode())
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
                 stream.seek(position)
                 digest.update(stream.read(_SAMPLE_BYTES))

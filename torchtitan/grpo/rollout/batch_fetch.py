@@ -24,6 +24,8 @@ from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.types import RolloutGroup
 
 _POLL_MILLISECONDS = 100
+# Far above any request. The connection of a sender of more is closed.
+_MAX_REQUEST_BYTES = 16 * 2**20
 
 
 class FetchRequest(msgspec.Struct):
@@ -63,6 +65,7 @@ class BatchHolder:
         self._secret = secret.encode()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._version = -1

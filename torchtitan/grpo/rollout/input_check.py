@@ -21,6 +21,7 @@ from torchtitan.grpo.config import RolloutProcessConfig
 from torchtitan.grpo.rollout.input_report import describe_inputs
 from torchtitan.grpo.rollout.link_messages import CONFIG_FILE
 from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.system.descendants import adopt_orphans, end_descendants
 from torchtitan.grpo.workers.worker_owner import OUTPUT_HINT
 
 REPORT_FILE = "report.json"
@@ -60,7 +61,9 @@ def main() -> NoReturn:
     logging.basicConfig(level=logging.ERROR)
     folder = Path(sys.argv[1])
     config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=RolloutProcessConfig)
+    adopt_orphans()
     report = asyncio.run(check(config))
+    end_descendants()
     # Written under another name first: a report that is there is whole.
     partial = folder / f"{REPORT_FILE}.partial"
     partial.write_bytes(msgspec.json.encode(report))

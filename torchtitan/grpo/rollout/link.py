@@ -8,7 +8,6 @@ The code is synchronous: it uses neither asyncio nor torch.
 
 import contextlib
 import json
-import os
 import subprocess
 import threading
 import time
@@ -21,12 +20,12 @@ from typing import TypeVar
 import zmq
 
 from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.inference.server_log import log_tail
 from torchtitan.grpo.rollout import group_frames, link_messages
 from torchtitan.grpo.rollout.awaited_evaluation import AwaitedEvaluation
+from torchtitan.grpo.rollout.child_process import end_process, start_process
 from torchtitan.grpo.rollout.results import EvaluationResult, RolloutBatch
 from torchtitan.grpo.rollout.server_watch import ServerWatch
-from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
-from torchtitan.grpo.system.light_start import LIGHT_PYTHON
 from torchtitan.grpo.system.private_folders import make_private_folder, remove_private_folder
 from torchtitan.grpo.system.reminders import Reminders
 from torchtitan.grpo.types import ServerInfo
@@ -34,11 +33,11 @@ from torchtitan.grpo.types import ServerInfo
 _Answer = TypeVar("_Answer")
 
 LOG_FILE = "rollout_process.log"
+_PROGRAM = "torchtitan.grpo.rollout.process"
 
 _POLL_MILLISECONDS = 50
 _ORDERLY_STOP_SECONDS = 4.0
 _KILL_GRACE_SECONDS = 1.0
-_LOG_TAIL_BYTES = 2000
 _LIMITS: dict[type, str] = {  # the settings that limit the waits for answers
     link_messages.Ready: "inference.startup_timeout_seconds and a minute",
     link_messages.Batch: "rollout.batch_timeout_seconds",
@@ -142,6 +141,7 @@ class RolloutLink:
         with self._notices_lock:
             self._is_restarting = True
         self._restarts_left -= 1
+        end_process(self._child, self._mark, _KILL_GRACE_SECONDS)
         self._close_sockets()
         self._config = replace(config, incarnation=self._config.incarnation + 1)
         self._failure, self._asked_version, self._progress = None, None, link_messages.Progress("")
@@ -162,11 +162,7 @@ class RolloutLink:
         self._messages = self._connect(zmq.PAIR, link_messages.MESSAGES_SOCKET)
         with self._notices_lock:
             self._notices = self._connect(zmq.PUSH, link_messages.NOTICES_SOCKET)
-        self._child = start_child(
-            [*LIGHT_PYTHON, "torchtitan.grpo.rollout.process", str(self._directory)],
-            env=without_rank_variables(os.environ),
-            log_file=self._log,
-        )
+        self._child, self._mark = start_process(_PROGRAM, self._directory, self._config, self._log)
 
     def wait_ready(
         self, timeout_seconds: float, should_stop: Callable[[], bool] | None = None
@@ -317,7 +313,7 @@ class RolloutLink:
             with contextlib.suppress(RolloutFailed):
                 self.raise_if_ended()
         if self._child is not None:
-            stop_children([self._child], grace_seconds=_KILL_GRACE_SECONDS)
+            end_process(self._child, self._mark, _KILL_GRACE_SECONDS)
             self._failure = self._failure or "The rollout process is closed."
         self._close_sockets()
         if hasattr(self, "watch"):
@@ -439,10 +435,7 @@ class RolloutLink:
     def _describe_exit(self) -> str:
         if self._child is None:
             return "The rollout process was never started."
-        tail = ""
-        if self._log.is_file():
-            tail = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
         return (
             f"The rollout process ended with exit code {self._child.returncode}. "
-            f"The end of {self._log}:\n{tail}"
+            f"The end of {self._log}:\n{log_tail(self._log).strip()}"
         )

@@ -35,6 +35,7 @@ from torchtitan.grpo.rollout.monitor import RolloutMonitor
 from torchtitan.grpo.rollout.saved import SavedRollouts, file_of, remove_others, write_saved
 from torchtitan.grpo.rollout.serving.dispatcher import Dispatcher
 from torchtitan.grpo.rollout.session import RolloutSession
+from torchtitan.grpo.system.descendants import adopt_orphans, end_descendants
 from torchtitan.grpo.system.loop_memory import map_large_blocks, spare_collections
 from torchtitan.grpo.types import ServerInfo
 
@@ -321,6 +322,7 @@ async def serve(directory: Path) -> NoReturn:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, process.stop_with_parent)
     status = await process.run()
+    end_descendants()
     logging.shutdown()
     # Everything is closed. A thread that still reads a data set must not delay the exit.
     os._exit(status)
@@ -332,6 +334,7 @@ def main() -> None:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     map_large_blocks()
+    adopt_orphans()
     asyncio.run(serve(Path(sys.argv[1])))
 
 

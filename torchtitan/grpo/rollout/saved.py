@@ -21,6 +21,7 @@ import numpy as np
 
 from torchtitan.grpo.rollout import group_frames
 from torchtitan.grpo.rollout.ledger import CloseReason
+from torchtitan.grpo.system.regular_files import read_regular
 from torchtitan.grpo.types import (
     FinishReason,
     Generation,
@@ -165,7 +166,7 @@ def read_saved(path: Path, version: int) -> SavedRollouts:
         SavedRolloutsError: If the file is damaged or belongs to another step.
     """
     try:
-        file = msgspec.msgpack.decode(_unsealed(path.read_bytes()), type=_File)
+        file = msgspec.msgpack.decode(_unsealed(read_regular(path)), type=_File)
         saved = SavedRollouts(
             version=file.version,
             progress=PromptProgress(file.position, tuple(file.open)),

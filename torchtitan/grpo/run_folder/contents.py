@@ -21,9 +21,9 @@ _WRITTEN = (
     *("metrics.jsonl.partial", "evaluations.jsonl.partial"),
     *("samples.jsonl.partial", "ledger.jsonl.partial"),
     *("evaluation_samples.jsonl", "evaluation_samples.jsonl.partial"),
-    *("summary.json*", "reward_curve.png", "rollout_process.log"),
+    *("summary.json*", "reward_curve.png", "rollout_process.log*"),
     *("hf/step-*", "peft/step-*", "rollouts/step-*.msgpack*", f"{STARTS_FOLDER}/[0-9]*"),
-    *("servers/*.log", "monitoring/*.json*", "evaluate/*"),
+    *("servers/*.log*", "monitoring/*.json*", "evaluate/*"),
 )
 """Patterns of the files and folders that every run may write. Those of optional features, whose
 folders have settings, are added by :func:`_patterns`."""

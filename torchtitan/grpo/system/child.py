@@ -15,9 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+
+from torchtitan.grpo.system.descendants import own_children
+from torchtitan.grpo.system.log_limit import log_limit
 
 _PR_SET_PDEATHSIG = 1
 # Loaded before any fork, because the hook below should import and allocate as little as possible.
@@ -26,20 +29,6 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 # Python starts one such process for each program that shares memory between its processes.
 _TRACKER = b"multiprocessing.resource_tracker"
 _TRACKER_SECONDS = 3.0
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_RANK_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
-
-
-def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without the variables in which torchrun describes a rank.
-
-    A child that is not a training rank would otherwise take them for its own.
-    """
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
-    }
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
@@ -62,13 +51,13 @@ def start_child(
     Args:
         command: Program and arguments.
         env: Environment of the child; ``None`` inherits this process's.
-        log_file: File to which the child's output is appended, for this user alone; ``None``
-            leaves the output where this process's goes.
+        log_file: File to which the child's output is appended, for this user alone and within the
+            size of `log_limit.py`; ``None`` leaves the output where this process's goes.
         cwd: Working directory of the child; ``None`` inherits this process's.
     """
     output = open_log(log_file) if log_file is not None else None
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             list(command),
             env=env,
             cwd=cwd,
@@ -81,6 +70,10 @@ def start_child(
     finally:
         if output is not None:
             output.close()
+    own_children.add(child.pid)
+    if log_file is not None:
+        log_limit.add(child.pid, log_file)
+    return child
 
 
 def open_log(path: Path) -> IO[bytes]:
@@ -111,6 +104,8 @@ def stop_children(children: Sequence[subprocess.Popen], grace_seconds: float = 3
         child.wait(timeout=10)
         _wait_for_end(trackers, _TRACKER_SECONDS)
         _signal_session(child, signal.SIGKILL)
+        own_children.discard(child.pid)
+        log_limit.remove(child.pid)
 
 
 def _signal_session(child: subprocess.Popen, signum: int) -> None:

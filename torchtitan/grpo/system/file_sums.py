@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from torchtitan.grpo.system.regular_files import open_regular, read_regular
+
 _READ_BYTES = 16 * 2**20
 
 Sums = dict[str, tuple[int, int]]
@@ -35,7 +37,7 @@ def read_sums(folder: Path) -> Sums:
     sums: Sums = {}
     for file in sorted(folder.glob("sums_*.json")):
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(read_regular(file))
             sums |= {name: (int(size), int(crc)) for name, (size, crc) in found.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{file.name} is damaged: {error}") from error
@@ -81,7 +83,7 @@ def damaged_files(
 
 def _crc_of(file: Path) -> int:
     crc = 0
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         while data := stream.read(_READ_BYTES):
             crc = zlib.crc32(data, crc)
     return crc

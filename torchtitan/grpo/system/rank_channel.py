@@ -33,6 +33,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _MARK = "__is_operation__"
 # How long a rank that ends waits until the leader knows of it.
 _LINGER_MILLISECONDS = 200
+# Far above any answer. The connection of a sender of more is closed.
+_MAX_BYTES = 64 * 2**20
 
 
 def operation(method: Method) -> Method:
@@ -99,6 +101,7 @@ class LeaderChannel:
         # Bound here, so that the port is known before the other ranks are told of it.
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
         port = self._socket.bind_to_random_port(f"tcp://{leader_address()}")
         self.address = Address(f"tcp://{leader_address()}:{port}", secrets.token_bytes(16))
         self._numbers = itertools.count()

@@ -29,6 +29,8 @@ from torchtitan.grpo.system.rank_wire import Line, LostRank, Peer
 _BEAT_SECONDS = 1.0
 _CONNECT_SECONDS = 60.0
 _CLOSE_SECONDS = 10.0
+_STRANGER_SECONDS = 10.0
+_MAX_STRANGERS = 64
 
 
 class RankLost(RuntimeError):
@@ -119,6 +121,7 @@ class RankWatch:
     def _run(self) -> None:
         beat_at = time.monotonic()
         while True:
+            self._drop_strangers()
             keys = {key.fileobj for key, _ in self._selector.select(_BEAT_SECONDS / 2)}
             found = [self._hear(key) for key in keys if isinstance(key, socket.socket)]
             found += [peer.silence(self._silence_seconds) for peer in self._peers.values()]
@@ -137,7 +140,10 @@ class RankWatch:
         if ready is self._wake:
             ready.recv(4096)
         elif ready is self._listener:
-            self._add(ready.accept()[0])
+            try:
+                self._add(ready.accept()[0])
+            except OSError:  # it has left, or too many files are open, until strangers are dropped
+                return None
         else:
             return self._hear_peer(self._peers[ready])
         return None
@@ -156,7 +162,19 @@ class RankWatch:
         return next((line.lost for line in lines if line.lost is not None), None)
 
     def _is_known(self, first: Line) -> bool:
-        return secrets.compare_digest(first.secret or "", self._secret)
+        return secrets.compare_digest(
+            (first.secret or "").encode(errors="replace"), self._secret.encode()
+        )
+
+    def _drop_strangers(self) -> None:
+        """Ends connections that do not tell the secret in time, and the oldest if there are too many."""
+        if self._listener is None:
+            return
+        strangers = [peer for peer in self._peers.values() if peer.status is None]
+        for peer in strangers:
+            is_surplus = len(strangers) > _MAX_STRANGERS and peer is strangers[0]
+            if is_surplus or peer.silent_seconds > _STRANGER_SECONDS:
+                self._remove(peer)
 
     def _report(self, lost: LostRank) -> None:
         if self.lost is None:

@@ -84,7 +84,8 @@ class Peer:
             lines = [msgspec.json.decode(text, type=Line) for text in whole]
         except msgspec.DecodeError:
             return None
-        self._heard_at = time.monotonic()
+        if lines:  # a part of a line, which a stranger can send byte by byte, does not count
+            self._heard_at = time.monotonic()
         for line in lines:
             self.status = line.status or self.status
             self._has_left |= line.farewell
@@ -97,7 +98,12 @@ class Peer:
             return None
         return LostRank(self.status, silent_seconds, self._has_failed)
 
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last whole line, or since the connection was made."""
+        return time.monotonic() - self._heard_at
+
     def silence(self, bound_seconds: float) -> LostRank | None:
         """Returns the loss of a peer that has been silent for longer than the bound."""
-        seconds = time.monotonic() - self._heard_at
+        seconds = self.silent_seconds
         return self.loss(seconds) if seconds > bound_seconds else None

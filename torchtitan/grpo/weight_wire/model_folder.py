@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.grpo.system.file_sums import damaged_files
+from torchtitan.grpo.system.regular_files import check_folder, read_regular
 
 SUMS_FILE = "sums_export.json"
 """Sizes and checksums of the files of an exported model, beside them."""
@@ -52,7 +53,8 @@ def read_json(file: Path, setting: str) -> dict[str, Any]:
         ModelError: If the file cannot be read, or does not hold an object.
     """
     try:
-        content = json.loads(file.read_bytes())
+        check_folder(file.parent)
+        content = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         hint = about_pointer(file) or ("" if file.exists() else f" {about_folder(file.parent)}")
         raise ModelError(

@@ -13,30 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.grpo.system.child import die_with_parent
-
-# Everything that a program needs to run and to find files, and nothing that grants access.
-_PASSED = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "PWD",
-        "TMPDIR",
-        "TZ",
-        "LANG",
-        "LANGUAGE",
-        "LC_*",
-    ),
-    *("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
-    *("PYTHONWARNINGS", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME"),
-    *("*_NUM_THREADS", "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-    *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
-    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE"),
-    *("TRANSFORMERS_OFFLINE", "NLTK_DATA"),
-)
+from torchtitan.grpo.system.environment import PROGRAM, passed
 
 
 @dataclass(frozen=True)
@@ -55,12 +32,7 @@ class Surroundings:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables that a worker sees."""
-        patterns = (*_PASSED, *self.pass_variables)
-        return {
-            name: value
-            for name, value in environ.items()
-            if any(_matches(name, pattern) for pattern in patterns)
-        }
+        return passed(environ, (*PROGRAM, *self.pass_variables))
 
     def enter(self) -> None:
         """Applies the limits. Called in the child, between fork and exec."""
@@ -72,9 +44,3 @@ class Surroundings:
             # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
             limits = self.max_cpu_seconds, self.max_cpu_seconds + 1
             resource.setrlimit(resource.RLIMIT_CPU, limits)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.endswith("*"):
-        return name.startswith(pattern[:-1])
-    return name.endswith(pattern[1:]) if pattern.startswith("*") else name == pattern

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from torchtitan.grpo.system.child import start_child, stop_children, without_rank_variables
+from torchtitan.grpo.system.child import start_child, stop_children
 
 
 def wait_gone(pid: int) -> None:
@@ -99,13 +99,3 @@ def test_what_a_child_leaves_behind_ends_with_it(tmp_path):
     stop_children([child], grace_seconds=30.0)
     assert child.returncode == 0
     wait_gone(int(grandchild))
-
-
-def test_a_child_is_not_told_of_a_rank():
-    told = {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "a", "MASTER_PORT": "1", "GROUP_RANK": "0", "ROLE_RANK": "1",
-        "TORCHELASTIC_RUN_ID": "x",
-    }  # fmt: skip
-    kept = {"PATH": "/bin", "RANKING": "high", "CUDA_VISIBLE_DEVICES": "0"}
-    assert without_rank_variables(told | kept) == kept

@@ -3,6 +3,7 @@
 
 """Ranks notice that another one has died, is frozen, or fails, and what it was doing."""
 
+import contextlib
 import json
 import os
 import signal
@@ -36,6 +37,8 @@ def lost(what):
 
 watch = RankWatch(float(sys.argv[3]), lost)
 watch.start()
+if rank == 0:
+    (folder / "port").write_text(str(watch._listener.getsockname()[1]))
 for step in range(1, 4):
     watch.board.enter("forward")
     watch.board.enter("optimizer step")
@@ -91,6 +94,33 @@ def test_a_rank_that_is_killed_is_known_to_all_with_its_phase_and_step(ranks, tm
     os.kill(ranks({}, LONG_SECONDS)[victim], signal.SIGKILL)
     others = sorted({0, 1, 2} - {victim})
     assert found(tmp_path, *others) == [[victim, "waiting", 3, False, False]] * 2
+
+
+def test_strangers_neither_end_the_watch_nor_use_up_its_files(ranks, tmp_path):
+    pids = ranks({}, LONG_SECONDS)
+    leader = ("127.0.0.1", int((tmp_path / "port").read_text()))
+    lines = [
+        b'{"secret": "wrong"}\n',
+        '{"secret": "é"}\n'.encode(),
+        b'{"secret": "\\ud83d"}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"status": {"rank": 1, "host": "x", "pid": 1}}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+    ]
+    held = [socket.create_connection(leader, 60.0) for _ in range(100)]
+    for line in lines:
+        stranger = socket.create_connection(leader, 60.0)
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(line)
+            assert stranger.recv(4096) == b"", line
+        stranger.close()
+    with contextlib.suppress(ConnectionError):
+        assert held[0].recv(1) == b"", "the oldest is closed for the newest"
+    os.kill(pids[2], signal.SIGKILL)
+    assert found(tmp_path, 0, 1) == [[2, "waiting", 3, False, False]] * 2
+    for connection in held:
+        connection.close()
 
 
 def test_a_rank_that_is_frozen_is_lost_after_the_bound(ranks, tmp_path):

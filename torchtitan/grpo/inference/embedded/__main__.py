@@ -25,10 +25,6 @@ from torchtitan.grpo.inference.access import (
     keys_of_environment,
     require_keys,
 )
-from torchtitan.grpo.inference.embedded.connections import (
-    ConnectionLimits,
-    raise_descriptor_limit,
-)
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.generate_json import ModelFacts
 from torchtitan.grpo.inference.embedded.model import (
@@ -41,6 +37,12 @@ from torchtitan.grpo.inference.embedded.repeat_limit import RepeatLimit
 from torchtitan.grpo.inference.embedded.server import EmbeddedServer
 from torchtitan.grpo.inference.embedded.updates import WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.system.connections import (
+    HEADER_SECONDS,
+    MAX_CONNECTIONS,
+    raise_descriptor_limit,
+)
+from torchtitan.grpo.system.http_site import listen
 from torchtitan.grpo.system.loopback import is_loopback, loopback_interface
 from torchtitan.grpo.weight_wire.own_group_facts import own_group_facts
 
@@ -103,14 +105,14 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "--max-connections",
         type=int,
-        default=4096,
+        default=MAX_CONNECTIONS,
         help="maximum number of connections; at most what the limit of open files has room for",
     )
     add(
         "--header-timeout",
         type=float,
-        default=10.0,
-        help="seconds within which the headers of a connection's first request must arrive",
+        default=HEADER_SECONDS,
+        help="seconds within which the headers of a request must arrive",
     )
     add("--seed", type=int, help="seed of sampling; random by default")
     add(
@@ -200,12 +202,13 @@ async def serve(arguments: argparse.Namespace) -> None:
         keepalive_timeout=_KEEPALIVE_SECONDS,
     )
     await runner.setup()
-    assert runner.server is not None, "it was set up"
-    limits = ConnectionLimits(
-        runner.server, raise_descriptor_limit(arguments.max_connections), arguments.header_timeout
-    )
-    listener = await asyncio.get_running_loop().create_server(
-        limits.make_protocol, arguments.host, arguments.port, backlog=_BACKLOG
+    listener = await listen(
+        runner,
+        arguments.host,
+        arguments.port,
+        raise_descriptor_limit(arguments.max_connections),
+        arguments.header_timeout,
+        _BACKLOG,
     )
     server.engine.start()
     port = listener.sockets[0].getsockname()[1]

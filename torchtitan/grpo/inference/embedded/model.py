@@ -27,6 +27,7 @@ from torchtitan.grpo.inference.embedded.step_layout import (
     split_rows,
 )
 from torchtitan.grpo.inference.model_cards import first_architecture
+from torchtitan.grpo.system.regular_files import check_folder
 from torchtitan.grpo.types import TopTokens
 from torchtitan.grpo.weight_wire.model_files import WeightFiles
 from torchtitan.grpo.weight_wire.model_folder import (
@@ -265,7 +266,9 @@ def load_model(path: str, device: str, dtype: str) -> PreTrainedModel:
     Raises:
         ValueError: If the directory has no config.json, its weights are not the model's plain ones, or it
             was exported and has changed since.
+        NotRegularError: If a file in it is a pipe, a device or a socket.
     """
+    check_folder(path)
     for weights in (False, True):
         require_undamaged(Path(path), _SETTING, weights=weights)
     (config, window), files = read_config(path), WeightFiles(Path(path), _SETTING)

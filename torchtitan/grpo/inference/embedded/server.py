@@ -41,6 +41,7 @@ from torchtitan.grpo.inference.embedded.update_json import parse_chunk
 from torchtitan.grpo.inference.embedded.updates import UpdateError, WeightUpdater
 from torchtitan.grpo.inference.embedded.weights import WeightTable
 from torchtitan.grpo.monitoring import routes as monitoring_routes
+from torchtitan.grpo.system.connections import answering
 from torchtitan.grpo.weight_wire.staging import StagingError
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 DIALECT_VERSION = "0.5.23"
 """The SGLang version whose routes and shapes these are."""
 
-# Far above any prompt: a million token ids take 6 MB.
-_MAX_BODY_BYTES = 16 * 2**20
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -87,7 +86,7 @@ class EmbeddedServer:
 
     def make_app(self) -> web.Application:
         """Returns the aiohttp application. It must be served with ``handler_cancellation=True``."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application()
         open_, normal, control = AuthLevel.OPEN, AuthLevel.NORMAL, AuthLevel.CONTROL
         routes: list[tuple[str, str, _Handler, AuthLevel]] = [
             ("GET", "/health", self._health, open_),
@@ -133,7 +132,8 @@ class EmbeddedServer:
             if refused is not None:
                 return error_response(refused.status, refused.message)
             try:
-                return await handler(request)
+                with answering(has_key=self._keys.of(level) is not None):
+                    return await handler(request)
             except (ValueError, UpdateError, StagingError) as error:
                 return error_response(400, str(error))
             except EngineError as error:

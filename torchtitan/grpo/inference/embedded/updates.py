@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 
 from torchtitan.grpo.inference.embedded.engine import Engine
 from torchtitan.grpo.inference.embedded.weights import WeightTable
+from torchtitan.grpo.system.regular_files import check_folder
 from torchtitan.grpo.weight_wire.adapter_names import is_adapter, served_weight_of
 from torchtitan.grpo.weight_wire.adapters import BaseWeights, is_of_adapters
 from torchtitan.grpo.weight_wire.buckets import (
@@ -295,6 +296,7 @@ class WeightUpdater:
             if self._session is not None:
                 raise UpdateError("A weight update is open. Call end_weight_update first.")
             try:
+                check_folder(model_path)
                 read = read_safetensors(model_path)
                 dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in read.items()}
                 self._table.check(

@@ -154,7 +154,7 @@ class _KeyedRequests:
         headers = dict(options.get("headers") or {})
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        return {**options, "headers": headers}
+        return {**options, "headers": headers, "allow_redirects": False}
 
 
 def hook_adapters() -> None:

@@ -17,11 +17,13 @@ from aiohttp import web
 
 from torchtitan.grpo.inference.registry import Registration, RegistryFolder, parse_registration
 from torchtitan.grpo.inference.urls import split_address
+from torchtitan.grpo.system.http_site import answered, listen, read_body
 
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 4096
 _SHUTDOWN_SECONDS = 0.3
+_MAX_CONNECTIONS = 512
 
 
 class RegistryServer:
@@ -37,6 +39,7 @@ class RegistryServer:
         self._host, self._port = split_address(address)
         self._key, self._folder = key, folder
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Starts to listen.
@@ -44,13 +47,13 @@ class RegistryServer:
         Raises:
             ValueError: If the address does not belong to this host or is in use.
         """
-        app = web.Application(client_max_size=_MAX_BYTES)
+        app = web.Application(middlewares=[answered])
         app.router.add_put("/servers", self._put)
         app.router.add_delete("/servers", self._delete)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            self._listener = await listen(self._runner, self._host, self._port, _MAX_CONNECTIONS)
         except OSError as error:
             raise ValueError(
                 "inference.registry_address must be a free port on an address of rank 0's host, got "
@@ -60,6 +63,8 @@ class RegistryServer:
     async def close(self) -> None:
         """Stops listening. This method is idempotent."""
         runner, self._runner = self._runner, None
+        if self._listener is not None:
+            self._listener.close()
         if runner is not None:
             await runner.cleanup()
 
@@ -78,7 +83,7 @@ class RegistryServer:
         if request.content_type != "application/json":
             return web.Response(status=415, text="A registration must be sent as application/json.")
         try:
-            registration = parse_registration(await request.read())
+            registration = parse_registration(await read_body(request, _MAX_BYTES))
             await asyncio.to_thread(change, registration)
         except ValueError as error:
             return web.Response(status=400, text=str(error))

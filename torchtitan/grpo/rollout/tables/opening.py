@@ -10,6 +10,7 @@ from torchtitan.grpo.rollout.tables.hf_dataset import HfDatasetTable
 from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
 from torchtitan.grpo.rollout.tables.parquet import ParquetTable
 from torchtitan.grpo.rollout.tables.table import Table
+from torchtitan.grpo.system.regular_files import check_folder, check_regular
 
 
 def open_table(
@@ -45,6 +46,7 @@ def open_table(
             f"{Path.cwd()}."
         )
     is_directory = Path(path).is_dir()
+    _check_files(Path(path), key)
     if path.endswith(".parquet") and not is_directory:
         table: Table = ParquetTable(path, rename, column, key)
     elif path.endswith((".jsonl", ".json")) or Path(path).is_file():
@@ -55,3 +57,14 @@ def open_table(
         table.close()
         raise ValueError(f"{key}: {path} contains no prompts. Use a file with at least one row.")
     return table
+
+
+def _check_files(path: Path, key: str) -> None:
+    """Refuses what is no regular file, also below a directory that is read as a data set."""
+    try:
+        if path.is_dir():
+            check_folder(path, below=True)
+        elif path.exists():
+            check_regular(path)
+    except OSError as error:
+        raise ValueError(f"{key}: {error}.") from error

@@ -1,0 +1,200 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Servers that point elsewhere, or whose answers never end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo.inference import registrar
+from torchtitan.grpo.inference.client import ServerError
+from torchtitan.grpo.inference.http import HttpConnection, RouteError
+from torchtitan.grpo.inference.identify import identify
+from torchtitan.grpo.inference.kinds import KINDS, make_client
+from torchtitan.grpo.inference.registrar import Registrar
+from torchtitan.grpo.inference.registry import Registration
+from torchtitan.grpo.system import connections
+from torchtitan.grpo.types import GenerateRequest
+
+SECONDS = 60.0
+SOON = 0.3
+ONE = Registration("http://127.0.0.1:8000", "embedded", "host", 1, 1.0)
+
+
+@contextlib.asynccontextmanager
+async def answering(parts: list[bytes], pause: float = 0.0) -> AsyncIterator[tuple[str, list[int]]]:
+    """Serves the parts of an answer, with a pause after each; yields the URL and the connections."""
+    seen: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(1)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(pause)
+            if pause:
+                await reader.read()  # until the client gives up
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+    finally:
+        server.close()
+
+
+def connection(url: str, timeout_seconds: float = SECONDS) -> HttpConnection:
+    return HttpConnection(url, api_key="secret", admin_key="admin", timeout_seconds=timeout_seconds)
+
+
+async def get(url: str) -> None:
+    client = connection(url)
+    try:
+        await client.get("/health")
+    finally:
+        await client.close()
+
+
+async def post(url: str) -> None:
+    client = connection(url)
+    try:
+        await client.post("/pause", {})
+    finally:
+        await client.close()
+
+
+async def generate(url: str, kind: str) -> None:
+    client = make_client(kind, url)
+    try:
+        await client.generate(GenerateRequest("a", [1, 2], 4))
+    finally:
+        await client.close()
+
+
+async def find_kind(url: str) -> None:
+    client = connection(url)
+    try:
+        await identify(client)
+    finally:
+        await client.close()
+
+
+CLIENTS: dict[str, Callable[[str], Awaitable[None]]] = {
+    "get": get,
+    "post": post,
+    "identify": find_kind,
+    **{kind: lambda url, kind=kind: generate(url, kind) for kind in KINDS},
+}
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 307, 308])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_redirection_is_an_error_that_names_both_ends(client: str, status: int) -> None:
+    async def main() -> None:
+        async with answering([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]) as (target, seen):
+            head = f"HTTP/1.1 {status} Found\r\nLocation: {target}/x\r\nContent-Length: 0\r\n\r\n"
+            async with answering([head.encode()]) as (url, _):
+                with pytest.raises(ServerError, match=rf"{url}.* {status}, .*{target}/x"):
+                    await CLIENTS[client](url)
+            assert not seen
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "location", ["Location: /elsewhere\r\n", "Location: ftp://a/b\r\n", "Location: \r\n", ""]
+)
+def test_no_other_redirection_is_followed_either(location: str) -> None:
+    async def main() -> None:
+        head = f"HTTP/1.1 302 Found\r\n{location}Content-Length: 0\r\n\r\n"
+        async with answering([head.encode()]) as (url, seen):
+            with pytest.raises(RouteError, match="a redirection to") as caught:
+                await get(url)
+            assert len(seen) == 1 and caught.value.is_refusal
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_registry_that_points_elsewhere_gets_no_registration(
+    status: int, capsys: pytest.CaptureFixture
+) -> None:
+    async def main() -> None:
+        async with answering([b"HTTP/1.1 204 No Content\r\n\r\n"]) as (target, seen):
+            head = f"HTTP/1.1 {status} Found\r\nLocation: {target}\r\nContent-Length: 0\r\n\r\n"
+            async with answering([head.encode()]) as (url, _):
+                await asyncio.to_thread(Registrar(url, ONE, "secret").beat)
+                said = capsys.readouterr().err
+                assert f"cannot register at {url}" in said
+                assert f"a redirection to '{target}', which is not followed" in said
+            assert not seen
+
+    asyncio.run(main())
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+SLOW = {
+    "no answer": [b""],
+    "headers": [b"HTTP/1.1 200 OK\r\n", *[b"X: y\r\n"] * 1000],
+    "body": [OK + b"Content-Length: 100000\r\n\r\n", *[b"x"] * 1000],
+    "half a body": [OK + b"Content-Length: 10\r\n\r\n12345"],
+    "chunks": [OK + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\nx\r\n"] * 1000],
+    "no length": [OK + b"Connection: close\r\n\r\n", *[b"x"] * 1000],
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_an_answer_that_trickles_ends_the_request(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
+    has_begun = name not in ("no answer", "headers")
+
+    async def main() -> None:
+        async with answering(SLOW[name], 0.05) as (url, _):
+            client = connection(url, SECONDS if has_begun else SOON)
+            how = "was answered too slowly: " if has_begun else "was not answered within 0.3 s"
+            with pytest.raises(RouteError, match=how):
+                await client.get("/health")
+            await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", [name for name in SLOW if name != "no length"])
+def test_a_registry_whose_answer_trickles_holds_up_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(registrar, "_REQUEST_SECONDS", SOON)
+
+    async def main() -> None:
+        async with answering(SLOW[name], 0.05) as (url, _):
+            await asyncio.to_thread(Registrar(url, ONE, "secret").beat)
+        assert "cannot register" in capsys.readouterr().err
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_long_and_fast_enough_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
+    parts = [OK + b"Content-Length: 100002\r\n\r\n", b'"' + b"x" * 50_000, b"x" * 50_000, b'"']
+
+    async def main() -> None:
+        async with answering(parts, SOON / 2) as (url, _):
+            client = connection(url)
+            assert (await client.get("/health")).body == "x" * 100_000
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_the_folder_of_a_registry_is_no_url(tmp_path: Path) -> None:
+    Registrar(str(tmp_path), ONE, None).beat()
+    assert len(list(tmp_path.iterdir())) == 1

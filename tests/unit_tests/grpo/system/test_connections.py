@@ -1,0 +1,306 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Connections that send nothing, or slowly, or that are too many, keep no server from its work."""
+
+import asyncio
+import contextlib
+import gzip
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from torchtitan.grpo.system import connections
+from torchtitan.grpo.system.connections import answering
+from torchtitan.grpo.system.http_site import listen, read_body
+
+SECONDS = 60.0
+SOON = 0.3
+LATE = 600.0
+HEAD = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
+HALF = b"GET /short HTTP/1.1\r\nHost: a\r\n"
+SHORT, HELD = HALF + b"\r\n", b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n"
+KEYED = b"GET /held HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer key\r\n\r\n"
+BUSY = b"HTTP/1.1 503 "
+
+
+class Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, *parts: bytes) -> "Connection":
+        for part in parts:
+            self._writer.write(part)
+            await self._writer.drain()
+        return self
+
+    async def trickle(self, data: bytes) -> None:
+        """Sends a byte at a time until the other end gives up."""
+        with contextlib.suppress(ConnectionError):
+            for i in range(len(data)):
+                await self.send(data[i : i + 1])
+                await asyncio.sleep(0.02)
+
+    async def answer(self) -> bytes:
+        """Returns the status line, or what comes before the end of the connection."""
+        with contextlib.suppress(ConnectionError):
+            return await self._reader.readline()
+        return b""
+
+    async def is_ended(self) -> bool:
+        with contextlib.suppress(ConnectionError):
+            await self._reader.read()
+        return True
+
+    async def stays(self) -> bool:
+        try:
+            await asyncio.wait_for(self._reader.read(1), 0.1)
+        except TimeoutError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Site:
+    """An application behind the limits: it echoes bodies, and holds requests until it ends."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._release = asyncio.Event()
+        self._held = asyncio.Semaphore(0)
+        self._opened: list[Connection] = []
+
+    async def connect(self, *parts: bytes, host: str = "127.0.0.1") -> Connection:
+        made = Connection(
+            *await asyncio.open_connection("127.0.0.1", self.port, local_addr=(host, 0))
+        )
+        self._opened.append(made)
+        return await made.send(*parts)
+
+    async def hold(self, *parts: bytes, host: str = "127.0.0.1") -> Connection:
+        """Returns a connection whose request is being answered."""
+        made = await self.connect(*parts, host=host)
+        await self._held.acquire()
+        return made
+
+    async def handle(self, request: web.Request) -> web.Response:
+        with answering(has_key="Authorization" in request.headers):
+            if request.path == "/echo":
+                return web.Response(body=await read_body(request, 2**22))
+            if request.path == "/held":
+                self._held.release()
+                await self._release.wait()
+        return web.Response(text="short")
+
+    def close(self) -> None:
+        self._release.set()
+        for connection in self._opened:
+            connection.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(max_connections: int, header_seconds: float) -> AsyncIterator[Site]:
+    site, app = Site(), web.Application()
+    app.router.add_route("*", "/{path}", site.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=LATE)
+    await runner.setup()
+    listener = await listen(runner, "127.0.0.1", 0, max_connections, header_seconds)
+    site.port = listener.sockets[0].getsockname()[1]
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield site
+    finally:
+        site.close()
+        listener.close()
+        await runner.cleanup()
+
+
+def run(
+    test: Callable[[Site], Awaitable[None]], max_connections: int = 10, header_seconds: float = LATE
+) -> None:
+    async def main() -> None:
+        async with serving(max_connections, header_seconds) as site:
+            await test(site)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "begin", [b"", b"G", HALF, SHORT[:-1], b"\r\n\r\n", b"\r\n" * 20 + HALF], ids=range(6)
+)
+def test_headers_must_arrive_in_time(begin: bytes) -> None:
+    async def test(site: Site) -> None:
+        assert await (await site.connect(begin)).is_ended()
+        trickling = await site.connect(begin)
+        await trickling.trickle(b"X-Long: " + 10_000 * b"x")
+        assert await trickling.is_ended()
+
+    run(test, header_seconds=SOON)
+
+
+def test_the_headers_of_a_later_request_must_arrive_in_time_too() -> None:
+    async def test(site: Site) -> None:
+        kept = await site.connect(SHORT)
+        assert b" 200 " in await kept.answer()
+        await kept.send(HALF)
+        assert await kept.is_ended()
+
+    run(test, header_seconds=SOON)
+
+
+def test_a_request_may_be_answered_for_long_and_an_idle_connection_is_kept() -> None:
+    async def test(site: Site) -> None:
+        held, kept = await site.hold(HELD), await site.connect(SHORT)
+        assert b" 200 " in await kept.answer()
+        await asyncio.sleep(2 * SOON)
+        assert await held.stays()
+        await kept.send(SHORT)
+
+    run(test, header_seconds=SOON)
+
+
+def body(*headers: bytes) -> bytes:
+    return HEAD + b"".join(header + b"\r\n" for header in headers) + b"\r\n"
+
+
+SLOW_BODIES = {
+    "nothing": (body(b"Content-Length: 10"), b""),
+    "half": (body(b"Content-Length: 10"), b"12345"),
+    "trickled": (body(b"Content-Length: 100000"), 100_000 * b"x"),
+    "chunks": (body(b"Transfer-Encoding: chunked"), 10_000 * b"1\r\nx\r\n"),
+    "no last chunk": (body(b"Transfer-Encoding: chunked"), b"5\r\nhello\r\n"),
+    "inside a chunk": (body(b"Transfer-Encoding: chunked"), b"ffff\r\n" + 60_000 * b"x"),
+    "compressed": (
+        body(b"Content-Encoding: gzip", b"Content-Length: 100000"),
+        gzip.compress(bytes(range(256)) * 1000, 0),
+    ),
+    "expected": (body(b"Expect: 100-continue", b"Content-Length: 10"), b""),
+}
+
+
+@pytest.mark.parametrize("name", SLOW_BODIES)
+def test_a_body_must_arrive_in_time_and_not_too_slowly(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
+
+    async def test(site: Site) -> None:
+        head, rest = SLOW_BODIES[name]
+        slow = await site.connect(head)
+        sending = asyncio.create_task(slow.trickle(rest))
+        answer = await slow.answer()
+        if b" 100 " in answer:
+            await slow.answer()
+            answer = await slow.answer()
+        assert b" 408 " in answer
+        sending.cancel()
+
+    run(test)
+
+
+def test_a_body_that_is_fast_enough_may_take_longer_than_the_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_BODY_GRACE_SECONDS", SOON)
+
+    async def test(site: Site) -> None:
+        sending = await site.connect(body(b"Content-Length: 1000000"))
+        for _ in range(10):
+            await sending.send(100_000 * b"x")
+            await asyncio.sleep(2 * SOON / 10)
+        assert b" 200 " in await sending.answer()
+        too_long = await site.connect(body(b"Content-Length: 5000000"))
+        writing = asyncio.create_task(too_long.send(5_000_000 * b"x"))
+        assert b" 413 " in await too_long.answer()
+        writing.cancel()
+
+    run(test)
+
+
+def test_the_rate_bounds_a_body_between_the_grace_and_a_limit() -> None:
+    found = [connections.body_seconds(n) for n in (0, 4096, 40_960, 2**30)]
+    assert found == [10.0, 11.0, 20.0, 60.0]
+
+
+IDLE = {"silent": b"", "half": HALF, "kept": SHORT}
+
+
+@pytest.mark.parametrize("newcomer", ["127.0.0.1", "127.0.0.2"])
+@pytest.mark.parametrize("state", IDLE)
+def test_idle_connections_shut_nobody_out(state: str, newcomer: str) -> None:
+    async def test(site: Site) -> None:
+        idle = [await site.connect(IDLE[state]) for _ in range(3)]
+        if state == "kept":
+            assert all([b" 200 " in await connection.answer() for connection in idle])
+        for oldest in idle[:2]:
+            assert b" 200 " in await (await site.connect(SHORT, host=newcomer)).answer()
+            assert await oldest.is_ended()
+
+    run(test, max_connections=3)
+
+
+def test_requests_of_one_host_do_not_shut_out_another_one() -> None:
+    async def test(site: Site) -> None:
+        held = [await site.hold(HELD) for _ in range(4)]
+        for _ in range(2):
+            await site.hold(HELD, host="127.0.0.2")
+        assert all([await connection.is_ended() for connection in held[:2]])
+        assert all([await connection.stays() for connection in held[2:]])
+        # Both have two now, so that neither takes one of the other.
+        assert (await (await site.connect(SHORT)).answer()).startswith(BUSY)
+        assert (await (await site.connect(SHORT, host="127.0.0.2")).answer()).startswith(BUSY)
+
+    run(test, max_connections=4)
+
+
+def test_who_has_a_key_is_not_shut_out_by_those_without_on_the_same_host() -> None:
+    async def test(site: Site) -> None:
+        keyed = [await site.hold(KEYED) for _ in range(2)]
+        for part in (b"", HALF, SHORT) * 3:
+            await site.connect(part)
+        assert all([await connection.stays() for connection in keyed])
+        await site.hold(KEYED)
+        await site.hold(KEYED)
+        refused = [await site.connect(part, host="127.0.0.2") for part in (SHORT, KEYED)]
+        assert all([(await one.answer()).startswith(BUSY) for one in refused])
+        assert all([await connection.stays() for connection in keyed])
+
+    run(test, max_connections=4)
+
+
+def test_an_idle_connection_with_a_key_goes_last() -> None:
+    async def test(site: Site) -> None:
+        keyed = await site.connect(
+            SHORT.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer key\r\n\r\n")
+        )
+        assert b" 200 " in await keyed.answer()
+        silent = await site.connect()
+        await site.hold(HELD)
+        assert await silent.is_ended()
+        await keyed.send(SHORT)
+        assert b"\r\n" in await keyed.answer()
+        await site.hold(HELD, host="127.0.0.2")
+        assert await keyed.is_ended()
+
+    run(test, max_connections=2)
+
+
+def test_the_limit_of_open_files_is_raised_or_bounds_the_connections() -> None:
+    code = (
+        f"import resource, runpy, sys; module = runpy.run_path({connections.__file__!r});"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (300, int(sys.argv[1])));"
+        "fitting = module['raise_descriptor_limit'](1000);"
+        "print(fitting, *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(hard)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for hard in (2000, 600)
+    ]
+    assert found == [["1000", "1256", "2000"], ["344", "600", "600"]]

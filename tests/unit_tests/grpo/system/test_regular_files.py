@@ -1,0 +1,222 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Whatever the package opens as data, configuration or weights is a regular file."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from torchtitan.grpo import verify
+from torchtitan.grpo.cli import run
+from torchtitan.grpo.command_line.errors import ConfigError
+from torchtitan.grpo.command_line.reading import read_config
+from torchtitan.grpo.config_checks.rules import check_file
+from torchtitan.grpo.data.ptx import PtxStream
+from torchtitan.grpo.data.record import RecordReader, RolloutRecorder
+from torchtitan.grpo.functions import load_function
+from torchtitan.grpo.inference import join_check, serve
+from torchtitan.grpo.inference.embedded.model import load_model
+from torchtitan.grpo.inference.registry import Registration, RegistryFolder
+from torchtitan.grpo.inference.urls import UrlsFile, named_urls, read_urls
+from torchtitan.grpo.job_config import JobConfig
+from torchtitan.grpo.models.hf_config import read_hf_model
+from torchtitan.grpo.models.hub import locate_model
+from torchtitan.grpo.rollout.saved import read_saved
+from torchtitan.grpo.rollout.tables import open_table
+from torchtitan.grpo.rollout.tokenizer import TextCodec
+from torchtitan.grpo.system.regular_files import (
+    NotRegularError,
+    check_folder,
+    check_regular,
+    open_regular,
+    read_regular,
+)
+
+MODEL = Path(__file__).parents[4] / "assets" / "reverse_digits" / "model"
+
+
+@pytest.fixture(autouse=True)
+def no_open_waits() -> Iterator[None]:
+    """Fails a test that waits for a writer of a pipe, or reads without end."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError("it waited for a pipe, or read without end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def in_place_of(path: Path, kind: str) -> Iterator[Path]:
+    """Puts something that is no regular file in the place of one."""
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            here = Path.cwd()
+            os.chdir(path.parent)  # the path of a socket is short
+            listener.bind(path.name)
+            os.chdir(here)
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            path.symlink_to(kind)
+        yield path
+
+
+KINDS = ["pipe", "socket", "directory", "/dev/zero", "/dev/null", "/proc/kmsg", "/proc/self/mem"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use", [check_regular, open_regular, read_regular])
+def test_what_is_no_regular_file_is_refused(kind: str, use: Callable, tmp_path: Path) -> None:
+    with (
+        in_place_of(tmp_path / "file", kind) as file,
+        pytest.raises(NotRegularError, match=r"file: it must be a regular file, but it is a "),
+    ):
+        use(file)
+
+
+def test_process_substitution_is_refused_and_redirection_is_not(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    with pytest.raises(NotRegularError, match=r"process substitution.*Write the content to a file"):
+        open_regular(f"/dev/fd/{reads}")
+    os.close(reads), os.close(writes)
+    (tmp_path / "file").write_bytes(b"content")
+    with (tmp_path / "file").open("rb") as file:
+        assert read_regular(f"/dev/fd/{file.fileno()}") == b"content"
+
+
+def test_a_regular_file_is_read_also_through_links(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "broken").symlink_to("nowhere")
+    assert read_regular(tmp_path / "link") == b"content"
+    check_folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "broken")
+
+
+def toml(file: Path) -> None:
+    read_config([f"--job.config_file={file}"])
+
+
+def ptx(file: Path) -> None:
+    codec = TextCodec(str(MODEL), [1])
+    PtxStream(str(file), codec, eos_token_ids=[1], vocab_size=97, row_len=64, seed=0)
+
+
+def setting(file: Path) -> None:
+    check_file("inference.urls_file", str(file))
+
+
+def urls_setting(file: Path) -> None:
+    config = JobConfig()
+    config.inference.urls_file = str(file)
+    named_urls(config.inference)
+
+
+def record(file: Path) -> None:
+    RolloutRecorder(str(file), 97, 1.0, 0)
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "toml": toml,
+    "setting": setting,
+    "urls": read_urls,
+    "urls_setting": urls_setting,
+    "urls_while_running": lambda file: UrlsFile(str(file)).read(),
+    "reward.py": lambda file: load_function(f"{file}:score", "reward.functions", []),
+    "jsonl.jsonl": lambda file: open_table(str(file), "train", {}, "prompt", "prompts.path"),
+    "parquet.parquet": lambda file: open_table(str(file), "train", {}, "prompt", "prompts.path"),
+    "no_ending": lambda file: open_table(str(file), "train", {}, "prompt", "prompts.path"),
+    "ptx": ptx,
+    "replay": lambda file: list(RecordReader(str(file), 97, 1.0, "rollout.replay")),
+    "replay.gz": lambda file: list(RecordReader(str(file), 97, 1.0, "rollout.replay")),
+    "record": record,
+    "saved": lambda file: read_saved(file, 3),
+    "prompts_of_verify": lambda file: verify.read_prompts(file, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "/dev/zero"])
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_of_a_setting_must_be_regular(name: str, kind: str, tmp_path: Path) -> None:
+    with (
+        in_place_of(tmp_path / name, kind),
+        pytest.raises((ValueError, ConfigError, OSError), match="regular file"),
+    ):
+        FILES[name](tmp_path / name)
+
+
+def test_the_command_says_what_the_configuration_is(tmp_path: Path, capsys) -> None:
+    with in_place_of(tmp_path / "x.toml", "pipe") as file:
+        assert run(["check-config", str(file)]) != 0
+    assert "it must be a regular file, but it is a pipe" in capsys.readouterr().err
+
+
+MODELS: dict[str, Callable[[str], object]] = {
+    "train": lambda folder: locate_model(folder, "model.hf_assets_path"),
+    "read": read_hf_model,
+    "serve": serve.model_config,
+    "embedded": lambda folder: load_model(folder, "cpu", "float32"),
+}
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "chat_template.jinja",
+)
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize("reader", MODELS)
+def test_every_file_of_a_model_must_be_regular(reader: str, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    with (
+        in_place_of(folder / name, "pipe"),
+        pytest.raises((ValueError, ConfigError, OSError), match=rf"{name}: it must be a regular"),
+    ):
+        MODELS[reader](str(folder))
+
+
+def test_a_folder_of_data_is_looked_at_in_all_its_folders(tmp_path: Path) -> None:
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    (tmp_path / "data" / "train" / "a.jsonl").write_text('{"prompt": "a"}\n')
+    with (
+        in_place_of(tmp_path / "data" / "train" / "b.jsonl", "pipe"),
+        pytest.raises(ValueError, match=r"prompts\.path: .*b\.jsonl: it must be a regular file"),
+    ):
+        open_table(str(tmp_path / "data"), "train", {}, "prompt", "prompts.path")
+
+
+def test_what_is_no_file_registers_no_server(tmp_path: Path) -> None:
+    folder = RegistryFolder(tmp_path)
+    one = Registration("http://127.0.0.1:8000", "embedded", "host", 1, 1.0)
+    folder.write(one)
+    (tmp_path / "good.txt").write_text(json.dumps(asdict(one)))
+    for i, kind in enumerate(KINDS):
+        with in_place_of(tmp_path / f"{i}.json", kind):
+            assert folder.read() == [one]
+
+
+def test_a_model_path_that_a_server_names_is_read_as_a_file_alone(tmp_path: Path) -> None:
+    with in_place_of(tmp_path / "config.json", "pipe"):
+        assert join_check.config_json(str(tmp_path)) == {}

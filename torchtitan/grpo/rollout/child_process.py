@@ -1,0 +1,56 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Starts and ends a rollout process, or the process that checks its inputs."""
+
+import os
+import subprocess
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan.grpo.config import RolloutProcessConfig
+from torchtitan.grpo.config.evaluation import evaluation_sets
+from torchtitan.grpo.inference.access import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    TEACHER_KEY_VARIABLE,
+)
+from torchtitan.grpo.monitoring.addresses import KEY_VARIABLE
+from torchtitan.grpo.system.child import start_child, stop_children
+from torchtitan.grpo.system.descendants import end_marked
+from torchtitan.grpo.system.environment import RUN_VARIABLE, rollout_environment
+from torchtitan.grpo.system.light_start import LIGHT_PYTHON
+
+
+def start_process(
+    module: str, folder: Path, config: RolloutProcessConfig, log_file: Path
+) -> tuple[subprocess.Popen, str]:
+    """Starts a module with its folder as argument.
+
+    Returns:
+        The process, and the mark of all that it starts.
+    """
+    environ = child_environment(config, os.environ)
+    command = [*LIGHT_PYTHON, module, str(folder)]
+    return start_child(command, env=environ, log_file=log_file), environ[RUN_VARIABLE]
+
+
+def end_process(child: subprocess.Popen, mark: str, grace_seconds: float = 3.0) -> None:
+    """Ends the process, and what user code has left behind if it was killed."""
+    stop_children([child], grace_seconds)
+    end_marked(mark)
+
+
+def child_environment(config: RolloutProcessConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what the process sees of ``environ``, and a new ``RUN_VARIABLE``."""
+    keys = [API_KEY_VARIABLE, ADMIN_KEY_VARIABLE]
+    keys += [TEACHER_KEY_VARIABLE] if config.teacher.urls else []
+    keys += [KEY_VARIABLE] if config.monitor_host else []
+    sources = [config.prompts.path, *config.prompts.paths]
+    sources += [one.path for one in evaluation_sets(config.evaluation).values()]
+    return rollout_environment(
+        environ,
+        (*keys, *config.workers.pass_variables),
+        uses_hub=any(source and not Path(source).exists() for source in sources),
+    ) | {RUN_VARIABLE: uuid.uuid4().hex}

@@ -1,0 +1,248 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Bounds the connections of an HTTP server: how many there are, and how slowly they send.
+
+Neither aiohttp nor uvicorn limits the time until the first request of a connection, or the time of a body,
+and both accept connections until the process has no file descriptors left. Here a connection whose headers
+do not arrive in time is closed. If there are too many connections, one is closed for the sake of the new
+one, so that those which only hold connections shut nobody out (see :meth:`ConnectionLimits.make_room`).
+
+Servers in environments of their own use this module as well, so it needs the standard library alone.
+"""
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HEADER_SECONDS = 10.0
+"""Maximum time until the headers of a request are complete, counted from its first byte."""
+MAX_CONNECTIONS = 4096
+_BODY_SECONDS = 60.0
+_BODY_GRACE_SECONDS = 10.0
+_SLOWEST_BYTES_PER_SECOND = 4096
+SLOW_BODY = (
+    f"The body must arrive within {_BODY_SECONDS:g} s, and from {_BODY_GRACE_SECONDS:g} s on with at least "
+    f"{_SLOWEST_BYTES_PER_SECOND} bytes per second."
+)
+# For files, the engine's own sockets, and connections that are just being refused.
+_OTHER_DESCRIPTORS = 256
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\n"
+    b"Content-Length: 22\r\nConnection: close\r\n\r\nToo many connections.\n"
+)
+
+
+def body_seconds(num_bytes: int, most: float = _BODY_SECONDS) -> float:
+    """Returns the time from the beginning of a body until more must follow what has arrived of it.
+
+    Args:
+        num_bytes: How much has arrived.
+        most: Maximum time for the whole body.
+    """
+    return min(most, _BODY_GRACE_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND)
+
+
+def raise_descriptor_limit(max_connections: int) -> int:
+    """Raises this process's limit of open files as far as it may; returns how many connections fit.
+
+    Args:
+        max_connections: Number of connections that is wanted.
+    """
+    wanted = max_connections + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    fitting = max(1, soft - _OTHER_DESCRIPTORS)
+    logger.warning(
+        "Only %d connections are accepted at once, because at most %d files may be open (ulimit -n).",
+        fitting,
+        soft,
+    )
+    return fitting
+
+
+class ConnectionLimits:
+    """Makes the protocols of all connections, and counts them.
+
+    Args:
+        make_inner: Makes the protocol that serves a connection.
+        max_connections: Maximum number of connections.
+        header_seconds: Maximum time until the headers of a request are complete.
+    """
+
+    def __init__(
+        self,
+        make_inner: Callable[[], asyncio.BaseProtocol],
+        max_connections: int = MAX_CONNECTIONS,
+        header_seconds: float = HEADER_SECONDS,
+    ) -> None:
+        self._make_inner = make_inner
+        self.max_connections = max_connections
+        self.header_seconds = header_seconds
+        self.num_open = 0
+        # By whether they are busy and have a key, and by host, in the order in which they became so;
+        # dicts, from which each can be removed at once.
+        self._open: dict[tuple[bool, bool], dict[str, dict[_LimitedProtocol, None]]] = {}
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """Makes the protocol of one new connection."""
+        return _LimitedProtocol(self, self._make_inner())
+
+    def make_room(self, host: str) -> bool:
+        """Returns whether one more connection may be served, for which another one may be closed.
+
+        What is closed is an idle connection, which has sent no request or whose requests are answered: of
+        those without a key, else of all, the one that has been idle for longest at the host with the most
+        of them. If none is idle, the oldest busy one without a key is closed, provided that its host
+        has more of them than the host of the new one. So a host can shut out itself alone, and
+        without a key nobody can shut out those who have one.
+        """
+        if self.num_open < self.max_connections:
+            return True
+        chosen = self._oldest_of_most(False, False) or self._oldest_of_most(False, True)
+        if chosen is None:
+            chosen, busy = self._oldest_of_most(True, False), self._open.get((True, False), {})
+            if chosen is None or len(busy[chosen.host]) <= len(busy.get(host, ())) + 1:
+                return False
+        chosen.drop()
+        return True
+
+    def note(self, connection: "_LimitedProtocol") -> None:
+        """Counts a connection, as the one that has been idle or busy for the shortest time."""
+        self.forget(connection)
+        self.num_open += 1
+        connection.place = connection.is_busy, connection.has_key
+        by_host = self._open.setdefault(connection.place, {})
+        by_host.setdefault(connection.host, {})[connection] = None
+
+    def forget(self, connection: "_LimitedProtocol") -> None:
+        """Counts a connection no more. Further calls do nothing."""
+        if connection.place is None:
+            return
+        by_host, connection.place = self._open[connection.place], None
+        self.num_open -= 1
+        del by_host[connection.host][connection]
+        if not by_host[connection.host]:
+            del by_host[connection.host]
+
+    def _oldest_of_most(self, is_busy: bool, has_key: bool) -> "_LimitedProtocol | None":
+        """Returns the first such connection of the host with the most of them, if there is one."""
+        by_host = self._open.get((is_busy, has_key))
+        return next(iter(max(by_host.values(), key=len))) if by_host else None
+
+
+@contextmanager
+def answering(*, has_key: bool = False) -> Iterator[None]:
+    """Marks the connection as busy on which the current task answers a request.
+
+    Args:
+        has_key: Whether the request carries a key that the server asks for.
+    """
+    connection = _connection.get()
+    if connection is None:  # the server is not behind limits
+        yield
+        return
+    connection.begin(has_key)
+    try:
+        yield
+    finally:
+        connection.end()
+
+
+class _LimitedProtocol(asyncio.Protocol):
+    """Passes everything on to the protocol that serves a connection, once it is accepted."""
+
+    def __init__(self, limits: ConnectionLimits, inner: Any) -> None:
+        self._limits, self._inner = limits, inner
+        self._is_served = self.is_busy = self.has_key = False
+        self.place: tuple[bool, bool] | None = None  # None unless it is open
+        self.host = ""
+        self._transport: Any = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.host = peer[0] if peer else ""  # a Unix socket has no peer
+        if not self._limits.make_room(self.host):
+            logger.warning("A connection is refused: there are %d.", self._limits.num_open)
+            self._transport.write(_BUSY)
+            self._transport.close()
+            return
+        self._is_served = True
+        self._limits.note(self)
+        self._await_headers()
+        _connection.set(self)  # for the tasks that the inner protocol creates
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_served:
+            return
+        self._await_headers()  # of the next request of a connection that is kept
+        _connection.set(self)
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._is_served else None
+
+    def pause_writing(self) -> None:
+        if self._is_served:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._is_served:
+            self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_served:
+            self._leave()
+            self._inner.connection_lost(exc)
+
+    def begin(self, has_key: bool) -> None:
+        """Notes that a request is being answered."""
+        self._stop_waiting()
+        self.is_busy, self.has_key = True, self.has_key or has_key
+        self._renew()
+
+    def end(self) -> None:
+        """Notes that the request has been answered."""
+        self.is_busy = False
+        if self._transport.get_protocol() is not self:  # it was a web socket
+            self._leave()
+        self._renew()
+
+    def drop(self) -> None:
+        """Ends the connection."""
+        self._leave()
+        self._transport.abort()
+
+    def _await_headers(self) -> None:
+        if self._timer is None and not self.is_busy:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._limits.header_seconds, self.drop)
+
+    def _renew(self) -> None:
+        if self.place is not None:
+            self._limits.note(self)
+
+    def _leave(self) -> None:
+        self._stop_waiting()
+        self._limits.forget(self)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_connection: ContextVar[_LimitedProtocol | None] = ContextVar("connection", default=None)

@@ -1,0 +1,68 @@
+# Copyright (c) the torchtitan-grpo authors.
+# SPDX-License-Identifier: BSD-3-Clause
+
+"""Serves an aiohttp application behind the limits of `connections.py`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from torchtitan.grpo.system.connections import (
+    HEADER_SECONDS,
+    SLOW_BODY,
+    ConnectionLimits,
+    answering,
+    body_seconds,
+)
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def answered(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Marks the connection of each request as busy while the request is answered."""
+    with answering():
+        return await handler(request)
+
+
+async def listen(
+    runner: web.AppRunner,
+    host: str,
+    port: int,
+    max_connections: int,
+    header_seconds: float = HEADER_SECONDS,
+    backlog: int = 128,
+) -> asyncio.Server:
+    """Listens for a runner that is set up, and returns what listens.
+
+    The handlers must run inside :func:`.connections.answering`, as with :func:`answered`.
+
+    Raises:
+        OSError: If the address cannot be used.
+    """
+    assert runner.server is not None, "it was set up"
+    limits = ConnectionLimits(runner.server, max_connections, header_seconds)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(limits.make_protocol, host, port, backlog=backlog)
+
+
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+        web.HTTPRequestTimeout: If it arrives too slowly; see :func:`.connections.body_seconds`.
+        web.HTTPRequestEntityTooLarge: If it is too long.
+    """
+    begun, body = asyncio.get_running_loop().time(), bytearray()
+    try:
+        while True:
+            async with asyncio.timeout_at(begun + body_seconds(len(body))):
+                part = await request.content.readany()
+            if not part:
+                return bytes(body)
+            body += part
+            if len(body) > max_bytes:
+                raise web.HTTPRequestEntityTooLarge(max_bytes, len(body))
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(text=SLOW_BODY) from error
