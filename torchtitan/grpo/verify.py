@@ -67,7 +67,7 @@ def read_prompts(file: Path, number: int) -> list[str]:
     Raises:
         ValueError: If a line has no text in the column ``prompt``.
     """
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:  # a byte-order mark is passed over
         rows = [json.loads(line) for line, _ in zip(lines, range(number), strict=False)]
     for line, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):

@@ -65,7 +65,10 @@ class SupervisedSource(OfflineSource):
 
     def start(self) -> None:
         """Says how many examples there are; each is read when its step comes."""
-        logger.info(f"sft.path: {len(self._examples)} examples in {self.config.sft.path}")
+        path, checked = self.config.sft.path, self._examples.checked
+        logger.info(f"sft.path: {path}, {checked.describe()}")
+        if warning := checked.warning("sft.path", str(path)):
+            logger.warning(warning)
         if evaluation_sets(self.config.evaluation):
             logger.info(
                 "[evaluation] is not used with sft.path: there is no server to ask. "
@@ -86,6 +89,7 @@ class SupervisedSource(OfflineSource):
             "sft/epoch": self._examples.position / len(self._examples),
             "sft/example_tokens_mean": sum(e.num_tokens for e in examples) / len(examples),
             "sft/too_long_examples": float(self._examples.num_too_long),
+            "sft/unusable_examples": float(self._examples.num_unusable),
         }
 
     def close(self) -> None:

@@ -9,9 +9,11 @@ nothing fails. The check below therefore has the reward function score the numbe
 at the start of a run, and says so if it earns 0.
 """
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.grpo.rewards.builtin import read_expected
 from torchtitan.grpo.rewards.scoring_pool import RewardPool, ScoringFailed
@@ -26,6 +28,7 @@ _READERS: dict[str, tuple[Callable[[str], str], str]] = {
     "boxed_math": (read_expected, "\\boxed{%s}"),
     "exact_match": (str.strip, "%s"),
 }
+_COMPARING = (*_READERS, "partial_match")
 _MAX_TRIALS = 4
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -74,6 +77,47 @@ class Example:
 
     where: str
     prompt: Prompt
+
+
+def gold_problem(function: str, columns: Mapping[str, Any]) -> str | None:
+    """Says why a built-in reward cannot compare with the column ``answer`` of a row.
+
+    Args:
+        function: Name of the reward function. Functions of the user may read any value.
+        columns: The columns of the row.
+
+    Returns:
+        What is wrong and what to do; ``None`` if the value can be compared with.
+    """
+    value = columns.get(COLUMN)
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if function not in _COMPARING or not (value is None or is_nan):
+        return None
+    what = "is missing" if COLUMN not in columns else f"is {'NaN' if is_nan else 'null'}"
+    return (
+        f"the column {COLUMN!r} {what}, and {function} compares with it. Remove the row, write an answer, "
+        "or take another column with prompts.rename"
+    )
+
+
+def gold_judge(functions: Sequence[str]) -> Callable[[Mapping[str, Any]], str | None]:
+    """Returns what judges the rows of a set for all its reward functions; see :func:`gold_problem`.
+
+    A set whose first row has no column ``answer`` is not judged: the reward functions are tried on
+    that row, and the message then names the columns that there are.
+    """
+    comparing = [function for function in functions if function in _COMPARING]
+    first: list[Mapping[str, Any]] = []
+
+    def judge(columns: Mapping[str, Any]) -> str | None:
+        if not first:
+            first.append(columns)
+        if COLUMN not in first[0]:
+            return None
+        problems = (gold_problem(function, columns) for function in comparing)
+        return next((problem for problem in problems if problem is not None), None)
+
+    return judge
 
 
 def number_in_prose(answer: str) -> str | None:

@@ -101,6 +101,7 @@ class Producer:
         ] = []  # cancelled, to be restarted
         self._context: dict[int, tuple[Generation, ...]] = {}  # of those being restarted
         self._running: dict[int, RunningGroup] = {}
+        self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
         self._counts = RolloutCounts()
         self._metrics = RolloutMetrics()
         self._shares = IdleShares()
@@ -158,7 +159,7 @@ class Producer:
         """Starts groups forever.
 
         Raises:
-            ValueError: If a prompt is invalid.
+            ValueError: If the prompts cannot be read any more.
             ServersFailing: If too many requests failed in a row.
             RewardError: If the reward functions cannot be used any more.
             TeachersFailing: If too many groups in a row got no rating.
@@ -277,7 +278,9 @@ class Producer:
         while (prompt := self._order.pop()) is None:
             # In a thread, because tokenizing and skipping long prompts must not block the loop.
             drawn = await asyncio.to_thread(self._prompts.next)
-            self._ledger.issue(drawn.index)
+            self.count_prompts()
+            self._ledger.issue(drawn.index, self._skipped)
+            self._skipped.clear()
             self._order.push(drawn)
         return prompt
 
@@ -408,10 +411,10 @@ class Producer:
 
     def count_prompts(self) -> None:
         """Counts prompts that were left out, which may happen in a long row."""
-        number = self._prompts.num_too_long - self._counts.closed["too long"]
-        if number:
-            self._counts.closed["too long"] += number
-            self._drops.record("too long", self._prompts.first_too_long, number=number)
+        for skipped in self._prompts.take_skipped():
+            self._skipped[skipped.index] = skipped.reason
+            self._counts.closed[skipped.reason] += 1
+            self._drops.record(skipped.reason, skipped.detail, source=skipped.path)
 
     def _batch_metrics(self, groups: list[RolloutGroup]) -> dict[str, float]:
         self._counts.failed_requests = self._dispatcher.num_failed_requests

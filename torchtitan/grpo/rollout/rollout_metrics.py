@@ -15,6 +15,7 @@ from torchtitan.grpo.types import Rollout, RolloutGroup
 
 _NAMES_OF_CLOSED: dict[CloseReason, str] = {
     "too long": "rollout/prompts_too_long",
+    "unusable": "rollout/prompts_unusable",
     "failed": "rollout/failed_groups",
     "unscored": "rollout/unscored_groups",
     "unrated": "rollout/unrated_groups",

@@ -107,9 +107,8 @@ def test_what_is_too_long_is_left_out_and_counted(open_stream):
     assert stream.num_too_long >= 3
     with pytest.raises(DataError, match=r"sft\.path: none of the 5 examples .*at most 2 tokens"):
         open_stream(rows, max_tokens=2).next()
-    long_prompts = open_stream([{"prompt": "a" * 40, "completion": "b"}], max_tokens=10)
     with pytest.raises(DataError, match=r"Raise sft\.max_example_tokens") as refused:
-        long_prompts.next()
+        open_stream([{"prompt": "a" * 40, "completion": "b"}], max_tokens=10)
     assert "rollout." not in str(refused.value)
 
 

@@ -86,6 +86,11 @@ COUNTS = Section(
             "Raise `prompts.max_prompt_tokens` and `training.seq_len`.",
         ),
         Metric(
+            "rollout/prompts_unusable", "prompts",
+            "Rows that are no prompt, in a data set that is too large to be checked in full before training.", "0",
+            "The console names the first such row of each file. Mend it.",
+        ),
+        Metric(
             "rollout/rewards_raised", "groups", "Groups whose reward function raised an exception.", "0",
             "Fix the function; for the first such group, the console names it and the line that raised.",
         ),

@@ -18,8 +18,6 @@ from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptMixture, PromptSet, PromptStream
 from torchtitan.grpo.rollout.prompts.mixture import _named
 from torchtitan.grpo.rollout.tables import Table, open_table
-from torchtitan.grpo.rollout.tables.jsonl import JsonlTable
-from torchtitan.grpo.rollout.tables.row_check import sample_rows
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
 MAX_TOKENS = 8
@@ -187,15 +185,32 @@ def test_sets_are_named_by_what_tells_them_apart():
     assert [name for _, name in _named(["a/x.jsonl", "b/x.jsonl"])] == ["a/x.jsonl", "b/x.jsonl"]
 
 
-def test_bad_line_that_is_found_later_ends_the_stream(codec: TextCodec, tmp_path: Path):
-    lines = [json.dumps({"prompt": "a"})] * 9000
-    bad = min(set(range(9000)) - set(sample_rows(9000)))
-    lines[bad] = "{}"
+def test_a_bad_row_that_is_drawn_is_left_out_and_told(codec: TextCodec, tmp_path: Path):
     path = tmp_path / "p.jsonl"
+    bad = ['{"prompt": null}', "{}", "[1]", '{"prompt": ', '{"prompt": ""}', '{"prompt": [{}]}']
+    lines = [json.dumps({"prompt": "a"}), *bad, json.dumps({"prompt": "b"})]
     path.write_text("\n".join(lines))
-    rows = JsonlTable(str(path), {}, "prompt", "prompts.path", full_check_bytes=0)
+    rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
     stream = PromptStream(set_of(rows, codec), seed=0, shuffle=False)
-    rows.wait_until_checked(120)
-    with pytest.raises(ValueError, match=rf"p.jsonl:{bad + 1}: there is no column 'prompt'"):
-        stream.next()
+    for epoch in range(2):
+        assert [(p.index, p.text) for p in (stream.next(), stream.next())] == [
+            (8 * epoch, "a"),
+            (8 * epoch + 7, "b"),
+        ]
+        skipped = list(stream.take_skipped())
+        assert [(s.index, s.reason, s.path) for s in skipped] == [
+            (8 * epoch + i, "unusable", str(path)) for i in range(1, 7)
+        ]
+        for line, one in enumerate(skipped, start=2):
+            assert one.detail.startswith(f"{path}:{line}: ")
+    assert list(stream.take_skipped()) == []
     stream.close()
+
+
+def test_a_set_without_a_row_that_can_be_used_ends_the_stream(codec: TextCodec, tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": 1}\n' * 3 + json.dumps({"prompt": LONG}))
+    rows = open_table(str(path), "train", {}, "prompt", "prompts.path")
+    stream = PromptStream(set_of(rows, codec), seed=0, shuffle=True)
+    with pytest.raises(ValueError, match=r"none of the 4 prompts .*and 3 rows cannot be used"):
+        stream.next()
