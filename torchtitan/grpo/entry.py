@@ -49,6 +49,7 @@ from torchtitan.grpo.resume.resumption import (
 from torchtitan.grpo.rollout.link import RolloutFailed
 from torchtitan.grpo.run_folder.contents import remove_run
 from torchtitan.grpo.run_folder.launch import is_restart
+from torchtitan.grpo.start.train import SETTINGS_FLAG
 from torchtitan.grpo.system.child import die_with_parent
 from torchtitan.grpo.system.device import choose_interfaces
 from torchtitan.grpo.system.exit_status import STOPPED_BY_GUARD
@@ -109,6 +110,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         return 0
     try:
         is_dry = is_dry_run(args)
+        shows_settings = is_dry and SETTINGS_FLAG in args
+        if shows_settings:
+            args.remove(SETTINGS_FLAG)
         config = load_config(args)
         if is_restart(config.job.dump_folder):
             config.job.overwrite = False  # it counted when torchrun started the ranks first
@@ -124,7 +128,9 @@ def run(make_trainer: TrainerFactory, args: Sequence[str]) -> int:
         print("\n".join(notes), end="\n" if notes else "", flush=True)
     if is_dry:
         lines = describe_start(config, start)
-        return print_dry_run(config, hf_model, list(lines)) if is_rank_zero else 0
+        if not is_rank_zero:
+            return 0
+        return print_dry_run(config, hf_model, list(lines), shows_settings=shows_settings)
     if is_finished(config, start):
         if is_rank_zero:
             print(describe_finished(config, start))
@@ -146,17 +152,20 @@ def _not_removed(config: JobConfig, error: OSError) -> str:
     )
 
 
-def print_dry_run(config: JobConfig, model: HFModel, start: Sequence[str]) -> int:
+def print_dry_run(
+    config: JobConfig, model: HFModel, start: Sequence[str], *, shows_settings: bool = False
+) -> int:
     """Opens what the run would open and prints what was found; returns the exit status.
 
     Args:
         config: Checked configuration of the run.
         model: The model that would be trained.
         start: Where the run would begin, in lines.
+        shows_settings: Whether the value of every setting is printed at the end.
     """
     init_console("error", is_rank_zero=True)
     try:
-        for line in dry_run(config, model, start):
+        for line in dry_run(config, model, start, shows_settings=shows_settings):
             print(line, flush=True)
     except (ConfigError, DataError, ModelError) as error:
         return _report(True, error, 2)

@@ -71,7 +71,7 @@ class RolloutSession:
         self,
         config: RolloutProcessConfig,
         announce: Callable[[str], None] | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> None:
         self.drops = DropLog(announce)
         self._saved: SavedRollouts | None = None

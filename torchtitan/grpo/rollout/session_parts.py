@@ -77,7 +77,7 @@ def open_prompts(
     config: RolloutProcessConfig,
     codec: TextCodec,
     pending: Sequence[int],
-    say: Callable[[str], None] = logger.info,
+    say: Callable[[str], object] = logger.info,
 ) -> tuple[PromptStream, list[list[Example]]]:
     """Opens the prompt stream, and checks the rows of each set.
 

@@ -57,7 +57,7 @@ def check_rows(
     judge: Judge = lambda columns: None,
     *,
     fits: Callable[[Prompt], bool] = lambda prompt: True,
-    say: Callable[[str], None] = logger.info,
+    say: Callable[[str], object] = logger.info,
 ) -> CheckedRows:
     """Checks the rows of a set.
 
@@ -145,7 +145,7 @@ def _shape(text: PromptText) -> tuple[str, ...]:
 class _Progress:
     """Tells how far the check of a set has come, if it takes long."""
 
-    def __init__(self, prompts: PromptSet, say: Callable[[str], None]) -> None:
+    def __init__(self, prompts: PromptSet, say: Callable[[str], object]) -> None:
         self._prompts, self._say = prompts, say
         self._told = time.monotonic()
 
