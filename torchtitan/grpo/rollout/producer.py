@@ -104,7 +104,7 @@ class Producer:
         self._running: dict[int, RunningGroup] = {}
         self._skipped: dict[int, CloseReason] = {}  # since a prompt was issued last
         self._counts = RolloutCounts()
-        self._metrics = RolloutMetrics()
+        self._metrics = RolloutMetrics(prompts.file_names)
         self._shares = IdleShares()
         self._kept_groups = KeptGroups(admission.groups_per_batch)
         self._is_asked = False  # the trainer waits for a batch
@@ -356,6 +356,7 @@ class Producer:
                     prompt.index, prompt_text(prompt), tuple(rollouts), server.url,
                     columns=brief_columns(prompt.columns),
                     is_chat=not isinstance(prompt.text, str),
+                    file=self._prompts.file_of(prompt.index),
                 )
             )  # fmt: skip
         del self._running[prompt.index]

@@ -77,6 +77,7 @@ class PromptStream:
         self._pending = deque(sorted(pending))
         self._lock = threading.Lock()
         self._skipped: deque[Skipped] = deque()
+        self._file_names = self._mixture.file_names
 
     @property
     def position(self) -> int:
@@ -87,6 +88,16 @@ class PromptStream:
     def sets(self) -> Sequence[PromptSet]:
         """The sets that prompts are drawn from."""
         return self._mixture.sets
+
+    @property
+    def file_names(self) -> Sequence[str]:
+        """Short names of the sets; none if there is one set."""
+        return self._file_names
+
+    def file_of(self, index: int) -> str:
+        """Returns the short name of the set that a prompt is from; empty if there is one set."""
+        number = self._mixture.interleaving.at(index).set
+        return self._file_names[number] if self._file_names else ""
 
     def next(self) -> Prompt:
         """Returns the next prompt that can be used; see :meth:`take_skipped` for the others.
