@@ -38,7 +38,9 @@ class PromptMixture:
     @property
     def file_names(self) -> list[str]:
         """A short name of each set, for metrics; empty if there is one set."""
-        return short_names([prompts.path for prompts in self.sets]) if len(self.sets) > 1 else []
+        if len(self.sets) == 1:
+            return []
+        return short_names([prompts.path.partition(" (split ")[0] for prompts in self.sets])
 
     def close(self) -> None:
         """Closes all tables."""
@@ -97,10 +99,11 @@ def short_names(paths: Sequence[str]) -> list[str]:
         length = 1
         while sum(other[-length:] == own[-length:] for other in parts) > 1 and length < len(own):
             length += 1
-        name = "-".join(part.strip("/") for part in own[-length:]).strip("-")
-        number = 2
+        base = name = "-".join(part.strip("/") for part in own[-length:]).strip("-")
+        number = 1
         while name in names:
-            name, number = f"{name}-{number}", number + 1
+            number += 1
+            name = f"{base}-{number}"
         names.append(name)
     return names
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from torchtitan.grpo.config import Prompts
 from torchtitan.grpo.rollout.prompts import PromptLimits, PromptMixture, PromptSet, PromptStream
-from torchtitan.grpo.rollout.prompts.mixture import _named
+from torchtitan.grpo.rollout.prompts.mixture import _named, short_names
 from torchtitan.grpo.rollout.tables import Table, open_table
 from torchtitan.grpo.rollout.tokenizer import TextCodec
 
@@ -183,6 +183,32 @@ def test_sets_are_named_by_what_tells_them_apart():
     names = dict(_named(["d/train.jsonl", "owner/set-v1.5", "more.parquet"]))
     assert list(names.values()) == ["train", "set-v1.5", "more"]
     assert [name for _, name in _named(["a/x.jsonl", "b/x.jsonl"])] == ["a/x.jsonl", "b/x.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["d/train.jsonl", "owner/set-v1.5", "more.parquet"], ["train", "set-v1.5", "more"]),
+        (["a/x.jsonl", "b/x.jsonl", "c/y.jsonl"], ["a-x", "b-x", "y"]),
+        (["/a/k/x.jsonl", "/b/k/x.jsonl"], ["a-k-x", "b-k-x"]),
+        (["x.jsonl", "b/x.jsonl"], ["x", "b-x"]),
+        (["x.jsonl", "x.parquet", "x.json"], ["x", "x-2", "x-3"]),
+        (["/x.jsonl", "/d/x.jsonl"], ["x", "d-x"]),
+    ],
+)
+def test_files_have_short_names_without_slashes(paths, names):
+    found = short_names(paths)
+    assert found == names
+    assert len(set(found)) == len(paths) and not any("/" in name for name in found)
+
+
+def test_the_file_of_a_prompt_is_known_by_its_index(codec: TextCodec):
+    stream = PromptStream(mixture(codec, [["a"] * 4, ["b"] * 2]), seed=0, shuffle=True)
+    assert list(stream.file_names) == ["set0", "set1"]
+    for prompt in [stream.next() for _ in range(18)]:
+        assert stream.file_of(prompt.index) == ("set0" if prompt.text == "a" else "set1")
+    alone = PromptStream(mixture(codec, [["a"] * 4]), seed=0, shuffle=True)
+    assert (list(alone.file_names), alone.file_of(3)) == ([], "")
 
 
 def test_a_bad_row_that_is_drawn_is_left_out_and_told(codec: TextCodec, tmp_path: Path):
